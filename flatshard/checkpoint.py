@@ -260,13 +260,13 @@ def _optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def _ranks_of(model: nn.Module, optimizer: object, caller: str) -> HostRanks:
-    """The ranks that train ``model`` together, once all of them call this. Checks the types."""
+    """Check the arguments' types, and wait for the ranks that train ``model``. Collective."""
     given = (model, nn.Module), (optimizer, torch.optim.Optimizer | None)
     for value, kind in given:
         if not isinstance(value, kind):
             raise TypeError(
                 f"{caller}: expected one model and its optimizer, got a {type(value).__name__}. "
-                "Each model has a folder of its own: call it once for each, with its optimizer."
+                "Save and load each model in a folder of its own, with one call per model."
             )
     units = [one.unit for one in shardings_in(model)]
     _refuse_dtensors(units, caller)

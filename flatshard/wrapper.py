@@ -303,9 +303,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         self._sharding.context.give_back()
 
     @contextmanager
-    def record_steps(
-        self, *, trace: recording.PathLike = None, memory: recording.PathLike = None
-    ) -> Iterator[list[StepReport]]:
+    def record_steps(self, *, memory: recording.PathLike = None) -> Iterator[list[StepReport]]:
         """Record the steps of the model, all its units, inside the context.
 
         Yields the list of their reports, which grows as steps end: a step ends when the next one
@@ -316,7 +314,6 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         Collective: all ranks that train the model, at entry, and at the end to write a file.
 
         Args:
-            trace: file for a JSON trace that chrome://tracing and Perfetto read.
             memory: file for a plot of memory over the last step, of at most 8 ranks; needs
                 matplotlib.
 
@@ -329,7 +326,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         context = self._sharding.check_between_steps("record_steps()")
         settings = self._sharding.settings
         with recording.recording(
-            context, settings.ranks.world, settings.device, trace=trace, memory=memory
+            context, settings.ranks.world, settings.device, memory=memory
         ) as reports:
             yield reports
 

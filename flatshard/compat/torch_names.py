@@ -16,10 +16,10 @@ class Keyword(NamedTuple):
     """Why a keyword has no effect here, or raises."""
 
     reason: str
-    default: Any = None  # may be passed without a warning; torch's, where it has no effect there
+    default: Any = None  # this value, mostly torch's default, gives no warning
 
 
-# Keywords of torch's wrappers that warn when they are set.
+# Keywords of torch's wrappers without an effect here: rank 0 warns if one is set.
 IGNORED = {
     "use_orig_params": Keyword("parameters keep their names and shapes", True),  # FSDP1's: False
     "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
@@ -163,8 +163,8 @@ def read_keywords(
                 meant[our_name] = ours
             elif before is not ours and (our_name != "device_id" or len(texts) > 1):
                 raise ValueError(
-                    f"ShardedWrapper: {name}={value!r:.200} contradicts another keyword, which "
-                    f"means {our_name}={before!r:.200}. Pass one of them."
+                    f"ShardedWrapper: {name}={value!r:.200} contradicts another keyword, with "
+                    f"{our_name}={before!r:.200}. Pass only one keyword."
                 )
     return meant, notes
 

@@ -170,9 +170,9 @@ class FlatParamHandle:
         self._move_to(ShardState.UNSHARDED)
 
     def gather_flat(self, shard: Tensor) -> Tensor:
-        """All ranks' ``shard``, ``(layout.shard_numel,)``, in a new tensor on the handle's device.
+        """All-gather ``shard`` into a new tensor, ``(layout.padded_numel,)``, without a cast.
 
-        It is the handle's shard, or something of its shape such as its gradient; no cast.
+        ``shard`` is the handle's shard, or a tensor of the same shape such as the gradient's shard.
         Collective: all ranks of the shard group.
         """
         with torch.inference_mode(False), torch.no_grad():

@@ -93,7 +93,7 @@ class ParamViews:
             else:
                 # Hooks and attributes stay where they are: only the memory moves.
                 owned.param.data = view_of(shard, span)
-            if disk is not None:  # a ``FlatShardTensor`` has it in its spec
+            if disk is not None:  # the spec of a ``FlatShardTensor`` names the disk
                 STATE_DISKS[owned.param] = disk
 
     def make_full(self, buffer: Tensor, *, is_shard: bool) -> None:

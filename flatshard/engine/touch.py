@@ -47,8 +47,8 @@ class Touch(StepObserver):
         self._units = {spec: unit for unit, h in state.handles for spec in h.params.specs}
         # Units that are unsharded for operations, and in a forward of which depth; innermost last.
         self._held: list[tuple[int, Unit]] = []
-        # All of the flat parameter that a loop over parameters is reading, and its version; and the
-        # parameter that the last operation read.
+        # In a loop over parameters: the gathered flat parameter and the version of its shard, and
+        # the index of the last parameter.
         self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._last: tuple[FlatParamHandle, int] | None = None
         self._warned: set[Unit | None] = set()  # None: an average of weights
@@ -149,11 +149,12 @@ class Touch(StepObserver):
         return as_views(result, copies.values(), sharded[0].spec.name, copies=True)
 
     def _full(self, tensor: FlatShardTensor) -> Tensor:
-        """The full tensor, which nobody may write to. Collective: all ranks of the shard group.
+        """Full tensor of a sharded one, for reading. Collective: all ranks of the shard group.
 
-        Loops over parameters read one after the other, such as an average of weights that was
-        copied before wrapping. From the second parameter in a row on, they read from an all-gather
-        of the whole flat parameter, which is freed with its last parameter.
+        A loop reads parameters in their order: the update of an average of weights that was copied
+        before wrapping, for example. The second parameter in a row starts an all-gather of the
+        whole flat parameter. The loop reads the following parameters from the gathered tensor,
+        which is freed at the last parameter.
         """
         handles = self._units[tensor.spec].handles
         handle, index = next(

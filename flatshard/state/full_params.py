@@ -86,7 +86,7 @@ class Request:
 
 
 def _grads(handle: FlatParamHandle) -> list[Tensor | None]:
-    """What users see in ``.grad``, one per original parameter."""
+    """The published gradients, by index of the original parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in handle.sharded]
 
@@ -263,7 +263,8 @@ class Summoned:
         present = [grad is not None for grad in _grads(handle)]
         if request.with_grads and any(present):
             full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
-            grads = [g if is_there else None for g, is_there in zip(full, present, strict=True)]
+            # A rank that keeps no copies has none.
+            grads = [g if is_there else None for g, is_there in zip(full, present, strict=False)]
         if self.is_held:
             self._show(values, grads)
 

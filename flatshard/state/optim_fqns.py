@@ -78,7 +78,7 @@ def _params_of_units(
     """All that units own, by the id of what the optimizer may hold."""
     for handle in chain.from_iterable(unit.handles for unit in units):
         for index, param in enumerate(handle.sharded):
-            # A place inside ``model``, which may be a part of what was wrapped.
+            # The first place in `model`, which may be a part of the sharded model.
             fqn = next(
                 prefixes[place.module] + place.attribute
                 for place in handle.params.owned[index].locations

@@ -82,7 +82,11 @@ def test_ignored_keywords_warn_once() -> None:
     [
         ({"device_ids": [0, 1]}, ValueError, "one device"),
         ({"device_ids": [0], "output_device": 1}, ValueError, "contradicts .* device_id=0"),
-        ({"mesh": 1}, ValueError, "mesh=1 contradicts another keyword, .* device_mesh=2. Pass one"),
+        (
+            {"mesh": 1},
+            ValueError,
+            "mesh=1 contradicts another keyword, with device_mesh=2. Pass only",
+        ),
         ({"dp_mesh_dims": 1}, NotImplementedError, "pass these dimensions of the mesh"),
         ({"dim": 1}, NotImplementedError, "not scattered"),
         ({"param_to_hook_all_reduce": 1}, NotImplementedError, "complete"),
@@ -142,13 +146,19 @@ def test_methods_of_fully_shard() -> None:
     assert known <= public, "torch has them no more"
 
 
+def test_devices_as_the_second_argument() -> None:
+    """It is DistributedDataParallel's ``device_ids``."""
+    with pytest.raises(TypeError, match=r"got the devices \[0\].* pass .* device_ids=\[0\]"):
+        ShardedWrapper(nn.Linear(2, 2), [0])  # type: ignore[arg-type]
+
+
 def test_other_names() -> None:
     names = {"device_ids": [1], "output_device": "cuda:1", "forward_sync_buffers": False}
     names["init_sync"] = False
     own = {"device_id": None, "broadcast_buffers": False, "sync_module_states": None}
     expected = {"device_id": 1, "broadcast_buffers": False, "sync_module_states": False}
     assert torch_names.read_keywords(names, own, OURS) == (expected, [])
-    with pytest.raises(ValueError, match=re.escape("contradicts another keyword, which means")):
+    with pytest.raises(ValueError, match="contradicts another keyword, with"):
         torch_names.read_keywords(names, own | {"broadcast_buffers": True}, OURS)
 
 

@@ -1,4 +1,4 @@
-"""Reports of steps from made-up figures: the table, the data, the trace and the picture."""
+"""Reports of steps from made-up figures: the table, the data and the picture."""
 
 import json
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
-from flatshard.diagnostics.recording import chrome_trace
 from flatshard.diagnostics.step_report import (
     Range,
     StepReport,
@@ -82,31 +81,12 @@ def test_the_data() -> None:
     assert "ranges" not in figures
 
 
-def test_the_trace() -> None:
-    trace = chrome_trace([_report(0), _report(1, began=1000.5)])
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "thread_name"
-    }
-    ranges = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    reductions = {
-        (names[event["pid"], event["tid"]], event["name"], round(event["ts"]), round(event["dur"]))
-        for event in ranges
-        if event.get("cat") == "reduction in flight"
-    }
-    assert reductions == {
-        ("reduction in flight", "block", 15_000, 10_000),
-        ("reduction in flight (2)", "(root)", 18_000, 8_000),
-        ("reduction in flight", "block", 515_000, 10_000),
-        ("reduction in flight (2)", "(root)", 518_000, 8_000),
-    }
-    counters = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"][:4]
-    assert [tuple(one.values()) for one in counters] == [
-        (3 * MIB, 0),
-        (3 * MIB, 2 * MIB),
-        (0, 3 * MIB),
-        (0, MIB),
+def test_memory_over_time() -> None:
+    assert [held for _, *held in _report().memory.totals()] == [
+        [3 * MIB, 0],
+        [3 * MIB, 2 * MIB],
+        [0, 3 * MIB],
+        [0, MIB],
     ]
 
 

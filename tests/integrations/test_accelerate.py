@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from flatshard import ShardedWrapper
-from flatshard.checkpoint import full_optim_state_dict
+from flatshard.checkpoint import full_optim_state_dict, load_safetensors
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
@@ -108,6 +108,7 @@ def _as_with_ddp(rank: int, world_size: int, folder: str) -> None:
         _kept_by_the_user(ours)
         _sync_in_backward(theirs, ours)
         _values_and_names(ours, rank, folder)
+        _saved_by_ddp(theirs, ours, folder)
 
 
 def _kept_by_the_user(ours: Any) -> None:
@@ -154,6 +155,23 @@ def _values_and_names(ours: Any, rank: int, folder: str) -> None:
     from safetensors.torch import load_file
 
     assert_close(load_file(f"{folder}/model/model.safetensors"), expected)
+
+
+def _saved_by_ddp(theirs: Any, ours: Any, folder: str) -> None:
+    """What the message says loads the model and the optimizer that accelerate itself saved."""
+    plain = Training(theirs())
+    plain.steps(2)
+    plain.accelerator.save_state(f"{folder}/ddp")
+    sharded = Training(ours())
+    with pytest.raises(FileNotFoundError, match=r"ddp has no folder flatshard_0: another Acc"):
+        sharded.accelerator.load_state(f"{folder}/ddp")
+    load_safetensors(sharded.model, f"{folder}/ddp/model.safetensors")
+    state = torch.load(f"{folder}/ddp/optimizer.bin")
+    optimizer = sharded.optimizer.optimizer
+    ShardedWrapper.optim_state_dict_to_load(sharded.model, optimizer, state, load_directly=True)
+    assert_close(sharded.weights(), plain.weights())
+    (loaded, *_) = ShardedWrapper.optim_state_dict(sharded.model, optimizer)["state"].values()
+    assert_close(loaded["exp_avg"], state["state"][0]["exp_avg"])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (2, 1), (1, 2), (2, 3)])

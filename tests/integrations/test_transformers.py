@@ -127,6 +127,9 @@ def _as_with_ddp(rank: int, folder: str) -> None:
             runs.append(_seen(trainer, f"{own}/model"))
         assert isinstance(trainer.model_wrapped, ShardedWrapper)
         assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-6)
+    for asked in (None, True):  # ShardedWrapper warns only of what the user has set
+        trainer = _trainer(FlatshardTrainer, folder, _llama(), ddp_find_unused_parameters=asked)
+        assert trainer.accelerator.ddp_handler.find_unused_parameters is bool(asked)
 
 
 def _resumes(rank: int, folder: str) -> None:

@@ -170,7 +170,7 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         read_dcp_metadata(tmp_path)
     assert not (tmp_path / "evil").exists()
     for unsafe, shown in ((Evil(), "<.*Evil object"), ({"f": [1, _record]}, "<function _record")):
-        with pytest.raises(TypeError, match=rf"rank 0: extra\['x'\] holds {shown}.*running code"):
+        with pytest.raises(TypeError, match=rf"rank 0: extra\['x'\] holds {shown}.*would run code"):
             checkpoint.save(tmp_path / "two", model, extra={"x": unsafe})
     assert not (tmp_path / "two.incomplete").exists()
 
@@ -223,6 +223,12 @@ def _different(rank: int, _: int, path: Path) -> None:
     expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass the same"
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(path / "one", model, extra={"loss": rank})
+    with pytest.raises(
+        TypeError, match=r"got a list. Save and load each model in a folder of its own"
+    ):
+        checkpoint.save(path / "one", [model, model])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected one model and its optimizer, got a generator"):
+        checkpoint.load(path / "one", model, model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
         checkpoint.save(path / f"one{rank}", model)
     with pytest.raises(TypeError, match=r"rank 1: extra\['x'\] holds <"):

@@ -311,8 +311,8 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
             number = ctypes.get_errno()
             if number == errno.ESRCH:
                 raise _ProcessGone(
-                    f"{process.name} has ended. It failed: see its output. Or its program was "
-                    "over: then all ranks must make this call before it ends"
+                    f"{process.name} has ended: it failed (see the output of that process), or "
+                    "its program was over. All ranks must make this call before a program ends"
                 )
             denied = number == errno.EPERM
             remedy = ". Run all ranks as one user, or pass collectives='sockets'" if denied else ""

@@ -109,8 +109,8 @@ def _targets(path: Path, found: Metadata, wanted: Wanted) -> StateDict:
     incomplete = [key for key in incomplete_tensors(found) if key.startswith(asked)]
     if incomplete:
         raise ValueError(
-            f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. The "
-            "ranks that saved them held the state of different parameters. Load another "
+            f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. When "
+            "they were saved, ranks held the state of different parameters. Load another "
             "checkpoint, or pass no optimizer to load only the model."
         )
     missing = {fqn for fqn, value in wanted.model.items() if isinstance(value, Tensor)}

@@ -70,9 +70,9 @@ class Snapshot:
             if error is not None:
                 unsafe = (leaf for _, leaf in leaves(value) if _load_error(leaf) is not None)
                 raise TypeError(
-                    f"{name} holds {next(unsafe, value)!r:.200}, which loads only by running code. "
-                    "Pass numbers, strings, tensors, and lists and dicts of them, such as a "
-                    "state_dict()."
+                    f"{name} holds {next(unsafe, value)!r:.200}. Loading this object would run "
+                    "code: pass numbers, strings, tensors, and lists and dicts with these, such as "
+                    "a state_dict()."
                 ) from error
         return _saved(own)
 
@@ -85,7 +85,7 @@ class Snapshot:
         return replace(self, tensors=pytree.tree_map_only(Tensor, copied, self.tensors))
 
     def sharded(self) -> dict[str, str]:
-        """Shapes of the sharded tensors, by name: every rank must save its part of each."""
+        """Shapes of the sharded tensors, by name. Every rank saves a part of each tensor."""
         return {
             ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
             for names, leaf in leaves(self.tensors)
