@@ -41,7 +41,7 @@ class ForwardEdits(StepObserver):
         self._checksums: dict[FlatParamHandle, Checksum | None] = {}
         # Forwards of a unit so far, by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
-        # Version counters of frozen shards at their unit's first forward.
+        # For frozen flat parameters: version of the shard at the first forward of the unit.
         self._frozen: dict[FlatParamHandle, int] = {}
         self._was_edited = False
         # Of a handle's places, those inside of a module.

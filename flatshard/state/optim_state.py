@@ -396,8 +396,8 @@ def _is_per_element(param: OptimParam, key: str, value: Any, elementwise: bool) 
         return False  # the optimizer's own business, as in an unwrapped model
     raise ValueError(
         f"state {key!r} of parameter {param.fqn!r} ({unit_text(param.handle.unit_name)}): expected "
-        f"the parameter's shape {shape}, got {tuple(value.shape)}. Was the state saved from another "
-        "model?"
+        f"the parameter's shape {shape}, got {tuple(value.shape)}. Was the state saved from "
+        "another model?"
     )
 
 

@@ -86,11 +86,11 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
-    """The full tensor of another parameter of the same shape, if ranks hold other ranges of it.
+    """The full tensor of ``value``, if ``value`` is another parameter with other ranges.
 
     A momentum encoder follows an encoder that lies in a flat parameter of another length.
 
-    Collective: the ranks that hold ``value``, if they hold other ranges.
+    Collective: the ranks of ``value``'s shard group, if the ranges differ.
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
@@ -161,7 +161,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _at(value: Any, position: int) -> Any:
-    """The entry of a list that belongs to the tensors at ``position``; other values as they are."""
+    """Entry ``position`` of a list; a value that is no list, or a shorter list, unchanged."""
     return value[position] if isinstance(value, list | tuple) and position < len(value) else value
 
 

@@ -1,9 +1,9 @@
-"""Collectives that a program itself calls on sharded tensors.
+"""Collectives of the user's program on sharded tensors.
 
 DistributedDataParallel keeps parameters in full on every rank, and programs average, compare or
-broadcast these copies. On a sharded tensor, a backend would move one rank's range, or a copy that
-is dropped afterwards. So a collective either has the result that it has on equal copies, without
-moving the values, or raises before it communicates.
+broadcast these copies. On a sharded tensor, a backend would move the range of one rank, or a copy
+that is dropped afterwards. So a collective either has the result of the collective on equal copies,
+without moving values, or raises before communication.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _all_reduce(
 
 
 def _trains(spec: ShardSpec, group: Any) -> bool:
-    """Whether ``group`` has exactly the ranks that train the parameter, each with all of it."""
+    """Whether ``group`` has exactly the ranks that train the parameter, without other splits."""
     if len(spec.comms) > 1 or not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = set(dist.get_process_group_ranks(group))

@@ -36,8 +36,8 @@ ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # The attributes of a ``FlatShardTensor`` that are no user's.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 GRADIENT = "gradient of"  # the role of a parameter's gradient
-# Where torch defines its collectives. A namespace, not a list of names: their schemas do not say
-# what they write, and a collective of a newer torch must raise too.
+# Modules in which torch defines collectives. Modules, not names: schemas of collectives do not mark
+# written tensors, and a collective of a newer torch must raise too.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
@@ -46,21 +46,21 @@ _COLLECTIVE_MODULES = (
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """What the values of a sharded tensor were computed from; its aliases share the object.
+    """History of a sharded tensor's values; aliases of the tensor share the object.
 
     Attributes:
         digest: checksum of the operations and the numbers, if the values were computed from
             parameters and numbers only; otherwise None. Ranks that compute the same have equal
             digests.
-        is_parameter: whether the values are a parameter's. All ranks write the same tensors into a
-            parameter, so that its ranges belong together whatever was written.
+        is_parameter: whether the tensor is a parameter. All ranks write the same tensors into a
+            parameter, so the ranges of a parameter always belong together.
     """
 
     digest: int | None = None
     is_parameter: bool = False
 
     def write(self, digest: int | None) -> None:
-        """Take the digest of values that were written in place."""
+        """Take over the digest of an operation in place."""
         if digest is not None or not self.is_parameter:
             self.digest = digest
 
@@ -105,7 +105,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
             None: ``local`` has memory of its own.
         is_parameter: whether it is a unit's parameter.
-        origin: what its values were computed from.
+        origin: history of the values.
         role: the tensor's relation to the parameter, in words, the same on all ranks. Collectives
             compare it between ranks, so that values of different tensors are never mixed.
     """
@@ -308,12 +308,12 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether the keywords of an operator that writes name a tensor for its result."""
+    """Whether the keywords of a mutable operator contain a tensor for the result."""
     return "out" in given or any(isinstance(t, FlatShardTensor) for t in tensors_in(given.values()))
 
 
 def is_collective(func: Any) -> bool:
-    """Whether a function, or an operator, is one of torch.distributed's."""
+    """Whether a function or an operator belongs to torch.distributed."""
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
@@ -345,7 +345,8 @@ def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTen
     return next(t for t in tensors_in(everything) if isinstance(t, FlatShardTensor))
 
 
-# Methods that torch runs without a dispatch, on memory that is not there: ``apply_`` would crash.
+# Torch runs these methods without a dispatch and reads memory that a sharded tensor does not have:
+# ``apply_`` would crash.
 for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "share_memory_"):
     setattr(FlatShardTensor, _name, partialmethod(FlatShardTensor.refuse, f"{_name}()"))
 
