@@ -211,13 +211,6 @@ class Communicator(Tags):
         note("scalars", op_name, len(values), self.ranks)
         return self.host.maxima(values, op_name)
 
-    def all_equal(self, value: bytes, *, op_name: str) -> bool:
-        """Whether ``value``, of equal length everywhere, is the same on all ranks.
-
-        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
-        """
-        return self.size == 1 or self.host.all_equal(value, op_name)
-
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock import program
-from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.deadlock.detector import CollectiveCounter
 from flatshard.comm.deadlock.history import describe_difference
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.comm.process_groups import abort, backend_for
@@ -200,13 +200,8 @@ class HostExchange:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
     def _waiting(self, op_name: str) -> named:
-        return named(partial(self._words, op_name), self._begin())
-
-    def _words(self, op_name: str) -> str:
-        return f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
-
-    def _begin(self) -> WaitCondition:
-        return self._counter.begin(self.group.group_name, "", self._abort)
+        words = f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
+        return named(words, self._counter.begin(self.group.group_name, "", self._abort))
 
 
 def _to_bytes(wire: Tensor) -> bytes:

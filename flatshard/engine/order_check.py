@@ -33,7 +33,7 @@ class OrderCheck:
         # a place, so the message would grow with the number of ranks.
         digests = {group: group.members.history.to_compare() for group in self._groups()}
         own = digests.pop(world)
-        differs = [not one.all_equal(digest, op_name=_COMPARING) for one, digest in digests.items()]
+        differs = [not one.host.all_equal(digest, _COMPARING) for one, digest in digests.items()]
         return bytes([any(differs)]) + with_complements(own)
 
     @contextlib.contextmanager

@@ -122,7 +122,8 @@ def ranks_or_alone(
 ) -> Ranks:
     """The ranks that train the model; without a process group this one alone, with a warning."""
     given = process_group if isinstance(process_group, list | tuple) else ()
-    if any(isinstance(one, int | str | torch.device) for one in given):
+    # `new_group` returns a negative number on ranks outside of the group.
+    if any(isinstance(d, str | torch.device) or (isinstance(d, int) and d >= 0) for d in given):
         raise TypeError(
             f"process_group: expected ranks, got the devices {process_group!r}. "
             "DistributedDataParallel's second argument is device_ids: pass it by its name, "

@@ -120,8 +120,8 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
     roles = ", ".join(sorted({tensor.role for tensor in tensors}))
     # A hash of integers, unlike a hash of texts, is the same in all processes.
     which = hash((zlib.crc32(roles.encode()), *[tensor.spec.name_crc for tensor in tensors]))
-    number = f"set {which & 0xFFFFFFFF:08x}"
-    return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, {number}"
+    which &= 0xFFFFFFFF
+    return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, set {which:08x}"
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:

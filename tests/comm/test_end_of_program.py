@@ -109,4 +109,4 @@ def test_rank_that_left_is_named_where_its_memory_is_read(tmp_path: Path) -> Non
     finally:
         for rank in ranks:
             rank.kill()
-    assert "B of rank 0 (process " in (tmp_path / "error").read_text()
+    assert "rank 0 (process " in (tmp_path / "error").read_text()

@@ -27,11 +27,11 @@ class _Listener(StepObserver):
     def end_backward(self) -> None:
         self.heard.append("end_backward")
 
-    def votes(self) -> list[int]:
-        return [self.vote, 7]
+    def votes(self) -> bytes:
+        return bytes([self.vote, 7])
 
-    def tally(self, maxima: list[int]) -> None:
-        self.maxima = maxima
+    def tally(self, maxima: bytes) -> None:
+        self.maxima = list(maxima)
 
 
 def test_only_what_is_overridden() -> None:
