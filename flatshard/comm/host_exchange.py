@@ -169,7 +169,7 @@ class HostExchange:
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise on all ranks: which rank is in which exchange, at which line of the program."""
+        """Raise on all ranks, with each rank's exchange and line of the program."""
         line = program.line_of(threading.get_ident())
         place = f"{name}, at {line}" if line else name
         row = place.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")

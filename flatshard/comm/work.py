@@ -30,8 +30,8 @@ class named(watched):
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error = raised[1]
-        # A lack of memory concerns no other rank, and callers recognise it by its class. An
-        # error of a collective inside the block has its name already.
+        # An OutOfMemoryError keeps its class for callers, and concerns no other rank. The error of
+        # a collective inside the block names that collective already.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return
