@@ -1,5 +1,9 @@
-"""Predicts the memory of a model from its shapes; see ``flatshard.module.memory_plan``."""
+"""Predicts the memory of a model from its shapes; see ``flatshard.extras.plan.memory_plan``."""
 
-from flatshard.module.memory_plan import MemoryPlan, UnitMemory, predict
+from flatshard.options.extras import extra
+
+extra("plan", "flatshard.memory_plan")
+
+from flatshard.extras.plan.memory_plan import MemoryPlan, UnitMemory, predict  # noqa: E402
 
 __all__ = ["MemoryPlan", "UnitMemory", "predict"]

@@ -24,7 +24,8 @@ from output_files import output_file, write_json
 
 ORDER = (
     *("options", "plan", "formats", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
-    *("diagnostics", "state", "module", "compat", "wrapper", "checkpoint", "integrations"),
+    *("diagnostics", "state", "module", "compat", "wrapper", "extras", "checkpoint"),
+    "integrations",
 )
 """A package imports those before it; the modules beside them are what users import."""
 

@@ -7,7 +7,7 @@ from measure.structure import measure
 
 from tests.harness import ROOT
 
-PACKAGE_CODE_LINES = 17_950
+PACKAGE_CODE_LINES = 18_000
 CORE_PATH_LINES = 4_500
 
 

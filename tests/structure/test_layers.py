@@ -38,6 +38,21 @@ def test_imports_point_down(path: Path) -> None:
     assert used <= set(allowed), f"{_name(path)} imports {sorted(used - set(allowed))}"
 
 
+BESIDE = ("extras", "checkpoint", "integrations")
+"""What is beside the core; the modules that users import beside it are no part of the core."""
+
+SHIMS = ("memory_plan.py",)
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_core_imports_nothing_beside_it(path: Path) -> None:
+    first, *_ = path.relative_to(FOLDER).parts
+    if first.removesuffix(".py") in BESIDE or first in SHIMS:
+        return
+    used = {name.split(".")[1] for name in _imported(path) if name.startswith("flatshard.")}
+    assert not used & set(BESIDE)
+
+
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_only_torch(path: Path) -> None:
     """All depends on torch and the standard library alone, an integration on its framework."""

@@ -1,0 +1,51 @@
+"""``EXTRAS``: the table of what is beside the core, in folders that can be deleted.
+
+The core imports no extra. It asks this table for one when a model is wrapped or an option is given,
+never in a step.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+FOLDER = "flatshard.extras"
+# Name of the folder: what the extra gives, in words for the error of somebody who lacks the folder.
+EXTRAS = {
+    "plan": "predicts the memory of a model",
+}
+
+
+class MissingExtraError(ImportError):
+    """An option needs a folder of ``flatshard.extras`` that is not installed."""
+
+
+def extra(name: str, asked_for: str) -> Any:
+    """The package of the extra ``name``.
+
+    Args:
+        name: a key of ``EXTRAS``.
+        asked_for: the option, method or module that needs the extra, as the user wrote it.
+
+    Raises:
+        MissingExtraError: the folder is not installed.
+    """
+    found = default_extra(name)
+    if found is None:
+        raise MissingExtraError(
+            f"{asked_for} needs the extra {name!r}, which {EXTRAS[name]}: expected the package "
+            f"{FOLDER}.{name}, which is not installed. Install flatshard with all of its folders."
+        )
+    return found
+
+
+def default_extra(name: str) -> Any | None:
+    """The package of an extra that is used wherever its folder is installed; None without."""
+    assert name in EXTRAS, f"{name} is no extra"
+    package = f"{FOLDER}.{name}"
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name not in (package, FOLDER):  # something that the extra itself imports
+            raise
+        return None

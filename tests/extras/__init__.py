@@ -1,0 +1,1 @@
+"""Tests of extras; each folder is deleted with its extra."""

@@ -1,0 +1,76 @@
+"""A program that the core alone runs: `python -m tests.structure.core_alone [EXTRA]`.
+
+Two ranks train the MLP of the tests under FULL_SHARD, clip, save and load state dicts, and have the
+numbers of the unwrapped model. Then each asks for what ``EXTRA`` gives and prints the error.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.models import CASES
+from tests.oracle import ROWS, train_rank_by_rank, train_steps
+
+WORLD_SIZE = 2
+
+
+def _memory_plan(_: ShardedWrapper) -> None:
+    import flatshard.memory_plan  # noqa: F401
+
+
+# What asks for an extra, by its name.
+REQUESTS: dict[str, Callable[[ShardedWrapper], object]] = {
+    "plan": _memory_plan,
+}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _rank, (f"file://{folder}/store", *sys.argv[1:2]), WORLD_SIZE, start_method="fork"
+        )
+
+
+def _rank(rank: int, store: str, extra: str | None = None) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store, rank=rank, world_size=WORLD_SIZE)
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = train_steps(model, optimizer, case, rank, WORLD_SIZE)
+    expected = train_rank_by_rank(case, WORLD_SIZE)
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    assert (total / WORLD_SIZE).tolist() == expected.losses
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.state.items())
+    model.load_state_dict(state)
+    held = ShardedWrapper.optim_state_dict(model, optimizer)
+    ShardedWrapper.optim_state_dict_to_load(model, optimizer, held, load_directly=True)
+    with ShardedWrapper.summon_full_params(model):
+        assert all(torch.equal(p, expected.state[n]) for n, p in model.named_parameters())
+    model(case.batch(0, ROWS, torch.float64)[0]).sum().backward()
+    model.clip_grad_norm_(1.0)
+    if extra is not None:
+        _ask(extra, model, rank)
+    dist.destroy_process_group()
+
+
+def _ask(extra: str, model: Any, rank: int) -> None:
+    try:
+        REQUESTS[extra](model)
+    except ImportError as error:
+        if rank == 0:
+            print(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
