@@ -23,7 +23,7 @@ from command_line import Parser
 from output_files import output_file, write_json
 
 ORDER = (
-    *("options", "plan", "formats", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
+    *("options", "plan", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
     *("diagnostics", "state", "module", "compat", "wrapper", "extras", "checkpoint"),
     "integrations",
 )

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatshard.formats.sources import open_source
+from flatshard.checkpoint.sources import open_source
 
 MARKER = "flatshard.json"
 _FORMAT = "flatshard.checkpoint/1"

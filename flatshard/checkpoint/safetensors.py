@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.formats.ranges import Place
+from flatshard.checkpoint.ranges import Place
 
 _WORDS = """F64 float64 F32 float32 F16 float16 BF16 bfloat16 C64 complex64 BOOL bool
 I64 int64 I32 int32 I16 int16 I8 int8 U64 uint64 U32 uint32 U16 uint16 U8 uint8 F8_E4M3

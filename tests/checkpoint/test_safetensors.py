@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import CPUOffload, ShardedWrapper
-from flatshard.checkpoint import load_safetensors, save_safetensors
+from flatshard.checkpoint import load_safetensors, model_files, save_safetensors
 from flatshard.comm import event_log
-from flatshard.state import safetensors
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same_state, snapshot, train_steps, trainable
@@ -315,7 +314,7 @@ def _cannot_read(rank: int, world_size: int, folder: Path) -> None:
         for parameter in model.parameters():
             parameter.zero_()
         assert not model(inputs).any()
-    failing = mock.patch.object(safetensors, "_read", side_effect=OSError("the disk is gone"))
+    failing = mock.patch.object(model_files, "_read", side_effect=OSError("the disk is gone"))
     with failing if rank == 1 else nullcontext():
         with pytest.raises(OSError, match=r"the disk is gone \(rank 1\)"):
             load_safetensors(model, folder)

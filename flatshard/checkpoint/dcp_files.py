@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from flatshard.formats.ranges import bytes_of
-from flatshard.state.checkpoint.folder import FileRecord, Marker
+from flatshard.checkpoint.folder import FileRecord, Marker
+from flatshard.checkpoint.ranges import bytes_of
 
 # Bytes between two beginnings of writing to the disk, and of a piece that is summed up at once.
 _PIECE = 32 << 20

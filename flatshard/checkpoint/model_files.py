@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from flatshard.checkpoint.progress import Progress
+from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
+from flatshard.checkpoint.safetensors import Plan, find_tensors, plan_files
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.formats.ranges import OpenFiles, Place, read_range, write_range
-from flatshard.formats.safetensors import Plan, find_tensors, plan_files
 from flatshard.plan.layout import memory_order
 from flatshard.plan.module_tree import unit_text
-from flatshard.state.checkpoint.progress import Progress
 from flatshard.state.model_state import (
     StateDictOptions,
     UnitStateDict,

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
+from flatshard.checkpoint import dcp_files
+from flatshard.checkpoint.torch_files import read_dcp_metadata
 from flatshard.collectives import record
-from flatshard.formats.torch_files import read_dcp_metadata
-from flatshard.state.checkpoint import dcp_files
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import OPTIMIZERS, snapshot, trainable

@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard.comm.host_ranks import HostRanks
+from flatshard.checkpoint import loading, model_files, rng
+from flatshard.checkpoint.converting import convert
+from flatshard.checkpoint.folder import latest
+from flatshard.checkpoint.host_ranks import HostRanks
+from flatshard.checkpoint.saving import PendingSave, Save, Snapshot
 from flatshard.engine.unit import Unit
-from flatshard.formats.convert import convert
 from flatshard.module.full_state import full_optim_state_dict, full_state_dict
 from flatshard.module.sharding import shardings_in, state_dicts_in, units_between_steps
-from flatshard.state import safetensors
-from flatshard.state.checkpoint import loading, rng
-from flatshard.state.checkpoint.folder import latest
-from flatshard.state.checkpoint.saving import PendingSave, Save, Snapshot
 from flatshard.state.model_state import UnitStateDict, options_of, options_set, without_ddp_prefix
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.wrapper import ShardedWrapper
@@ -187,7 +186,7 @@ def save_safetensors(
         RuntimeError: a forward or backward of the model is running.
     """
     units, states = _units_of(model, "save_safetensors()")
-    safetensors.save(model, units, states, os.fspath(path), max_shard_size, metadata, dtype)
+    model_files.save(model, units, states, os.fspath(path), max_shard_size, metadata, dtype)
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
@@ -215,7 +214,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         RuntimeError: a forward or backward of the model is running.
     """
     units, states = _units_of(model, "load_safetensors()")
-    return safetensors.load(model, units, states, os.fspath(path), strict=strict)
+    return model_files.load(model, units, states, os.fspath(path), strict=strict)
 
 
 def _units_of(model: nn.Module, caller: str) -> tuple[list[Unit], list[UnitStateDict]]:
@@ -249,7 +248,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _model_state(model: nn.Module, caller: str) -> dict[str, Any]:
     units = units_between_steps(model, caller)
     if units:
-        safetensors.check_alike(units, safetensors.world_of(units))
+        model_files.check_alike(units, model_files.world_of(units))
     with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
         return _unwrapped(model).state_dict()
 
@@ -271,7 +270,7 @@ def _ranks_of(model: nn.Module, optimizer: object, caller: str) -> HostRanks:
     units = [one.unit for one in shardings_in(model)]
     _refuse_dtensors(units, caller)
     if units:
-        world = safetensors.world_of(units)
+        world = model_files.world_of(units)
         # Where some never come (`if rank == 0:`), deadlock detection sees it here.
         world.gather_objects(None, op_name=caller)
         return HostRanks(world.group)

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from flatshard import ShardedWrapper, checkpoint
-from flatshard.__main__ import main
 from flatshard.checkpoint import convert
-from flatshard.formats import convert as convert_module
-from flatshard.formats.sources import Source, open_source
+from flatshard.checkpoint import converting as convert_module
+from flatshard.checkpoint.command_line import main
+from flatshard.checkpoint.sources import Source, open_source
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Odd
 from tests.oracle import snapshot

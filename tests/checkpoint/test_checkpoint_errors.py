@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper, checkpoint
-from flatshard.__main__ import main
-from flatshard.comm import host_ranks
-from flatshard.formats.torch_files import read_dcp_metadata
-from flatshard.state.checkpoint import dcp_files, folder, saving
+from flatshard.checkpoint import dcp_files, folder, host_ranks, saving
+from flatshard.checkpoint.command_line import main
+from flatshard.checkpoint.torch_files import read_dcp_metadata
 from tests.harness import run_ranks
 from tests.oracle import snapshot
 from tests.scripts import run_script
@@ -399,7 +398,7 @@ def test_a_save_that_failed_is_the_programs_status(tmp_path: Path) -> None:
     script.write_text(
         "import torch\n"
         "from flatshard import checkpoint\n"
-        "from flatshard.state.checkpoint import folder, saving\n"
+        "from flatshard.checkpoint import folder, saving\n"
         "folder.finish = None\n"
         "checkpoint.save('one', torch.nn.Linear(1, 1), async_=True)\n"
         "saving._at_exit()\n"  # as Python calls it

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.host_ranks import HostRanks
-from flatshard.formats.torch_files import incomplete_tensors, read_dcp_metadata
+from flatshard.checkpoint import folder as folders
+from flatshard.checkpoint.folder import Marker
+from flatshard.checkpoint.host_ranks import HostRanks
+from flatshard.checkpoint.progress import Progress
+from flatshard.checkpoint.saving import wait_for_pending
+from flatshard.checkpoint.torch_files import incomplete_tensors, read_dcp_metadata
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
-from flatshard.state.checkpoint import folder as folders
-from flatshard.state.checkpoint.folder import Marker
-from flatshard.state.checkpoint.progress import Progress
-from flatshard.state.checkpoint.saving import wait_for_pending
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -57,7 +57,7 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
     Collective: all ranks of ``ranks``. They exchange errors alone.
     """
     # Here, as torch's package is slow to load.
-    from flatshard.state.checkpoint import dcp_files
+    from flatshard.checkpoint import dcp_files
 
     wait_for_pending()
     op_name = f"checkpoint.load({str(path)!r})"

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatshard.comm.host_ranks import HostRanks
+from flatshard.checkpoint import folder as folders
+from flatshard.checkpoint.folder import Marker
+from flatshard.checkpoint.host_ranks import HostRanks
+from flatshard.checkpoint.progress import Progress
+from flatshard.checkpoint.torch_files import incomplete_tensors, leaves, without_warning
 from flatshard.comm.work import CollectiveError, named
-from flatshard.formats.torch_files import incomplete_tensors, leaves, without_warning
-from flatshard.state.checkpoint import folder as folders
-from flatshard.state.checkpoint.folder import Marker
-from flatshard.state.checkpoint.progress import Progress
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 logger = logging.getLogger("flatshard.checkpoint")
@@ -252,7 +252,7 @@ class Save:
         # Here, as the package is slow to load.
         from torch.distributed.checkpoint import api, state_dict_saver
 
-        from flatshard.state.checkpoint import dcp_files
+        from flatshard.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
         if not self._has_group():

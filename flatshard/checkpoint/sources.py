@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatshard.formats import deepspeed, safetensors
-from flatshard.formats.ranges import OpenFiles, read_range
-from flatshard.formats.torch_files import Names, incomplete_tensors, leaves, load_torch, read_dcp
+from flatshard.checkpoint import deepspeed, safetensors
+from flatshard.checkpoint.ranges import OpenFiles, read_range
+from flatshard.checkpoint.torch_files import Names, incomplete_tensors, leaves, load_torch, read_dcp
 
 _MODEL_KEYS = {"model", "module", "state_dict", "model_state_dict"}
 _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.formats.torch_files import load_torch
+from flatshard.checkpoint.torch_files import load_torch
 
 
 class Pieces(NamedTuple):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.formats.ranges import OpenFiles, write_range
-from flatshard.formats.safetensors import plan_files
-from flatshard.formats.sources import open_source
-from flatshard.formats.torch_files import without_warning
+from flatshard.checkpoint.ranges import OpenFiles, write_range
+from flatshard.checkpoint.safetensors import plan_files
+from flatshard.checkpoint.sources import open_source
+from flatshard.checkpoint.torch_files import without_warning
 
 FORMATS = ("safetensors", "torch", "dcp")
 _LONG_BYTES = 1 << 28

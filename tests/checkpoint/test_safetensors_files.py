@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flatshard.formats import ranges
-from flatshard.formats.ranges import OpenFiles, Place, read_range, write_range
-from flatshard.formats.safetensors import DTYPES, find_tensors, plan_files
+from flatshard.checkpoint import ranges
+from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
+from flatshard.checkpoint.safetensors import DTYPES, find_tensors, plan_files
 from flatshard.plan.layout import strides_of
 from tests.harness import naming
 

@@ -1,0 +1,89 @@
+"""``flatshard convert`` and ``flatshard inspect``: checkpoints of several libraries."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from flatshard.checkpoint.converting import FORMATS, convert
+from flatshard.checkpoint.sources import open_source
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, 2 for bad input."""
+    parser = Parser(prog="flatshard", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    one = commands.add_parser("inspect", help="list what a checkpoint holds")
+    one.add_argument("path", help="a file or a folder")
+    one = commands.add_parser(
+        "convert",
+        help="write a model's weights in another format",
+        description="From torch.save, DistributedDataParallel, torch.distributed.checkpoint "
+        "(flatshard, FSDP1, FSDP2), DeepSpeed ZeRO-1, 2, 3 and safetensors, one tensor at a time.",
+    )
+    one.add_argument("source", help="a file or a folder")
+    one.add_argument("destination", help="model.safetensors, model.pt, or a folder")
+    one.add_argument("--to", choices=FORMATS, help="the format; by default by the name")
+    one.add_argument("--key", help="the entry that is the model, such as app.model")
+    one.add_argument("--dtype", help="for floating point tensors, such as bfloat16")
+    one.add_argument("--max-shard-size", help="of safetensors files in a folder, such as 5GB")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "inspect":
+            print(describe(options.path))
+        else:
+            dtype = getattr(torch, options.dtype or "", None)
+            if options.dtype and not isinstance(dtype, torch.dtype):
+                raise ValueError(f"--dtype: no dtype of torch is called {options.dtype!r}")
+            convert(
+                options.source,
+                options.destination,
+                to=options.to,
+                key=options.key,
+                dtype=dtype,
+                max_shard_size=options.max_shard_size,
+            )
+    except (ValueError, OSError) as error:
+        print(f"flatshard {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"flatshard {options.command}: interrupted", file=sys.stderr)
+        return 130  # as shells say it
+    return 0
+
+
+def describe(path: str) -> str:
+    """A table of the tensors in a checkpoint, and what else is known of it; raises ValueError."""
+    source = open_source(path)
+    if source.incomplete:
+        missing = ", ".join(source.incomplete)
+        raise ValueError(f"{path}: incomplete: its files lack values of {missing:.300}")
+    facts = {"format": source.kind, **source.facts}
+    lines = [f"{name}: {value}" for name, value in facts.items()]
+    named = {".".join(names): one for names, one in source.tensors.items()}
+    width = max(map(len, named), default=0)
+    for name, one in named.items():
+        dtype = str(one.dtype).removeprefix("torch.")
+        lines.append(f"{name:<{width}}  {tuple(one.shape)!s:<20} {dtype:<10} {one.nbytes:>15,}")
+    lines += [f"{alias} is {kept}" for alias, kept in source.ties.items()]
+    if source.others:
+        more = f" and {len(source.others) - 20} more" if len(source.others) > 20 else ""
+        lines.append(f"no tensors: {', '.join(source.others[:20])}{more}")
+    total = sum(one.nbytes for one in named.values())
+    return "\n".join([*lines, f"{len(named)} tensors, {total:,} bytes, complete"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Files of tensors: safetensors, and what other libraries write. Pure: no ranks."""

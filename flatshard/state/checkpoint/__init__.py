@@ -1,1 +1,0 @@
-"""Checkpoints: folders that are complete or refused, written and read by all ranks."""
