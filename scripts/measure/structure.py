@@ -1,18 +1,22 @@
-"""Prints the figures of the package's structure: its size, its core path, and what it reaches into.
+"""Prints the size of the package, what one step executes of it, and what it reaches into.
 
-    python scripts/measure/structure.py [--repo DIR] [--json PATH]
+    python scripts/measure/structure.py [--repo DIR] [--step native|sockets|auto] [--json PATH]
 
-Reads source only, and imports nothing of it, so it works on any checkout, with or without packages
-inside `flatshard/`. A private name is an attribute `_x` of something that is not `self` or `cls`.
-A mutable global is a name of a module that some function changes. The files that a parameter, a
-gradient and an optimizer step pass are those that docs/architecture.md lists.
+Sizes are lines of code: comments, docstrings and blank lines are not counted. The core is all but
+the extras, the checkpoints and the integrations. Sizes are read from the source of any checkout,
+which is not imported. `--step` runs `plain_step.py` on two ranks. A private name is an attribute
+`_x` of something that is not `self` or `cls`. A mutable global is a name of a module that some
+function changes.
 """
 
 import ast
 import io
-import re
+import json
+import os
+import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,28 +33,12 @@ ORDER = (
 )
 """A package imports those before it; the modules beside them are what users import."""
 
-CORE = (
-    *("plan/layout.py", "plan/schedule.py"),
-    *("comm/communicator.py", "comm/work.py", "comm/topology.py", "comm/transports/native.py"),
-    "tensor/sharded_tensor.py",
-    *("engine/hooks.py", "engine/forward.py", "engine/backward.py", "engine/unit.py"),
-    *("engine/handle.py", "engine/gather.py", "engine/param_views.py", "engine/grad_*.py"),
-    *("engine/prefetch.py", "engine/saved_tensors.py", "engine/reduce_queue.py"),
-    "engine/context.py",
-)
-"""What every step of every strategy passes."""
-
-FLAT_CORE = (
-    *("layout", "schedule", "collectives", "pending", "topology", "communicators"),
-    *("shard_tensor", "unit", "context", "handle", "param_views", "gradients", "reduction"),
-    *("grad_publisher", "portions", "prefetch", "saved_tensors"),
-)
-"""The same where all modules lie in one folder."""
+BESIDE = ("extras", "checkpoint", "integrations")
+"""What is beside the core."""
 
 TORCHS = {"_buffers", "_modules", "_parameters", "_version"}
 """Private names of torch's that the package reads, and has too."""
 
-JOURNEYS = ("parameter", "gradient", "optimizer step")
 MUTATORS = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
     *("popleft", "remove", "setdefault", "update"),
@@ -67,26 +55,37 @@ class Source:
 
     @property
     def package(self) -> str:
-        return self.name.rpartition("/")[0].partition("/")[0]
+        """First part of the path: a folder, or the name of a module that users import."""
+        return self.name.partition("/")[0].removesuffix(".py")
+
+    @property
+    def part(self) -> str:
+        """The package, or the single extra."""
+        first, *rest = self.name.split("/")
+        return "/".join((first, *rest[:-1][:1])) if first == "extras" else self.package
 
 
 @dataclass
-class Figures:
-    """All figures of a checkout; a list names what the number before it counts."""
+class Size:
+    """Lines of code and modules; comments, which cost nothing, are counted apart."""
 
     modules: int = 0
-    lines: int = 0
     code_lines: int = 0
-    comment_lines: int = 0
-    trailing_comments: int = 0
     core_lines: int = 0
-    core_files: list[str] = field(default_factory=list)
-    exempt_imports: int = 0
-    private_of_module: int = 0
-    private_of_package: int | None = None
-    private_reads: list[str] = field(default_factory=list)
-    mutable_globals: list[str] = field(default_factory=list)
-    journeys: dict[str, list[str]] = field(default_factory=dict)
+    comment_lines: int = 0
+    lines_by_package: dict[str, int] = field(default_factory=dict)
+    repeated_names: list[str] = field(default_factory=list)
+    strict_zips_in_core: int = 0
+
+
+@dataclass
+class Reach:
+    """What modules read and change of each other."""
+
+    imports_against_the_order: int
+    private_of_module: list[str]
+    private_of_package: list[str]
+    mutable_globals: list[str]
 
 
 def read(repo: Path) -> list[Source]:
@@ -112,8 +111,8 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     }
 
 
-def code_and_comment_lines(source: Source) -> tuple[int, int, int]:
-    """Lines with code; lines with nothing but a comment; comments behind code."""
+def code_and_comment_lines(source: Source) -> tuple[int, int]:
+    """Lines with code, and lines with nothing but a comment."""
     code: set[int] = set()
     comments: set[int] = set()
     blank = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -123,13 +122,37 @@ def code_and_comment_lines(source: Source) -> tuple[int, int, int]:
         elif token.type not in blank:
             code.update(range(token.start[0], token.end[0] + 1))
     code -= docstring_lines(source.tree)
-    return len(code), len(comments - code), len(comments & code)
+    return len(code), len(comments - code)
 
 
-def is_core(source: Source, flat: bool) -> bool:
-    if flat:
-        return source.name.removesuffix(".py") in FLAT_CORE
-    return any(Path(source.name).match(pattern) for pattern in CORE)
+def measure_size(repo: Path) -> Size:
+    found = Size()
+    names: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    for source in read(repo):
+        code, comments = code_and_comment_lines(source)
+        found.modules += 1
+        found.code_lines += code
+        found.comment_lines += comments
+        lines[source.part] += code
+        if source.package not in BESIDE:
+            found.core_lines += code
+            found.strict_zips_in_core += strict_zips(source.tree)
+        names[Path(source.name).name] += 1
+    del names["__init__.py"]
+    found.lines_by_package = dict(lines.most_common())
+    found.repeated_names = sorted(name for name, number in names.items() if number > 1)
+    return found
+
+
+def strict_zips(tree: ast.Module) -> int:
+    """Calls of ``zip(..., strict=True)``: each passes lists whose entries belong together."""
+    return sum(
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "zip"
+        and any(ast.unparse(keyword) == "strict=True" for keyword in node.keywords)
+        for node in ast.walk(tree)
+    )
 
 
 # ----------------------------------------------------------------------------------------- imports
@@ -146,15 +169,6 @@ def against_the_order(sources: list[Source]) -> int:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flatshard."):
                 count += (node.module or "").split(".")[1] not in allowed
     return count
-
-
-def named_exceptions(repo: Path) -> int:
-    """The pairs in NEIGHBOURS, a list that the flat layout's test of layers had."""
-    for path in (repo / "tests").rglob("test_layers.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEIGHBOURS":
-                return sum(map(len, ast.literal_eval(node.value).values()))
-    return 0
 
 
 # ---------------------------------------------------------------------------------------- privates
@@ -194,7 +208,7 @@ def foreign_reads(sources: list[Source], by_package: bool) -> list[str]:
     """Reads of privates that are defined, but not where they are read."""
 
     def place(source: Source) -> str:
-        return source.package or source.name if by_package else source.name
+        return source.package if by_package else source.name
 
     defined: dict[str, set[str]] = {}
     for source in sources:
@@ -274,69 +288,65 @@ def changed(function: ast.AST) -> set[str]:
     return found
 
 
+# --------------------------------------------------------------------------------- one plain step
+
+
+def trace_step(repo: Path, transport: str) -> dict[str, tuple[int, int]]:
+    """For each file that one plain step passes, the functions and lines that it executes."""
+    program = Path(__file__).with_name("plain_step.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(program), transport],
+        env={**os.environ, "PYTHONPATH": str(repo.resolve()), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return {name: tuple(executed) for name, executed in json.loads(done.stdout).items()}
+
+
 # ------------------------------------------------------------------------------------- the figures
 
 
-def journeys(repo: Path) -> dict[str, list[str]]:
-    """For each journey that docs/architecture.md describes, the files in its numbered list."""
-    page = repo / "docs" / "architecture.md"
-    if not page.exists():
-        return {}
-    sections = re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE)
-    found = {}
-    for name in JOURNEYS:
-        for section in sections:
-            if re.match(rf"The life of an? {name}$", section.partition("\n")[0]):
-                found[name] = re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)
-    return found
-
-
-def measure(repo: Path) -> Figures:
+def measure_reach(repo: Path) -> Reach:
     sources = read(repo)
-    flat = not any(source.package for source in sources)
-    sizes = [code_and_comment_lines(source) for source in sources]
-    core = [source for source in sources if is_core(source, flat)]
-    return Figures(
-        modules=len(sources),
-        lines=sum(count_lines(source) for source in sources),
-        code_lines=sum(code for code, _, _ in sizes),
-        comment_lines=sum(comments for _, comments, _ in sizes),
-        trailing_comments=sum(trailing for _, _, trailing in sizes),
-        core_lines=sum(count_lines(source) for source in core),
-        core_files=[f"{source.name} {count_lines(source)}" for source in core],
-        exempt_imports=named_exceptions(repo) if flat else against_the_order(sources),
-        private_of_module=len(foreign_reads(sources, by_package=False)),
-        private_of_package=None if flat else len(foreign_reads(sources, by_package=True)),
-        private_reads=foreign_reads(sources, by_package=not flat),
+    return Reach(
+        imports_against_the_order=against_the_order(sources),
+        private_of_module=foreign_reads(sources, by_package=False),
+        private_of_package=foreign_reads(sources, by_package=True),
         mutable_globals=mutable_globals(sources),
-        journeys=journeys(repo),
     )
 
 
-def count_lines(source: Source) -> int:
-    return source.text.count("\n")
+def show_size(size: Size) -> None:
+    for name, lines in size.lines_by_package.items():
+        print(f"{name:38}{lines:6}")
+    print(f"{'package, lines of code':38}{size.code_lines:6} in {size.modules} modules")
+    print(f"{'core, lines of code':38}{size.core_lines:6}")
+    print(f"{'lines with only a comment':38}{size.comment_lines:6}")
+    print(f"{'zip(..., strict=True) in the core':38}{size.strict_zips_in_core:6}")
+    print(f"{'names of several files':38}{', '.join(size.repeated_names) or '-'}")
 
 
-def show(figures: Figures) -> None:
+def show_reach(reach: Reach) -> None:
     rows = {
-        "modules": figures.modules,
-        "lines": figures.lines,
-        "code lines": figures.code_lines,
-        "comment lines": f"{figures.comment_lines} "
-        f"({100 * figures.comment_lines / figures.lines:.1f} %)",
-        "comments behind code": f"{figures.trailing_comments}; with comment lines, one for "
-        f"{figures.code_lines / (figures.comment_lines + figures.trailing_comments):.1f} lines",
-        "core path, lines": f"{figures.core_lines} in {len(figures.core_files)} files",
-        "imports exempt from the order": figures.exempt_imports,
-        "reads of another module's privates": figures.private_of_module,
-        "reads of another package's privates": figures.private_of_package,
-        "mutable globals": len(figures.mutable_globals),
+        "imports against the order": reach.imports_against_the_order,
+        "reads of another module's privates": len(reach.private_of_module),
+        "reads of another package's privates": len(reach.private_of_package),
+        "mutable globals": len(reach.mutable_globals),
     }
-    for name, value in rows.items():
-        print(f"{name:38}{'-' if value is None else value}")
-    for name in JOURNEYS:
-        files = figures.journeys.get(name, [])
-        print(f"{f'files that a {name} passes':38}{len(files) or '-'}  {', '.join(files)}")
+    for name, number in rows.items():
+        print(f"{name:38}{number:6}")
+
+
+def show_step(transport: str, executed: dict[str, tuple[int, int]]) -> None:
+    for name, (functions, lines) in executed.items():
+        print(f"{name:44}{functions:4} functions {lines:5} lines")
+    functions, lines = map(sum, zip(*executed.values(), strict=True))
+    print(
+        f"{transport}: one plain step executes {lines} lines in {functions} functions of "
+        f"{len(executed)} files"
+    )
 
 
 def main() -> None:
@@ -344,14 +354,21 @@ def main() -> None:
     here = Path(__file__).resolve().parents[2]
     parser.add_argument("--repo", type=Path, default=here, help="the checkout (this one)")
     parser.add_argument(
+        "--step", choices=("native", "sockets", "auto"), help="what one step over it executes"
+    )
+    parser.add_argument(
         "--json", type=output_file, metavar="PATH", help="write figures, lists there"
     )
     args = parser.parse_args()
     if not (args.repo / "flatshard").is_dir():
         parser.error(f"--repo: there is no flatshard in {args.repo}")
-    figures = measure(args.repo)
-    show(figures)
-    write_json(args.json, asdict(figures))
+    size, reach = measure_size(args.repo), measure_reach(args.repo)
+    show_size(size)
+    show_reach(reach)
+    executed = trace_step(args.repo, args.step) if args.step else {}
+    if args.step:
+        show_step(args.step, executed)
+    write_json(args.json, {**asdict(size), **asdict(reach), "step": executed})
 
 
 if __name__ == "__main__":

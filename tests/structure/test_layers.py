@@ -1,65 +1,72 @@
 """Packages import in one direction; the core needs torch alone; one package communicates."""
 
-from __future__ import annotations
-
 import ast
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
-from measure.structure import ORDER
+from measure.structure import BESIDE, ORDER, Source, read
 
-import flatshard
+from tests.harness import ROOT
 
-FOLDER = Path(flatshard.__file__).parent
-FILES = sorted(FOLDER.rglob("*.py"))
+SHIMS = ("__main__", "memory_plan")
+"""Modules at the top of the package that import what is beside the core."""
 
 
-def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def _sources() -> list[Source]:
+    return read(ROOT)
+
+
+@functools.cache
+def _imported(source: Source) -> set[str]:
+    """All modules and names that a module imports, with dots."""
+    found: set[str] = set()
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
 
 
-def _name(path: Path) -> str:
-    return str(path.relative_to(FOLDER))
+def _packages_used(source: Source) -> Set[str]:
+    """The packages of flatshard that a module imports."""
+    ours = (name for name in _imported(source) if name.startswith("flatshard."))
+    return {name.split(".")[1] for name in ours}
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_imports_point_down(path: Path) -> None:
-    package, *inside = path.relative_to(FOLDER).parts
-    if not inside:
-        return
-    allowed = ORDER[: ORDER.index(package) + 1]
-    used = {name.split(".")[1] for name in _imported(path) if name.startswith("flatshard.")}
-    assert used <= set(allowed), f"{_name(path)} imports {sorted(used - set(allowed))}"
+def test_imports_point_down() -> None:
+    against = {
+        source.name: higher
+        for source in _sources()
+        if "/" in source.name
+        if (higher := _packages_used(source) - {*ORDER[: ORDER.index(source.package) + 1]})
+    }
+    assert not against
 
 
-BESIDE = ("extras", "checkpoint", "integrations")
-"""What is beside the core; the modules that users import beside it are no part of the core."""
-
-SHIMS = ("__main__.py", "memory_plan.py")
-
-
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_core_imports_nothing_beside_it(path: Path) -> None:
-    first, *_ = path.relative_to(FOLDER).parts
-    if first.removesuffix(".py") in BESIDE or first in SHIMS:
-        return
-    used = {name.split(".")[1] for name in _imported(path) if name.startswith("flatshard.")}
-    assert not used & set(BESIDE)
+def test_core_imports_nothing_beside_it() -> None:
+    beside = {
+        source.name: used
+        for source in _sources()
+        if source.package not in (*BESIDE, *SHIMS)
+        if (used := _packages_used(source) & {*BESIDE})
+    }
+    assert not beside
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_only_torch(path: Path) -> None:
+def test_only_torch() -> None:
     """All depends on torch and the standard library alone, an integration on its framework."""
     allowed = {"torch", "flatshard", *sys.stdlib_module_names}
-    if path.parent.name == "integrations":
-        allowed.add(path.stem)
-    assert {name.split(".")[0] for name in _imported(path)} <= allowed
+    foreign = {}
+    for source in _sources():
+        its_own = {Path(source.name).stem} if source.package == "integrations" else set()
+        used = {name.partition(".")[0] for name in _imported(source)}
+        foreign[source.name] = used - allowed - its_own
+    assert not {name: used for name, used in foreign.items() if used}
 
 
 CALLS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "barrier", "send")
@@ -80,11 +87,10 @@ def _communication(tree: ast.AST) -> Iterator[str]:
                 yield f"{name}.{node.attr}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_one_package_communicates(path: Path) -> None:
+def test_one_package_communicates() -> None:
     """All communication passes ``comm``, so that it can be recorded and replaced."""
-    if not path.is_relative_to(FOLDER / "comm"):
-        assert not list(_communication(ast.parse(path.read_text())))
+    found = {s.name: list(_communication(s.tree)) for s in _sources() if s.package != "comm"}
+    assert not {name: calls for name, calls in found.items() if calls}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""Traces one plain training step: which files, functions and lines of flatshard it executes.
+
+    torchrun --standalone --nproc-per-node 2 scripts/measure/plain_step.py native|sockets|auto
+
+Four blocks train under FULL_SHARD with AdamW and gradient clipping. The fourth step is traced, on
+rank 0 and in all threads, since caches are filled by then. Functions are those that `def` defines,
+without lambdas and comprehensions. No file of the package is left out.
+`scripts/measure/structure.py --step` starts this program and prints what it finds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flatshard
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+
+TRANSPORTS = ("native", "sockets", "auto")
+WIDTH = 512
+TRACED_STEP = 3
+
+
+class Executed(NamedTuple):
+    """What a step executes of one file."""
+
+    functions: int
+    lines: int
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tracer:
+    """While entered, records functions and lines of the package, in all threads."""
+
+    def __init__(self) -> None:
+        self._folder = f"{Path(flatshard.__file__).parent}/"
+        self._functions: dict[str, set[tuple[str, int]]] = {}
+        self._lines: dict[str, set[int]] = {}
+
+    def __enter__(self) -> Tracer:
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(self._folder):
+            return None
+        name = code.co_filename.removeprefix(self._folder)
+        if event == "call" and not code.co_name.startswith("<"):
+            defined = (code.co_qualname, code.co_firstlineno)
+            self._functions.setdefault(name, set()).add(defined)
+        elif event == "line":
+            self._lines.setdefault(name, set()).add(frame.f_lineno)
+        return self._trace
+
+    def executed(self) -> dict[str, Executed]:
+        """For each file, by its path in the package, what was executed of it."""
+        names = sorted(self._functions.keys() | self._lines.keys())
+        return {
+            name: Executed(len(self._functions.get(name, ())), len(self._lines.get(name, ())))
+            for name in names
+        }
+
+
+def executed_in_a_step(transport: str) -> dict[str, Executed]:
+    """Train in this process's group of ranks; for each file, what one step executed of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 10))
+    policy = ModuleWrapPolicy({Block})
+    # Without coalescing each block is a unit, as blocks of a usual size are.
+    sharded = ShardedWrapper(
+        model, auto_wrap_policy=policy, collectives=transport, coalesce_bytes=0
+    )
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+    for _ in range(TRACED_STEP):
+        _step(sharded, optimizer)
+    with Tracer() as tracer:
+        _step(sharded, optimizer)
+    return tracer.executed()
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main() -> None:
+    if sys.argv[1:] not in [[transport] for transport in TRANSPORTS]:
+        sys.exit(f"error: expected one of {', '.join(TRANSPORTS)}, got {sys.argv[1:]}")
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    executed = executed_in_a_step(sys.argv[1])
+    if dist.get_rank() == 0:
+        print(json.dumps(executed))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
