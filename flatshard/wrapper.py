@@ -7,7 +7,7 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn, Self
 
 import torch
@@ -20,7 +20,6 @@ from flatshard.compat.framework_precision import FrameworkPrecision
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
-from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module import join
 from flatshard.module.calls import surround
 from flatshard.module.construction import Construction
@@ -389,7 +388,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         context = self._sharding.check_between_steps("register_comm_hook()")
         self._sharding.check_has_all_modules("given a hook")
         precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
-        is_late = context.state.has_run and not self.check_is_root()
+        is_late = context.has_run and not self.check_is_root()
         comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
@@ -476,7 +475,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         handles = handles_in(self)
         grad_norm.check_alike(handles, world)
         limits = max_norm, norm_type, error_if_nonfinite, foreach
-        with join.clipping(self._sharding, *limits):
+        with ExitStack() as stack:
+            for extension in context.extensions:
+                stack.enter_context(extension.clipping(self, limits))
             grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
             return grad_norm.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
@@ -768,7 +769,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        sync = self._sharding.context.observers.find(BufferSync)
+        sync = self._sharding.context.buffers
         return sync is not None and sync.is_due and any(True for _ in self.module.buffers())
 
     @staticmethod

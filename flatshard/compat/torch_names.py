@@ -96,7 +96,7 @@ MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name i
 
 # Attributes of both, read-only here.
 ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
-    "require_backward_grad_sync": lambda one: not one.context.state.is_accumulating,
+    "require_backward_grad_sync": lambda one: not one.context.is_accumulating,
     "device": lambda one: one.settings.device,
     "device_type": lambda one: one.settings.device.type,
     "device_ids": lambda one: (

@@ -1,6 +1,8 @@
 """What the ranks tell one another at the end of a backward, in one exchange.
 
-By then ranks may differ: one used a parameter that another did not.
+By then ranks may differ: one used a parameter that another did not. The exchange also compares
+whether ranks run the same program, and whether they have all-gathered the same units in the same
+order: where all-gathers are matched by order only, ranks that differ get each other's parameters.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from dataclasses import dataclass
 from itertools import chain, compress, islice
 from zlib import crc32
 
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.deadlock.history import REMEDY, Begun, first_difference
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.step_state import StepState
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.plan.module_tree import unit_text
 
@@ -37,7 +41,7 @@ class Agreement:
 
 
 def agree(
-    state: StepState,
+    state: RunState,
     num_buckets: int,
     rest: Set[int],  # indices of the buckets that have not had their turn here
     to_come: Set[FlatParamHandle],  # whose gradients these turns reduce
@@ -47,12 +51,12 @@ def agree(
     Raises:
         RuntimeError: the ranks do not run the same program; on all of them.
     """
-    voters, handles = state.observers.voters, state.handles
+    voters, handles = state.voters, state.handles
     # First, since some say something to the other ranks here.
     theirs = [one.votes() for one in voters]
     own: list[Sequence[int]] = [
         _program(state),
-        state.order_check.votes(state.device),
+        _order(state),
         # Two votes on what is uneven, one for each kind of rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
@@ -65,8 +69,8 @@ def agree(
     program, orders, started, waiting, edited, left_over, used = maxima[: len(own)]
     where = f"backward of {state.root.name or 'the model'!r}"
     _check_program(where, program)
-    state.order_check.check(where, orders)
-    # All ranks have the same observers, in the same order.
+    _check_order(state, where, orders)
+    # All ranks have the same voters, in the same order.
     for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
         voter.tally(their_maxima)
     flags = map(bool, used)
@@ -91,7 +95,7 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
     return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]
 
 
-def _maxima(state: StepState, ballots: Sequence[Sequence[int]]) -> list[bytes]:
+def _maxima(state: RunState, ballots: Sequence[Sequence[int]]) -> list[bytes]:
     """Of each number, the largest of all ranks. Collective."""
     # Small, and once per backward: one message costs what its latency costs.
     with state.observers.waiting(Kind.RANKS_WAIT):
@@ -101,7 +105,7 @@ def _maxima(state: StepState, ballots: Sequence[Sequence[int]]) -> list[bytes]:
     return [bytes(islice(numbers, len(ballot))) for ballot in ballots]
 
 
-def _program(state: StepState) -> bytes:
+def _program(state: RunState) -> bytes:
     """What is the same on all ranks that run the same program; each with its complement."""
     num_loads = sum(unit.num_loads for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
@@ -128,3 +132,49 @@ def _check_program(where: str, maxima: bytes) -> None:
             f"{where}: ranks reduce the gradients of different parameters. requires_grad and "
             "no_sync() must be the same on every rank."
         )
+
+
+def gathering_groups(state: RunState) -> list[Communicator]:
+    """The groups of several ranks over which the units all-gather, the world among them."""
+    found = [state.world]
+    for topology in (unit.handles[0].topology for unit in state.units if unit.handles):
+        found += topology.intra_group, topology.inter_group, topology.regather or state.world
+    return [group for group in dict.fromkeys(found) if group.size > 1]
+
+
+def _order(state: RunState) -> bytes:
+    """Bytes that tell the world whether ranks all-gathered the same units in the same order.
+
+    Collective: in each group over which units all-gather.
+    """
+    world, device = state.world, state.device
+    if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
+        return b""
+    # Each smaller group compares its own digest. In the world's exchange every group would need
+    # a place, so the message would grow with the number of ranks.
+    digests = {group: group.members.history.to_compare() for group in gathering_groups(state)}
+    own = digests.pop(world)
+    comparing = "comparing the order of all-gathers"
+    differs = [not one.host.all_equal(digest, comparing) for one, digest in digests.items()]
+    return bytes([any(differs)]) + with_complements(own)
+
+
+def _check_order(state: RunState, where: str, maxima: bytes) -> None:
+    """Raise if ranks all-gathered different units. Collective then."""
+    if not (any(maxima[:1]) or any(differ(maxima[1:]))):
+        return
+    mine = {
+        one.members.counter.name: one.members.history.recent() for one in gathering_groups(state)
+    }
+    of_group: dict[str, dict[int, list[Begun]]] = {}
+    said = state.world.gather_objects(mine, op_name="what was all-gathered")
+    for rank, groups in zip(state.world.ranks, said, strict=True):
+        for name, recent in groups.items():
+            of_group.setdefault(name, {})[rank] = recent
+    known = map(first_difference, of_group.values())
+    raise RuntimeError(
+        f"{where}: ranks have all-gathered different units, or asked for different norms and "
+        "sums, and what they got may be of other parameters; "
+        f"{next(filter(None, known), 'that is longer ago than was noted')}. {REMEDY} Start "
+        "again from a checkpoint. [FS-DEADLOCK]"
+    )

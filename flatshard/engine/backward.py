@@ -9,6 +9,9 @@
     resharded.
 5.  ``_end``, a callback that autograd runs after the last node: see the note.
 
+Observers hear of each step and change nothing. Extensions (``StepExtension``) act where they are
+called.
+
 [Note: the end of backward]
 Ranks may differ by then: one used a parameter that another did not. Every rank tells the others
 which parameters it used; units that any rank used are reduced by all, in the one order, and
@@ -31,7 +34,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
-from flatshard.engine.step_state import StepState
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.engine.unreduced_grads import edited
 from flatshard.tensor.untraced import untraced
@@ -41,7 +44,7 @@ _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
-    def __init__(self, state: StepState, prefetch: Prefetch) -> None:
+    def __init__(self, state: RunState, prefetch: Prefetch) -> None:
         self._state, self._observers, self._prefetch = state, state.observers, prefetch
         self.queue = ReduceQueue(state)
         self._is_active = False
@@ -68,11 +71,14 @@ class Backward:
             if graph_task == self._graph_task:  # asked for every gradient
                 return True
             if self._end_callback() is not None:
-                self._observers.begin_inner_backward()
+                self._state.has_inner_backward = True
                 return True
             # Autograd dropped the callback with the backward that failed; this is another one.
             self._drop()
-        self._observers.begin_backward()
+        for extension in self._state.extensions:
+            extension.begin_backward()
+        for observer in self._observers.all:
+            observer.begin_backward()
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
@@ -80,7 +86,7 @@ class Backward:
         callback = partial(self._end)
         self._end_callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._had_accumulated = False
+        self._had_accumulated = self._state.has_inner_backward = False
         for unit in self._state.units:
             unit.begin_model_backward()
         self._had_accumulated = any(h.grad_publish.holds_gradients for _, h in self._state.handles)
@@ -104,7 +110,8 @@ class Backward:
         """A gradient of an output has come: unshard the unit that gave it. Collective."""
         self.begin()
         unit.begin_call_backward(call)
-        self._observers.enter_backward(unit)
+        for observer in self._observers.all:
+            observer.enter_backward(unit)
         self.unshard(unit)
         # After this unit's own all-gather, which must not share the wires.
         self._prefetch.before_backward(unit)
@@ -136,8 +143,7 @@ class Backward:
             unit.enter(Phase.BACKWARD)
 
     def _unshard_now(self, unit: Unit, *, everything: bool = False) -> None:
-        with self._observers.starting("backward", unit):
-            unit.unshard("backward", everything=everything)
+        self._state.start_unshard(unit, "backward", everything=everything)
         with self._observers.waiting(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
 
@@ -150,13 +156,15 @@ class Backward:
 
     def receive(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
         """The gradient of an original parameter is in its buffer; ``begin`` was called before."""
-        self._observers.on_grad(unit, handle, index, grad)
+        for observer in self._observers.all:
+            observer.on_grad(unit, handle, index, grad)
         bucket = self.queue.bucket_of[handle]
         if not bucket.is_complete():
             return
         if unit.sync is not Sync.NONE:
             self.queue.add(bucket)
-            self._observers.between_units()
+            for extension in self._state.extensions:
+                extension.between_units()
         self._reshard_if_over(unit)
 
     @untraced
@@ -172,8 +180,10 @@ class Backward:
             if handle.lingers:
                 handle.reshard(though_held=False)
         self._lingering = [h for h in (*self._lingering, *unit.handles) if h.lingers]
-        self._observers.leave_backward(unit)
-        self._observers.between_units()
+        for observer in self._observers.all:
+            observer.leave_backward(unit)
+        for extension in self._state.extensions:
+            extension.between_units()
         self._prefetch.after_backward(unit)
 
     # ------------------------------------------------------------ it ends
@@ -205,12 +215,14 @@ class Backward:
         if is_outermost:
             for unit in state.units:
                 unit.end_iteration()
-            self._observers.published(any(any(flags) for flags in used.values()))
+        for extension in state.extensions:
+            extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
         for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
                 handle.grad_publish.show_unreduced()
         # Last: where warnings are errors, the other ranks have nothing to wait for.
-        self._observers.end_backward()
+        for observer in self._observers.all:
+            observer.end_backward()
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
         """Reduce and publish what is left; returns which original parameters any rank used."""
@@ -222,7 +234,8 @@ class Backward:
                 handle.publish(agreed.used[handle])
             elif unit.sync is Sync.INTRA:
                 handle.grad_buffer.mark_used(agreed.used[handle])
-        self._observers.reduced_late([unit for unit, _ in agreed.left_over])
+        for extension in self._state.extensions:
+            extension.reduced_late([unit for unit, _ in agreed.left_over])
         return agreed.used
 
     def _run_hooks(self, used: dict[FlatParamHandle, list[bool]]) -> None:
@@ -241,7 +254,6 @@ class Backward:
 
     def _drop(self) -> None:
         self._is_active = False
-        self._observers.drop_backward()
         if self._had_accumulated:
             warnings.warn(
                 "a backward failed, and gradients accumulated before it are lost with it. "

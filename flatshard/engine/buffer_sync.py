@@ -12,15 +12,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import differ, with_complements
-from flatshard.engine.events import Kind, StepObserver
-from flatshard.engine.step_state import StepState
-from flatshard.engine.unit import Unit
+from flatshard.engine.events import Kind, Observers
+from flatshard.engine.extension import Voter
 
 # By module and attribute.
 Buffers = dict[tuple[nn.Module, str], Tensor]
 
 
-class BufferSync(StepObserver):
+class BufferSync(Voter):
     """Broadcasts what DistributedDataParallel does, before the same forwards.
 
     [Note: buffers that are replaced]
@@ -31,30 +30,33 @@ class BufferSync(StepObserver):
     as its batches need, say, stays its own.
     """
 
-    def __init__(self, state: StepState, buffers: Callable[[], Buffers]) -> None:
+    def __init__(
+        self, world: Communicator, observers: Observers, buffers: Callable[[], Buffers]
+    ) -> None:
         """``buffers`` lists those that modules have now."""
-        self._state, self._buffers = state, buffers
+        self._world, self._observers, self._buffers = world, observers, buffers
         self.is_due = True
         self.source = 0  # whose buffers they are
         self._alike = buffers()  # of the same kinds on all ranks
         self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
         self._has_run = False  # a forward, since ranks asked each other
 
-    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
-        state = self._state
-        if state.depth or unit is not state.root:
-            return
-        if self.is_due and not recomputes and state.world.size > 1:
-            with state.observers.waiting(Kind.RANKS_WAIT):
-                self.broadcast(f"{unit.name or 'the model'}'s buffers")
+    def before_forward(self, name: str, *, recomputes: bool, under_no_sync: bool) -> None:
+        """Broadcast the buffers, if they are due, before the forward of the root, ``name``.
+
+        Collective, unless the forward ``recomputes`` one.
+        """
+        if self.is_due and not recomputes and self._world.size > 1:
+            with self._observers.waiting(Kind.RANKS_WAIT):
+                self.broadcast(f"{name or 'the model'}'s buffers")
         self._has_run = True
         # As in DistributedDataParallel: after a forward whose backward leaves ranks' parameters as
-        # they are, the next one does not start from rank 0's buffers either.
-        self.is_due = torch.is_grad_enabled() and not state.under_no_sync
+        # they are, the next forward does not start from rank 0's buffers either.
+        self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
         """Give every rank those of ``source``. Collective."""
-        world, present = self._state.world, self._buffers()
+        world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
             # Replaced by the program between steps, which all ranks do alike.
             self.tally(world.maxima(self.votes(), op_name=op_name))

@@ -6,45 +6,48 @@ from collections.abc import Sequence
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.backward import Backward
-from flatshard.engine.forward import Forward
+from flatshard.engine.buffer_sync import BufferSync
+from flatshard.engine.forward import Forward, RootModule
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.prefetch import Prefetch
-from flatshard.engine.step_state import StepState
+from flatshard.engine.run_state import RunState
 from flatshard.engine.touch import Touch
 from flatshard.options.strategy import BackwardPrefetch
 
 
-class RunContext:
+class RunContext(RunState):
     """One per tree of units."""
 
     def __init__(
         self,
         hooks: Sequence[UnitHooks],
+        root_module: RootModule,
         world: Communicator,
         *,
         number: int,
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
+        broadcast_buffers: bool,
     ) -> None:
         """Run these units, the root last, from now on.
 
-        ``number``, below 256 and alike on all ranks, tells models apart.
+        ``number``, below 256 and the same on all ranks, tells models apart.
         """
-        self.state = state = StepState([one.unit for one in hooks], world, number)
-        self.units, self.root, self.number = state.units, state.root, number
-        self.observers = state.observers
+        super().__init__([one.unit for one in hooks], world, number)
         self.is_converting = False  # modules are under way to another dtype or device
         self.last_report: object = None  # what `diagnostics.recording` keeps of the last step
-        for index, unit in enumerate(state.units):
+        for index, unit in enumerate(self.units):
             unit.index = index
-        for _, handle in state.handles:
+        for _, handle in self.handles:
             # One list for all: the end of a backward waits once for what others read.
-            handle.link.pending_sends = state.pending_sends
-        self._prefetch = Prefetch(state, forward=forward_prefetch, backward=backward_prefetch)
-        self._backward = Backward(state, self._prefetch)
-        self._forward = Forward(state, self._backward, self._prefetch)
-        self._touch = Touch(state, self._forward, self._backward)
+            handle.link.pending_sends = self.pending_sends
+        if broadcast_buffers:
+            self.buffers = BufferSync(world, self.observers, root_module.buffers)
+        self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)
+        self._backward = Backward(self, self._prefetch)
+        self._forward = Forward(self, self._backward, self._prefetch, root_module)
+        self._touch = Touch(self, self._forward, self._backward)
         self.recover, self.give_back = self._forward.recover, self._forward.give_back
         for one in hooks:
             one.attach(self._forward, self._backward)
@@ -53,9 +56,9 @@ class RunContext:
     def refresh(self) -> None:
         """Look at the units again, after their buffers were made anew."""
         # Where one rank has everything, and nothing is cast, there is nothing to communicate.
-        is_alone = self.state.world.size == 1
-        devices = (h.device for _, h in self.state.handles if h.buffer_bytes or not is_alone)
-        self.state.device = next(devices, None)
+        is_alone = self.world.size == 1
+        devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
+        self.device = next(devices, None)
         # Prefetch and backward look at sizes, forward at storages that saved tensors lie in.
         self._prefetch.refresh()
         self._backward.queue.refresh()
@@ -64,7 +67,7 @@ class RunContext:
     @property
     def is_running(self) -> bool:
         """Whether a forward of some unit, or the model's backward, is under way."""
-        return self.state.depth > 0 or self._backward.is_running
+        return self.depth > 0 or self._backward.is_running
 
     @property
     def is_reducing(self) -> bool:

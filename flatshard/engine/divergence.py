@@ -11,24 +11,26 @@ from collections.abc import Sequence
 
 import torch
 
-from flatshard.engine.events import StepObserver
-from flatshard.engine.step_state import StepState
+from flatshard.engine.extension import StepExtension
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Phase, Unit
 
 
-class DivergentUnits(StepObserver):
-    def __init__(self, state: StepState, units: Sequence[Unit]) -> None:
+class DivergentUnits(StepExtension):
+    name = "divergence"
+
+    def __init__(self, state: RunState, units: Sequence[Unit]) -> None:
         self._state, self._units = state, units
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
             # What a failed step left is there on some ranks alone.
             unit.reshard(by_policy=True)
-            self._unshard(unit, "forward")
+            self._state.start_unshard(unit, "forward", everything=True)
             if not unit.is_current:  # else `Forward` would not let its modules hold parameters
                 unit.enter(Phase.FORWARD)
 
-    def end_computing(self, failed: bool) -> None:
+    def end_forward(self, failed: bool) -> None:
         stays = self._state.expects_backward and not failed
         for unit in self._units:
             if failed and unit.is_prefetched:
@@ -47,10 +49,6 @@ class DivergentUnits(StepObserver):
     def begin_backward(self) -> None:
         for unit in self._units:
             # Another backward may have resharded it: its own came before, or was the first of two.
-            self._unshard(unit, "backward")
+            self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
                 unit.stick()  # on all ranks, whether it runs here or not
-
-    def _unshard(self, unit: Unit, purpose: str) -> None:
-        with self._state.observers.starting(purpose, unit):
-            unit.unshard(purpose, everything=True)

@@ -1,10 +1,17 @@
 """``Forward``: the order of a forward, from the outermost module's call to its return.
 
-1.  ``enter``: the unit is unsharded, unless a prefetch began that already, and its modules hold
+1.  ``begin``, for the outermost module only: what a failed step left is dropped, the model is
+    checked, and its buffers are broadcast.
+2.  ``enter``: the unit is unsharded, unless a prefetch began that already, and its modules hold
     unsharded parameters; the next unit starts to be unsharded.
-2.  The module computes.
-3.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the
+3.  The module computes.
+4.  ``check``: the module has not edited its unsharded parameters.
+5.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the
     strategy says so.
+6.  ``end``, for the outermost module only: nothing of this rank is on its way any more.
+
+Observers hear of each step and change nothing. Extensions (``StepExtension``) act where they are
+called.
 
 [Note: recomputation]
 Checkpointing runs forwards inside backward. Such a forward unshards, but reshards nothing and
@@ -15,23 +22,46 @@ checkpoint computes the full model again.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
+from flatshard.engine.buffer_sync import Buffers
 from flatshard.engine.events import Kind
+from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.prefetch import Prefetch
+from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
-from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.memory.page_pool import POOL
 
 
+class RootModule(Protocol):
+    """The outermost wrapped module, as a forward sees it: more than units and flat parameters."""
+
+    def recover(self) -> None:
+        """Undo what an exception in an optimizer's step has left."""
+
+    def check(self) -> None:
+        """Raise, on all ranks, if the module cannot be trained as it is now."""
+
+    def buffers(self) -> Buffers:
+        """The buffers that ranks share, as modules have them now."""
+
+
 class Forward:
-    def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
+    def __init__(
+        self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: RootModule
+    ) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
+        self._root_module, self._edits = root_module, ForwardEdits()
+        # Units that are unsharded for operations outside of their own forward, each with the depth
+        # of the forward around the operation; innermost last.
+        self._touched: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
         """Look at the units again, after their buffers were made anew."""
@@ -40,6 +70,51 @@ class Forward:
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
         self._crossing = [h for _, h in handles if h.topology.inter_group.size > 1]
 
+    def recover(self) -> None:
+        """Return to a state to start from, after a step that was left by an exception."""
+        # First the optimizer's parameters, which a step that raised has replaced.
+        self._root_module.recover()
+        self._state.writes.take_over()
+        for extension in self._state.extensions:
+            extension.recover()
+        self._backward.recover()
+
+    def give_back(self) -> None:
+        """Free memory that is kept for the next step."""
+        for _, handle in self._state.handles:
+            handle.reduce_plan.give_back()
+        POOL.give_back()
+
+    # ------------------------------------------------------------ the outermost forward begins
+
+    def begin(self, unit: Unit | None = None) -> None:
+        """The outermost forward begins, in a module of ``unit``. Collective."""
+        state = self._state
+        self.recover()
+        # Before anything communicates: these raise on all ranks.
+        self._root_module.check()
+        state.writes.check()
+        for extension in state.extensions:
+            extension.begin_forward(of_root=unit is state.root)
+        for observer in self._observers.all:
+            observer.begin_forward()
+        state.has_run = True  # after the checks, some of which look at the first forward only
+        for unit in state.units:
+            unit.begin_iteration()
+        self._prefetch.order.begin_forward()
+        state.expects_backward = torch.is_grad_enabled()
+        if state.expects_backward:
+            state.plan_syncs()
+        else:
+            # Evaluation makes no gradients, and its batches are often larger.
+            self.give_back()
+        # All-gathers across nodes are slow: all units' overlap the forward.
+        with self._observers.starting("forward", None):
+            for handle in self._crossing:
+                handle.gather.begin_refresh(handle.shard.detach(), handle.version)
+
+    # ------------------------------------------------------------ a module's forward
+
     def enter(self, unit: Unit) -> Call:
         """Before a module's forward: unshard the unit and wait for it. Collective."""
         state, backward = self._state, self._backward
@@ -47,9 +122,14 @@ class Forward:
             # A recomputation of the full model begins its backward here.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
-                self.begin()
+                self.begin(unit)
         recomputes = backward.is_running
-        self._observers.enter_forward(unit, recomputes)
+        if state.buffers is not None and state.depth == 0 and unit is state.root:
+            state.buffers.before_forward(
+                unit.name, recomputes=recomputes, under_no_sync=state.under_no_sync
+            )
+        for observer in self._observers.all:
+            observer.enter_forward(unit, recomputes)
         self.saved.push()
         state.depth += 1
         call = Call()
@@ -65,7 +145,7 @@ class Forward:
                 self._prefetch.order.record(unit.index)
             self.unshard(unit)
             if len(unit.running) == 1:
-                self._observers.unsharded(unit)
+                self._edits.begin(unit)
             # After the wait: this unit's all-gather has the wires to itself, and the next one's
             # overlaps its computation.
             self._prefetch.in_forward()
@@ -73,18 +153,35 @@ class Forward:
 
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for use in the forward under way, and wait for it. Collective."""
-        with self._observers.starting("forward", unit):
-            unit.unshard("forward")
+        self._state.start_unshard(unit, "forward")
         with self._observers.waiting(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
         if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
             unit.enter(Phase.IDLE)
         unit.enter(Phase.FORWARD)
 
+    def touch(self, unit: Unit) -> None:
+        """Unshard a unit until the forward around is over, for an operation outside of its own.
+
+        Collective, unless the unit is unsharded.
+        """
+        if unit.phase is not Phase.FORWARD or not unit.is_current:
+            if not unit.running:
+                self._touched.append((self._state.depth, unit))
+            self.unshard(unit)
+            self._edits.begin(unit)
+
     def check(self, unit: Unit, module: nn.Module) -> None:
-        """A module's forward has returned, and its unit is still unsharded."""
-        if unit.phase is Phase.FORWARD and not unit.running:
-            self._observers.check_forward(unit, module)
+        """Raise if a module's forward, which has returned, edited unsharded parameters."""
+        if unit.phase is not Phase.FORWARD or unit.running:
+            return
+        self._edits.check(unit, module)
+        touched = [one for depth, one in self._touched if depth == self._state.depth]
+        if unit not in touched:
+            for one in touched:
+                if one.phase is Phase.FORWARD and not one.running:  # else its own forward is over
+                    for inner in one.modules:
+                        self._edits.check(one, inner)
 
     def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
         """After a module's forward, also one that raised: reshard what the strategy reshards."""
@@ -98,7 +195,9 @@ class Forward:
             return
         state.depth -= 1
         self.saved.pop()
-        self._observers.leave_forward(unit)
+        self.reshard_touched()
+        for observer in self._observers.all:
+            observer.leave_forward(unit)
         if self._backward.is_running:
             self._prefetch.recomputes_whole &= state.depth > 0
             return
@@ -106,6 +205,13 @@ class Forward:
             self._prefetch.after_forward()
         if state.depth == 0:
             self.end(failed)
+
+    def reshard_touched(self) -> None:
+        """Reshard what was unsharded for operations in the forward that is over."""
+        while self._touched and self._touched[-1][0] > self._state.depth:
+            _, unit = self._touched.pop()
+            unit.backward_follows = self._state.expects_backward
+            unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
 
     def is_needed_soon(self, unit: Unit) -> bool:
         if unit is self._state.root:
@@ -120,29 +226,12 @@ class Forward:
         self._state.plan_syncs()
         return self._backward.begin()
 
-    def begin(self) -> None:
-        """The outermost forward begins. Collective."""
-        state = self._state
-        self.recover()
-        self._observers.begin_forward()
-        state.has_run = True  # after the observers: some look at the first forward alone
-        for unit in state.units:
-            unit.begin_iteration()
-        self._prefetch.order.begin_forward()
-        state.expects_backward = torch.is_grad_enabled()
-        if state.expects_backward:
-            state.plan_syncs()
-        else:
-            # Evaluation makes no gradients, and its batches are often larger.
-            self.give_back()
-        # All-gathers across nodes are slow: all units' overlap the forward.
-        with self._observers.starting("forward", None):
-            for handle in self._crossing:
-                handle.gather.begin_refresh(handle.shard.detach(), handle.version)
+    # ------------------------------------------------------------ the outermost forward is over
 
     def end(self, failed: bool) -> None:
-        """It is over."""
-        self._observers.end_computing(failed)
+        """The outermost forward is over. Collective."""
+        for extension in self._state.extensions:
+            extension.end_forward(failed)
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
@@ -154,7 +243,8 @@ class Forward:
                 handle.gather.secondary.finish_refresh()
             if not failed:  # else the error on its way is the one to see
                 self._state.pending_sends.wait_sends()
-        self._observers.end_forward()
+        for observer in self._observers.all:
+            observer.end_forward()
 
     def _drop_prefetched(self, failed: bool) -> None:
         """Wait for all-gathers of units that did not run, and reshard those."""
@@ -166,14 +256,3 @@ class Forward:
                 except CollectiveError:
                     if not failed:  # else the error on its way is the one to see
                         raise
-
-    def recover(self) -> None:
-        """Return to a state to start from, after a step that was left by an exception."""
-        self._observers.recover()
-        self._backward.recover()
-
-    def give_back(self) -> None:
-        """Free memory that is kept for the next step."""
-        for _, handle in self._state.handles:
-            handle.reduce_plan.give_back()
-        POOL.give_back()

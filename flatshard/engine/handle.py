@@ -124,20 +124,23 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ unshard and reshard
 
-    def unshard(self, purpose: str) -> None:
-        """SHARDED -> UNSHARDING: start to all-gather. Collective: all ranks of the shard group."""
+    def unshard(self, purpose: str) -> bool:
+        """SHARDED -> UNSHARDING: start to all-gather, unless nothing is to be all-gathered.
+
+        Returns whether it was started. Collective: all ranks of the shard group.
+        """
         if self.summoned is not None:
             self.summoned.refuse()
         if self._aliased:
             if self.state is ShardState.SHARDED:
                 self._move_to(ShardState.UNSHARDING)
                 self._move_to(ShardState.UNSHARDED)  # at once: there is nothing to all-gather
-            return
+            return False
         self.absorb_replaced()
         lingers, self.lingers = self.lingers, False
         if self.state is not ShardState.SHARDED:
             if self._unsharded_version == self.version:
-                return
+                return False
             # The shard was written since, so the buffer is stale. Its memory is used again.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
@@ -153,6 +156,7 @@ class FlatParamHandle:
         self._move_to(ShardState.UNSHARDING)
         if lingers:  # what has views may read them before anybody else waits
             self.wait_unshard()
+        return True
 
     def wait_unshard(self) -> None:
         """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatshard.engine.step_state import StepState
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
 from flatshard.plan.schedule import ExecutionOrder
@@ -12,12 +12,12 @@ from flatshard.plan.schedule import ExecutionOrder
 
 class Prefetch:
     def __init__(
-        self, state: StepState, *, forward: bool, backward: BackwardPrefetch | None
+        self, state: RunState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:
         self.order = ExecutionOrder()
         # Whether the forward that runs is the full model's, computed again in backward.
         self.recomputes_whole = False
-        self._observers, self._units = state.observers, state.units
+        self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
         self._ahead: list[Unit] = []  # what was begun here, and perhaps waited for since
 
@@ -77,8 +77,7 @@ class Prefetch:
             # A unit whose backward has begun may be resharded here and not yet on other ranks, so
             # they would not take part; or its optimizer has stepped.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
-                with self._observers.starting(purpose, unit):
-                    unit.unshard(purpose)
+                self._state.start_unshard(unit, purpose)
                 self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:

@@ -21,7 +21,7 @@ from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.grad_reduce import GradReduce
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.step_state import StepState
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.plan.schedule import ReduceOrder, UnevenUnits
 
@@ -112,7 +112,7 @@ class ReduceBucket:
 class ReduceQueue:
     """The reductions of one model, which begin in one order on all ranks."""
 
-    def __init__(self, state: StepState) -> None:
+    def __init__(self, state: RunState) -> None:
         self._state, self._observers = state, state.observers
         self.buckets = split(state.units)
         self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
@@ -199,7 +199,8 @@ class ReduceQueue:
     def _note_reduced(self, unit: Unit) -> None:
         self._to_reduce[unit] -= 1
         if self._to_reduce[unit] == 0:
-            self._observers.reduced(unit)
+            for extension in self._state.extensions:
+                extension.reduced(unit)
 
     def _finish_old(self) -> None:
         """Finish what is over, and wait while more bytes are under way than there may be."""

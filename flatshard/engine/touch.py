@@ -21,15 +21,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flatshard.engine.backward import Backward
-from flatshard.engine.events import StepObserver
 from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.step_state import StepState
-from flatshard.engine.unit import Phase, Unit
+from flatshard.engine.run_state import RunState
+from flatshard.engine.unit import Unit
 from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.gathered import as_views, gathered
@@ -40,13 +39,11 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, tensors_in
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
 
-class Touch(StepObserver):
-    def __init__(self, state: StepState, forward: Forward, backward: Backward) -> None:
+class Touch:
+    def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
         """Run what comes to the parameters of these units from now on."""
         self._state, self._forward, self._backward = state, forward, backward
         self._units = {spec: unit for unit, h in state.handles for spec in h.params.specs}
-        # Units that are unsharded for operations, and in a forward of which depth; innermost last.
-        self._held: list[tuple[int, Unit]] = []
         # In a loop over parameters: the gathered flat parameter and the version of its shard, and
         # the index of the last parameter.
         self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
@@ -196,39 +193,16 @@ class Touch(StepObserver):
                 forward.saved.pop()
             if is_outermost:
                 state.depth -= 1
-                self.leave_forward()
+                forward.reshard_touched()
                 forward.end(failed)
 
     def _unshard(self, unit: Unit) -> None:
-        state = self._state
         unit.is_touched |= torch.is_grad_enabled()
         if self._backward.is_running:
             self._backward.unshard(unit)
             self._backward.unshard_again(unit)
-        elif unit.phase is not Phase.FORWARD or not unit.is_current:
-            if not unit.running:
-                self._held.append((state.depth, unit))
-                # Not before: models of which nothing comes here pay nothing.
-                if state.observers.find(Touch) is None:
-                    state.observers.add(self)
-            self._forward.unshard(unit)
-            state.observers.unsharded(unit)
-
-    def check_forward(self, unit: Unit, module: nn.Module) -> None:
-        """See that the forward around units that are unsharded for it did not edit them."""
-        held = [one for depth, one in self._held if depth == self._state.depth]
-        if unit not in held:
-            for one in held:
-                if one.phase is Phase.FORWARD and not one.running:  # else its own forward is over
-                    for inner in one.modules:
-                        self._state.observers.check_forward(one, inner)
-
-    def leave_forward(self, unit: Unit | None = None) -> None:
-        """Reshard what was unsharded for the forward that is over."""
-        while self._held and self._held[-1][0] > self._state.depth:
-            _, unit = self._held.pop()
-            unit.backward_follows = self._state.expects_backward
-            unit.end_forward(is_needed_soon=self._forward.is_needed_soon(unit))
+        else:
+            self._forward.touch(unit)
 
     def _warn(self, spec: ShardSpec, name: str) -> None:
         unit = self._units[spec]

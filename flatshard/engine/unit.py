@@ -207,11 +207,14 @@ class Unit:
 
     # ------------------------------------------------------------ unshard and reshard
 
-    def unshard(self, purpose: str, *, everything: bool = False) -> None:
-        """Start to all-gather what is needed for "forward" or "backward". Collective."""
+    def unshard(self, purpose: str, *, everything: bool = False) -> list[FlatParamHandle]:
+        """Start to all-gather what is needed for "forward" or "backward". Collective.
+
+        Returns the flat parameters whose all-gather was started; the others are there.
+        """
         needs_all = everything or purpose == "forward"
-        for handle in self.handles if needs_all else self.for_backward:
-            handle.unshard(purpose)
+        handles = self.handles if needs_all else self.for_backward
+        return [handle for handle in handles if handle.unshard(purpose)]
 
     def wait_unshard(self) -> None:
         """Wait for what ``unshard`` started, and let the modules hold unsharded parameters."""

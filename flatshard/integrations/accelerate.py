@@ -125,7 +125,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Let the next backward reduce what forwards under ``no_sync`` have accumulated."""
         # The forward has planned otherwise.
         for sharding in shardings_in(model)[:1]:
-            sharding.context.state.plan_syncs()
+            sharding.context.plan_syncs()
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
 

@@ -35,6 +35,6 @@ class PipelineStage(TorchStage):
                     "Schedule1F1B or ScheduleInterleaved1F1B."
                 )
             (sharding, *_) = shardings_in(model)
-            for unit in sharding.context.state.units:
+            for unit in sharding.context.units:
                 unit.plan_sync(Sync.ALL if last_backward else Sync.NONE)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,12 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text
-from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.agreement import gathering_groups
+from flatshard.engine.context import RunContext
+from flatshard.engine.extension import StepExtension
 from flatshard.engine.grad_buffer import Sync
-from flatshard.engine.handle import ShardState
-from flatshard.engine.unit import Unit
-from flatshard.module.sharding import Sharding, shardings_in
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.module.sharding import Sharding, sharding_of, shardings_in
 from flatshard.optimizer import in_backward, step
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.sharded_tensor import local_range
@@ -50,30 +49,37 @@ def joining(
     root: Sharding, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
 ) -> Iterator[None]:
     """See ``ShardedWrapper.join``. Collective: all ranks, at entry and at the end."""
-    observers = root.check_between_steps("join()").observers
+    context = root.check_between_steps("join()")
     _check(root)
     join = Join(root, [*optimizers, *step.stepped_optimizers()], by_initial_size, throws)
     hooks = (
         register_optimizer_step_pre_hook(join.before_step),
         register_optimizer_step_post_hook(join.after_step),
     )
-    observers.add(join, first=True)
+    context.extend(join)
     try:
         # Who follows learns of an all-gather after another rank has begun it.
-        with root.context.state.order_check.unannounced():
+        with _unannounced(context):
             yield
             join.follow()
     finally:
-        observers.remove(join)
+        context.drop(join)
         for hook in hooks:
             hook.remove()
         join.end()
 
 
-def clipping(sharding: Sharding, *arguments: Any) -> AbstractContextManager[None]:
-    """Around ``clip_grad_norm_(*arguments)`` of a wrapper: ranks without input do the same."""
-    join = sharding.context.observers.find(Join)
-    return nullcontext() if join is None else join.clipping(sharding, arguments)
+@contextlib.contextmanager
+def _unannounced(context: RunContext) -> Iterator[None]:
+    """Inside, no rank waits for others before it begins an all-gather; on all ranks."""
+    counters = [group.members.counter for group in gathering_groups(context)]
+    for counter in counters:
+        counter.announces = False
+    try:
+        yield
+    finally:
+        for counter in counters:
+            counter.announces = True
 
 
 def _check(root: Sharding) -> None:
@@ -84,7 +90,7 @@ def _check(root: Sharding) -> None:
     for unit in root.context.units:
         reasons = {
             "may be skipped by some ranks (allow_divergence)": unit.may_diverge,
-            "trains on some of the ranks": unit.topology.world.size < root.context.state.world.size,
+            "trains on some of the ranks": unit.topology.world.size < root.context.world.size,
             "keeps secondary shards": any(h.gather.secondary.is_kept for h in unit.handles),
             "has a communication hook": any(h.comm_hook is not None for h in unit.handles),
         }
@@ -95,16 +101,18 @@ def _check(root: Sharding) -> None:
             )
 
 
-class Join(StepObserver):
+class Join(StepExtension):
     """What one rank says and does inside ``join()``."""
+
+    name = "join"
 
     def __init__(
         self, root: Sharding, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
     ) -> None:
-        self._root, self._state, self._throws = root, root.context.state, throws
+        self._root, self._state, self._throws = root, root.context, throws
         self._by_initial_size = by_initial_size
         self._comm = self._state.world.apart
-        self._buffers = self._state.observers.find(BufferSync)
+        self._buffers = self._state.buffers
         self._handles = [handle for _, handle in self._state.handles]
         params = [param for handle in self._handles for param in handle.sharded]
         self._numbers = {param: number for number, param in enumerate(params)}
@@ -162,7 +170,7 @@ class Join(StepObserver):
 
     # ------------------------------------------------------------ a rank that has input
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, of_root: bool) -> None:
         if self._is_following:
             return
         state = self._state
@@ -170,7 +178,7 @@ class Join(StepObserver):
             self._check_unedited()
         syncs = tuple(sync.value for sync in state.syncs)
         options = sorted((self._key(one), _options_of(one)) for one in self._optimizers)
-        detail = torch.is_grad_enabled(), syncs, state.under_no_sync, options
+        detail = torch.is_grad_enabled(), syncs, state.under_no_sync, of_root, options
         self._exchange(Doing("forward", detail))
         self._begin()
 
@@ -184,25 +192,9 @@ class Join(StepObserver):
             self._buffers.source = self._active[-1]  # as DistributedDataParallel
         self._note_versions()
 
-    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
-        state = self._state
-        if self._leads and unit is state.root and not (state.depth or recomputes):
-            self._exchange(Doing("root"))
-
-    def span(
-        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
-    ) -> AbstractContextManager[None]:
-        if kind is Kind.STARTING and self._leads and unit is not None and purpose != "reduce":
-            return self._announcing(unit, purpose)
-        return nullcontext()
-
-    @contextlib.contextmanager
-    def _announcing(self, unit: Unit, purpose: str) -> Iterator[None]:
-        """Say which all-gathers were started inside."""
-        before = [handle.state for handle in unit.handles]
-        yield
-        for handle, was in zip(unit.handles, before, strict=True):
-            if handle.state is ShardState.UNSHARDING is not was:
+    def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None:
+        if self._leads:
+            for handle in handles:
                 self._exchange(Doing("gather", (self._handles.index(handle), purpose)))
 
     def begin_backward(self) -> None:
@@ -214,13 +206,13 @@ class Join(StepObserver):
             self._exchange(Doing("backward", (self._grads,)))
         return b""
 
-    def end_backward(self) -> None:
+    def end_backward(self, has_gradients: bool) -> None:
         self._note_grads(reduced_only=True)
 
     @contextlib.contextmanager
-    def clipping(self, sharding: Sharding, arguments: tuple[Any, ...]) -> Iterator[None]:
+    def clipping(self, module: Any, arguments: tuple[Any, ...]) -> Iterator[None]:
         if self._leads:
-            number = shardings_in(self._root.wrapper).index(sharding)
+            number = shardings_in(self._root.wrapper).index(sharding_of(module))
             self._exchange(Doing("clipping", (self._look(), number, arguments)))
         yield
         self._note_grads()
@@ -303,7 +295,12 @@ class Join(StepObserver):
             self._buffers.broadcast("join(): buffers of the last rank that had input")
 
     def follow_forward(
-        self, grad_enabled: bool, syncs: tuple[str, ...], under_no_sync: bool, _: Any
+        self,
+        grad_enabled: bool,
+        syncs: tuple[str, ...],
+        under_no_sync: bool,
+        of_root: bool,
+        _: Any,
     ) -> None:
         state = self._state
         state.pending_sends.wait_sends()
@@ -312,11 +309,11 @@ class Join(StepObserver):
         if grad_enabled:
             state.plan_syncs()
         self._begin()
-
-    def follow_root(self) -> None:
-        if self._buffers is not None:
-            with torch.set_grad_enabled(self._grad_enabled):
-                self._buffers.enter_forward(self._state.root, False)
+        if of_root and self._buffers is not None:
+            with torch.set_grad_enabled(grad_enabled):
+                self._buffers.before_forward(
+                    state.root.name, recomputes=False, under_no_sync=under_no_sync
+                )
 
     def follow_gather(self, number: int, purpose: str) -> None:
         handle = self._handles[number]

@@ -86,7 +86,7 @@ class Sharding:
         before, unit = self.settings, self.unit
         strategy, placement = read_strategy(value, None, before.ranks)
         self.check_has_all_modules("given another strategy")
-        if self.context.state.has_run:
+        if self.context.has_run:
             raise RuntimeError(
                 f"{unit_text(unit.name)}: its strategy {before.strategy.name} cannot become "
                 f"{strategy.name} after the first forward. Wrap the model anew, "

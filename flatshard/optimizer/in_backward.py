@@ -21,9 +21,10 @@ from torch import nn
 
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.context import RunContext
-from flatshard.engine.events import StepObserver, profiled
+from flatshard.engine.events import profiled
+from flatshard.engine.extension import StepExtension
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.step_state import StepState
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import local_state_guard, offload
 from flatshard.optimizer import step as optimizer_step
@@ -53,10 +54,12 @@ class StepInBackward:
         self._of.recover()
 
 
-class SteppedInBackward(StepObserver):
+class SteppedInBackward(StepExtension):
     """The optimizers that step in the backwards of one model, and what they have stepped."""
 
-    def __init__(self, state: StepState) -> None:
+    name = "step_in_backward"
+
+    def __init__(self, state: RunState) -> None:
         self._state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
         # Of the backward that runs, by the unit's index: what to step, and whether it was.
@@ -110,7 +113,9 @@ class SteppedInBackward(StepObserver):
     # ------------------------------------------------------------ a backward
 
     def recover(self) -> None:
-        """Let ``.grad`` be None where it says that the gradient was used."""
+        """Forget a backward that failed; let ``.grad`` be None where its gradient was used."""
+        if torch._C._current_graph_task_id() == -1:
+            self._drop_failed()
         showing, self._showing = self._showing, []
         with torch._C.DisableTorchFunctionSubclass():
             for param in showing:
@@ -118,8 +123,9 @@ class SteppedInBackward(StepObserver):
 
     def begin_backward(self) -> None:
         """Look at the optimizers' groups. The gradients of this backward are still to come."""
+        self._drop_failed()
         self.recover()
-        self._parts, self._reduced, self._stepped, self._problem = {}, [], set(), None
+        self._problem = None
         self._stepped_anywhere = b""
         if not self.optimizers:
             return
@@ -149,16 +155,14 @@ class SteppedInBackward(StepObserver):
                     )
         return parts
 
-    def begin_inner_backward(self) -> None:
-        self._waits_for_end = True  # autograd runs graphs inside this one, which may add gradients
-
     def reduced(self, unit: Unit) -> None:
         if unit.index in self._parts:
             self._reduced.append(unit)
 
     def between_units(self) -> None:
         """Step the units whose gradients are reduced and whose parameters nobody needs any more."""
-        if not self._reduced or self._waits_for_end:
+        # Graphs that autograd runs inside this backward may add gradients.
+        if not self._reduced or self._waits_for_end or self._state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
             self._reduced.remove(unit)
@@ -209,8 +213,10 @@ class SteppedInBackward(StepObserver):
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))
 
-    def published(self, has_gradients: bool) -> None:
+    def end_backward(self, has_gradients: bool) -> None:
         """Step what is left; users' hooks have run. Raises what an early step raised, too."""
+        if self._state.depth > 0:  # a backward inside a forward, which another one follows
+            return
         parts, self._parts = self._parts, {}
         has_outside, self._outside_uses = OutsideUses.count != self._outside_uses, OutsideUses.count
         problem, self._problem = self._problem, None
@@ -229,15 +235,17 @@ class SteppedInBackward(StepObserver):
                 self._step(list(itertools.chain(*rest)))
         self._show_consumed()
 
-    def drop_backward(self) -> None:
-        if self._stepped and self._parts:
+    def _drop_failed(self) -> None:
+        """Forget a backward that did not come to its end; warn if it has stepped some units."""
+        num_stepped, num_units = len(self._stepped), len(self._parts)
+        self._parts, self._reduced, self._stepped = {}, [], set()
+        if num_stepped and num_units:
             warnings.warn(
-                f"a backward failed when {len(self._stepped)} of {len(self._parts)} units had been "
-                "stepped in it: they are a step ahead of the others, on this rank perhaps alone. "
-                "Load a checkpoint.",
+                f"a backward failed when {num_stepped} of {num_units} units had been stepped in "
+                "it: they are a step ahead of the others, on this rank perhaps alone. Load a "
+                "checkpoint.",
                 stacklevel=5,
             )
-        self._parts, self._reduced, self._stepped = {}, [], set()
 
     # ------------------------------------------------------------ the step
 
@@ -275,20 +283,20 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
     """See ``ShardedWrapper.step_in_backward``. Collective."""
-    stepped = context.observers.find(SteppedInBackward)
+    stepped = context.extension(SteppedInBackward.name)
     if stepped is None:
-        stepped = SteppedInBackward(context.state)
-        context.observers.add(stepped)
+        stepped = SteppedInBackward(context)
+        context.extend(stepped)
     remedy = "Pass the same optimizer on every rank."
     check = partial(stepped.check, optimizer, scaler)
-    agreed(check, [context.state.world], "step_in_backward", remedy)
+    agreed(check, [context.world], "step_in_backward", remedy)
     stepped.optimizers.append(optimizer)
     return StepInBackward(stepped, optimizer)
 
 
 def is_active(context: RunContext) -> bool:
     """Whether optimizers step in the backwards of a model; alike on all ranks."""
-    stepped = context.observers.find(SteppedInBackward)
+    stepped = context.extension(SteppedInBackward.name)
     return stepped is not None and bool(stepped.optimizers)
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.engine.write_through import WriteThrough
 from flatshard.options.torch_request import torch_request
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, index_of
-from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.tensor.state_shard import state_shard
 

@@ -1,4 +1,4 @@
-"""``Observers`` tell only those who listen; a unit's phase moves as its table says."""
+"""``Observers`` list those who listen; extensions vote; a unit's phase moves as its table says."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,23 +9,35 @@ from torch import nn
 
 from flatshard.engine import backward, forward, handle, unit
 from flatshard.engine.events import Kind, Observers, StepObserver
+from flatshard.engine.extension import ORDER, StepExtension
 from flatshard.engine.unit import Phase, Unit
 from tests.harness import run_ranks
 from tests.models import CASES
 
 
 class _Listener(StepObserver):
-    """Hears two events, and votes."""
+    """Hears one event, and then no more."""
 
-    def __init__(self, vote: int) -> None:
-        self.heard: list[str] = []
-        self.vote, self.maxima = vote, [-1]
+    def __init__(self, observers: Observers) -> None:
+        self.observers, self.heard = observers, 0
 
     def begin_forward(self) -> None:
-        self.heard.append("begin_forward")
+        self.heard += 1
+        self.observers.remove(self)
 
-    def end_backward(self) -> None:
-        self.heard.append("end_backward")
+
+class _Voter(StepExtension):
+    """Acts at two moments, and votes."""
+
+    def __init__(self, name: str, vote: int, acts: list[str]) -> None:
+        self.name, self.acts = name, acts
+        self.vote, self.maxima = vote, [-1]
+
+    def begin_forward(self, of_root: bool) -> None:
+        self.acts.append(f"{self.name} begins a forward {of_root}")
+
+    def end_backward(self, has_gradients: bool) -> None:
+        self.acts.append(f"{self.name} ends a backward {has_gradients}")
 
     def votes(self) -> bytes:
         return bytes([self.vote, 7])
@@ -34,19 +46,19 @@ class _Listener(StepObserver):
         self.maxima = list(maxima)
 
 
-def test_only_what_is_overridden() -> None:
-    observers, listener = Observers(), _Listener(0)
-    observers.add(StepObserver())
-    observers.add(listener)
-    assert observers.begin_forward == listener.begin_forward
-    assert observers.voters == [listener]
-    assert "on_grad" not in vars(observers)
+def test_an_observer_leaves_in_an_event() -> None:
+    observers = Observers()
+    first, second = _Listener(observers), _Listener(observers)
+    observers.add(first)
+    observers.add(second)
+    assert observers.find(_Listener) is first
+    for _ in range(2):
+        for one in observers.all:
+            one.begin_forward()
+    assert (first.heard, second.heard) == (1, 1)
+    assert observers.find(_Listener) is None
     with observers.waiting(Kind.RANKS_WAIT):
         pass
-    assert observers.find(_Listener) is listener
-    observers.remove(listener)
-    assert "begin_forward" not in vars(observers)
-    assert observers.find(_Listener) is None
 
 
 def test_votes_of_all_ranks() -> None:
@@ -56,12 +68,21 @@ def test_votes_of_all_ranks() -> None:
 def _votes(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
-    first, second = _Listener(rank), _Listener(3 * (1 - rank))
-    model._sharding.context.observers.add(first)
-    model._sharding.context.observers.add(second)
+    acts: list[str] = []
+    context = model._sharding.context
+    second, first = _Voter(ORDER[1], rank, acts), _Voter(ORDER[0], 3 * (1 - rank), acts)
+    context.extend(second)
+    context.extend(first)
+    assert context.extension(ORDER[0]) is first
+    for one in (model, model.module):  # the second one is not called as the root
+        one(case.batch(rank, 2)[0]).sum().backward()
+    assert (second.maxima, first.maxima) == ([1, 7], [3, 7])
+    context.drop(first)
+    context.drop(second)
     model(case.batch(rank, 2)[0]).sum().backward()
-    assert (first.maxima, second.maxima) == ([1, 7], [3, 7])
-    assert first.heard == ["begin_forward", "end_backward"]
+    begin, end = "begins a forward True", "ends a backward True"
+    once = [f"{name} {what}" for what in (begin, end) for name in ORDER[:2]]
+    assert acts == [*once, *once]
 
 
 def test_core_names_no_observer() -> None:
@@ -69,7 +90,6 @@ def test_core_names_no_observer() -> None:
         words = " ".join(vars(module))
         assert "Recorder" not in words
         assert "NonFinite" not in words
-        assert "Edits" not in words
 
 
 def test_phase_moves() -> None:

@@ -27,7 +27,7 @@ import torch._dynamo  # torch loads it when it makes the first optimizer
 import torch.distributed as dist
 from gpu_checks import equality
 
-from flatshard.diagnostics import forward_edits
+from flatshard.engine import forward_edits
 from tests.simulated_gpu.kernels import Kernels
 
 

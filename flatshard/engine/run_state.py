@@ -1,28 +1,33 @@
-"""``StepState``: what both halves of a model's step share."""
+"""``RunState``: what the parts of one model's step share. ``RunContext`` puts them together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
+from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Observers
+from flatshard.engine.extension import ORDER, StepExtension, Voter
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.order_check import OrderCheck
 from flatshard.engine.unit import Unit
+from flatshard.engine.write_through import WriteThrough
 
 
-class StepState:
+class RunState:
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.world = world  # the ranks that train the model
-        self.order_check = OrderCheck(self.units, world)
-        self.number = number  # below 256, tells models apart; alike on all ranks
+        self.number = number  # below 256, tells models apart; the same on all ranks
         self.has_run = False  # whether a forward has begun
         self.observers = Observers()
+        self.extensions: tuple[StepExtension, ...] = ()  # in the order of `ORDER`
+        self.buffers: BufferSync | None = None  # None: each rank keeps its own buffers
+        self.writes = WriteThrough()
         self.pending_sends = PendingSends()  # what other ranks may still be reading from this one
         # Where something is all-gathered or reduced; None: a forward is only kernels.
         self.device: torch.device | None = None
@@ -34,10 +39,18 @@ class StepState:
         self.lacks_ranks = False  # some rank computes no gradients (`join`)
         self.depth = 0  # how many units' forwards are under way, inside one another
         self.expects_backward = False  # the outermost forward began with gradients enabled
+        # Whether autograd has run another graph inside the backward that is under way.
+        self.has_inner_backward = False
 
     @property
     def handles(self) -> list[tuple[Unit, FlatParamHandle]]:
         return [(unit, handle) for unit in self.units for handle in unit.handles]
+
+    @property
+    def voters(self) -> list[Voter]:
+        """Whoever compares something in the exchange at the end of backward."""
+        buffers = () if self.buffers is None else (self.buffers,)
+        return [*buffers, *self.extensions]
 
     @property
     def is_accumulating(self) -> bool:
@@ -49,3 +62,24 @@ class StepState:
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
         self.accumulates = self.under_no_sync
+
+    def start_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
+        """Start all-gathers of a unit for "forward" or "backward". Collective."""
+        with self.observers.starting(purpose, unit):
+            started = unit.unshard(purpose, everything=everything)
+            # Inside: what extensions tell other ranks is part of the start.
+            for extension in self.extensions:
+                extension.gathering(started, purpose)
+
+    def extend(self, extension: StepExtension) -> None:
+        """Let ``extension`` act in each step from now on."""
+        found = [*self.extensions, extension]
+        self.extensions = tuple(sorted(found, key=lambda one: ORDER.index(one.name)))
+
+    def drop(self, extension: StepExtension) -> None:
+        """Let ``extension`` act no more."""
+        self.extensions = tuple(one for one in self.extensions if one is not extension)
+
+    def extension(self, name: str) -> Any:
+        """The extension ``name`` of ``ORDER``; None if the run has none."""
+        return next((one for one in self.extensions if one.name == name), None)

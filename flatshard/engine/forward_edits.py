@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from flatshard.comm.consistency import Checksum, checksum
-from flatshard.engine.events import StepObserver
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.plan.layout import view_of
@@ -32,7 +31,7 @@ from flatshard.plan.module_tree import unit_text
 Place = tuple[nn.Module, str, int, int | None]
 
 
-class ForwardEdits(StepObserver):
+class ForwardEdits:
     """Watches the forwards of one model."""
 
     def __init__(self) -> None:
@@ -47,7 +46,8 @@ class ForwardEdits(StepObserver):
         # Of a handle's places, those inside of a module.
         self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
-    def unsharded(self, unit: Unit) -> None:
+    def begin(self, unit: Unit) -> None:
+        """A unit's modules hold its unsharded parameters, and its forward begins."""
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
         is_power = number % 10 == 0 and f"{number}".rstrip("0") == "1"
@@ -62,7 +62,8 @@ class ForwardEdits(StepObserver):
                 is_compared = compares or is_written
                 self._checksums[handle] = checksum(handle.buffer) if is_compared else None
 
-    def check_forward(self, unit: Unit, module: nn.Module) -> None:
+    def check(self, unit: Unit, module: nn.Module) -> None:
+        """Raise if the forward of ``module``, which is over, edited the unit's parameters."""
         for handle in unit.handles:
             version = self._versions.get(handle)
             if version is None or handle.params.are_full:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.engine.events import StepObserver
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 
@@ -32,7 +31,7 @@ class _Given:
     shard: tuple[Any, ...]  # which one, and its version then
 
 
-class WriteThrough(StepObserver):
+class WriteThrough:
     """The tensors of a model's state dicts that are still alive."""
 
     def __init__(self) -> None:
@@ -56,16 +55,14 @@ class WriteThrough(StepObserver):
         if given is not None:
             self._take_over(given)
 
-    def recover(self) -> None:
+    def take_over(self) -> None:
+        """Write into the shards what users wrote into the tensors."""
         for given in list(self._given.values()):
             self._take_over(given)
 
-    def begin_forward(self) -> None:
-        self.check()
-
     def check(self) -> None:
         """Take over what was written; RuntimeError if some of it was lost."""
-        self.recover()
+        self.take_over()
         lost, self._lost = self._lost, ""
         if lost:
             raise RuntimeError(
