@@ -17,8 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
+from command_line import Parser
 from torch import nn
 
 import flatshard
@@ -111,11 +115,12 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:] not in [[transport] for transport in TRANSPORTS]:
-        sys.exit(f"error: expected one of {', '.join(TRANSPORTS)}, got {sys.argv[1:]}")
+    parser = Parser(__doc__)
+    parser.add_argument("transport", choices=TRANSPORTS)
+    transport = parser.parse_args().transport
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    executed = executed_in_a_step(sys.argv[1])
+    executed = executed_in_a_step(transport)
     if dist.get_rank() == 0:
         print(json.dumps(executed))
     dist.destroy_process_group()
