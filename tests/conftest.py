@@ -7,6 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -100,6 +101,21 @@ SLOW = [
     "engine/test_compile.py",
 ]
 """Files that take longest. They begin first, so that no worker has one left at the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker runs all tests of integrations: its fork server alone imports the frameworks."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = "tests/integrations/"
+            return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

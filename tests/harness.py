@@ -35,6 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def run_ranks(
     init_group: bool = True,
     expendable: Sequence[int] = (),
     fresh: bool = False,
+    preload: tuple[str, ...] = (),
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` ranks.
 
@@ -160,6 +162,8 @@ def run_ranks(
             crashed process would, and nobody waits for them; their result is None. Implies
             ``fresh``.
         fresh: whether to take new processes, and end them afterwards.
+        preload: modules that take seconds to import. A fork server of its own has loaded them, so
+            that not every rank imports them.
 
     Returns:
         What each rank returned, in rank order.
@@ -170,6 +174,7 @@ def run_ranks(
     __tracebackhide__ = True
     call = _pack((fn, args))
     fresh = fresh or bool(expendable) or bool(os.environ.get("FRESH_RANKS"))
+    kind = world_size, preload
     ranks: list[_Rank] = []
     workers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -186,7 +191,7 @@ def run_ranks(
             for rank in range(world_size)
         ]
         try:
-            workers = _kept(world_size, fresh) or [_launch() for _ in range(world_size)]
+            workers = _kept(kind, fresh) or [_launch(preload) for _ in range(world_size)]
             for worker in workers:
                 worker.wait_until_ready()
             deadline = time.monotonic() + timeout
@@ -205,7 +210,7 @@ def run_ranks(
     if fresh:
         _end(workers)
     else:
-        _idle[world_size] = workers
+        _idle[kind] = workers
     return [rank.result for rank in ranks]
 
 
@@ -230,19 +235,19 @@ def naming(configuration: object) -> Iterator[None]:
 # ---------------------------------------------------------------- the parent's side
 
 
-_idle: dict[int, list[_Worker]] = {}
-"""By world size, the processes kept for the next call.
+_idle: dict[tuple[int, tuple[str, ...]], list[_Worker]] = {}
+"""By world size and preloaded modules, the processes kept for the next call.
 
 They have all been through the same calls, so that counters which a process keeps for good agree, as
 they do on the ranks of one program.
 """
 
 
-def _kept(world_size: int, fresh: bool) -> list[_Worker]:
+def _kept(kind: tuple[int, tuple[str, ...]], fresh: bool) -> list[_Worker]:
     """The kept processes for so many ranks, unless they have served long enough."""
     if fresh:
         return []
-    workers = _idle.pop(world_size, [])
+    workers = _idle.pop(kind, [])
     if any(worker.is_spent for worker in workers):
         _end(workers)
         return []
@@ -256,13 +261,33 @@ def _start(rank: _Rank, call: bytes) -> None:
         rank.worker.pipe.send_bytes(call)
 
 
-def _launch() -> _Worker:
+def _launch(preload: tuple[str, ...]) -> _Worker:
     ours, theirs = _context.Pipe()
     descriptor, stack_path = tempfile.mkstemp(prefix="rank-stack-")
     os.close(descriptor)
-    process = forked(_worker_main, stack_path, theirs, daemon=True)
+    with _server_of(preload):
+        process = forked(_worker_main, stack_path, theirs, daemon=True)
     theirs.close()
     return _Worker(process, ours, Path(stack_path))
+
+
+_servers: dict[tuple[str, ...], Any] = {}
+"""Fork servers that have loaded more than `PRELOAD`, by what more they have loaded."""
+
+
+@contextlib.contextmanager
+def _server_of(preload: tuple[str, ...]) -> Iterator[None]:
+    """Within this context `forked` asks the fork server that has loaded these modules."""
+    if not preload:
+        yield
+        return
+    if preload not in _servers:
+        _servers[preload] = forkserver.ForkServer()
+        _servers[preload].set_forkserver_preload([*PRELOAD, *preload])
+    # multiprocessing knows only one server; it asks for a process by this function.
+    connect = _servers[preload].connect_to_new_process
+    with mock.patch.object(forkserver, "connect_to_new_process", connect):
+        yield
 
 
 def forked(function: Callable[..., None], *args: Any, daemon: bool = False) -> Any:

@@ -19,6 +19,7 @@ from flatshard import ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, load_safetensors
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
+from tests.integrations import PRELOAD
 
 pytestmark = pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
 LINEARS = ModuleWrapPolicy({nn.Linear})
@@ -87,7 +88,7 @@ class Training:
 
 
 def test_as_with_ddp(tmp_path: Path) -> None:
-    run_ranks(_as_with_ddp, 2, str(tmp_path), fresh=True)
+    run_ranks(_as_with_ddp, 2, str(tmp_path), preload=PRELOAD)
 
 
 def _as_with_ddp(rank: int, world_size: int, folder: str) -> None:
@@ -176,8 +177,8 @@ def _saved_by_ddp(theirs: Any, ours: Any, folder: str) -> None:
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (2, 1), (1, 2), (2, 3)])
 def test_resumes(saved: int, loaded: int, tmp_path: Path) -> None:
-    run_ranks(_saves, saved, str(tmp_path), fresh=True)
-    run_ranks(_loads, loaded, str(tmp_path), fresh=True)
+    run_ranks(_saves, saved, str(tmp_path), preload=PRELOAD)
+    run_ranks(_loads, loaded, str(tmp_path), preload=PRELOAD)
 
 
 def _saves(rank: int, world_size: int, folder: str) -> None:
@@ -221,7 +222,7 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_refuses() -> None:
-    run_ranks(_refuses, 2, fresh=True)
+    run_ranks(_refuses, 2, preload=PRELOAD)
 
 
 def _refuses(rank: int, world_size: int) -> None:

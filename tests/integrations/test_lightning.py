@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from flatshard import ShardedWrapper, sharded_modules
 from tests.harness import naming, run_ranks
+from tests.integrations import PRELOAD
 
 pytestmark = pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
 
@@ -205,6 +206,6 @@ def _everything(rank: int, world_size: int, folder: str) -> None:
 
 def test_as_with_ddp(tmp_path: Path) -> None:
     """In few processes: to import Lightning takes each of them seconds."""
-    run_ranks(_everything, 2, str(tmp_path), fresh=True, timeout=150)
+    run_ranks(_everything, 2, str(tmp_path), fresh=True, preload=PRELOAD, timeout=150)
     for world_size in (1, 3):
-        run_ranks(_goes_on, world_size, str(tmp_path), fresh=True, timeout=100)
+        run_ranks(_goes_on, world_size, str(tmp_path), fresh=True, preload=PRELOAD, timeout=100)

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from flatshard import ShardedWrapper, checkpoint
 from tests.documents import fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
+from tests.integrations import PRELOAD
 
 pytestmark = pytest.mark.skipif(
     not find_spec("transformers"), reason="transformers is not installed"
@@ -227,5 +228,5 @@ def _page(rank: int, folder: str) -> None:
 
 def test_as_with_ddp(tmp_path: Path) -> None:
     """In few processes: to import transformers takes each of them seconds."""
-    run_ranks(_everything, 2, str(tmp_path), fresh=True, timeout=150)
-    run_ranks(_resumes_elsewhere, 3, str(tmp_path), fresh=True, timeout=100)
+    run_ranks(_everything, 2, str(tmp_path), fresh=True, preload=PRELOAD, timeout=150)
+    run_ranks(_resumes_elsewhere, 3, str(tmp_path), fresh=True, preload=PRELOAD, timeout=100)

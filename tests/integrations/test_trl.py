@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from flatshard import ShardedWrapper
 from tests.harness import naming, run_ranks
+from tests.integrations import PRELOAD
 
 pytestmark = pytest.mark.skipif(not find_spec("trl"), reason="trl is not installed")
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(30))]
@@ -93,4 +94,4 @@ def _as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_sft_trainer(tmp_path: Path) -> None:
-    run_ranks(_as_with_ddp, 2, tmp_path, timeout=240.0, fresh=True)
+    run_ranks(_as_with_ddp, 2, tmp_path, timeout=240.0, fresh=True, preload=PRELOAD)
