@@ -25,7 +25,6 @@ from flatshard.module.calls import surround
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.dtensor_params import local_parts
-from flatshard.module.full_state import warn_of_size
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
 from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy
@@ -52,7 +51,7 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
-from flatshard.state.model_state import as_torch, read_options
+from flatshard.state.model_state import as_torch, read_options, warn_of_size
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
@@ -552,7 +551,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         those that get nothing.
         """
         self._sharding.context.recover()
-        warn_of_size(self)
+        warn_of_size(state_dicts_in(self))
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self) -> dict[str, Any]:

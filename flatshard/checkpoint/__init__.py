@@ -16,11 +16,14 @@ from flatshard.checkpoint.converting import convert
 from flatshard.checkpoint.folder import latest
 from flatshard.checkpoint.host_ranks import HostRanks
 from flatshard.checkpoint.saving import PendingSave, Save, Snapshot
-from flatshard.engine.unit import Unit
-from flatshard.module.full_state import full_optim_state_dict, full_state_dict
-from flatshard.module.sharding import shardings_in, state_dicts_in, units_between_steps
-from flatshard.state.model_state import UnitStateDict, options_of, options_set, without_ddp_prefix
-from flatshard.tensor.shard_spec import first_of_dtensor
+from flatshard.module.sharding import model_shards
+from flatshard.state.model_shards import ModelShards
+from flatshard.state.model_state import (
+    StateDictOptions,
+    options_of,
+    options_set,
+    without_ddp_prefix,
+)
 from flatshard.wrapper import ShardedWrapper
 
 __all__ = [
@@ -87,13 +90,13 @@ def save(
     """
 
     def take() -> Snapshot:
-        tensors: dict[str, Any] = {"model": _model_state(model, "checkpoint.save()")}
+        tensors: dict[str, Any] = {"model": _model_state(model, shards)}
         if optimizer is not None:
             tensors["optimizer"] = _optim_state(model, optimizer)
         states = None if scheduler is None else scheduler.state_dict()
         return Snapshot(tensors, rng.streams(_device_of(model)), states, dict(extra or {}))
 
-    ranks = _ranks_of(model, optimizer, "checkpoint.save()")
+    shards, ranks = _shards_and_ranks(model, optimizer, "checkpoint.save()")
     return Save(Path(path), ranks, keep).run(take, async_=async_)
 
 
@@ -129,11 +132,11 @@ def load(
     """
 
     def take() -> loading.Wanted:
-        states = _model_state(model, "checkpoint.load()")
+        states = _model_state(model, shards)
         optim = None if optimizer is None else _optim_state(model, optimizer)
         return loading.Wanted(states, optim, scheduler is not None)
 
-    ranks = _ranks_of(model, optimizer, "checkpoint.load()")
+    shards, ranks = _shards_and_ranks(model, optimizer, "checkpoint.load()")
     loaded = loading.load(Path(path), take, ranks, verify=verify)
     _unwrapped(model).load_state_dict(loaded.model)
     if optimizer is not None:
@@ -185,8 +188,8 @@ def save_safetensors(
         NotImplementedError: a unit trains on some of the ranks alone.
         RuntimeError: a forward or backward of the model is running.
     """
-    units, states = _units_of(model, "save_safetensors()")
-    model_files.save(model, units, states, os.fspath(path), max_shard_size, metadata, dtype)
+    shards, ranks = _sharded(model, "save_safetensors()")
+    model_files.save(shards, ranks, os.fspath(path), max_shard_size, metadata, dtype)
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
@@ -213,31 +216,91 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         OSError: on all ranks: a file cannot be read.
         RuntimeError: a forward or backward of the model is running.
     """
-    units, states = _units_of(model, "load_safetensors()")
-    return model_files.load(model, units, states, os.fspath(path), strict=strict)
+    shards, ranks = _sharded(model, "load_safetensors()")
+    return model_files.load(shards, ranks, os.fspath(path), strict=strict)
 
 
-def _units_of(model: nn.Module, caller: str) -> tuple[list[Unit], list[UnitStateDict]]:
-    units = units_between_steps(model, caller)
-    if not units:
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The full state dict in rank 0's host memory, to save with ``torch.save``; elsewhere ``{}``.
+
+    Gathered unit by unit: a device holds one unsharded unit at a time. Copies, under the unwrapped
+    model's names and with its shapes; ``load_state_dict`` of any model takes it.
+
+    Collective: all ranks, as ``state_dict()``.
+
+    Args:
+        model: a wrapper, or a module that contains some.
+
+    Raises:
+        RuntimeError: a forward or backward of the model is running.
+    """
+    shards = model_shards(model, "full_state_dict()")
+    if shards is not None:
+        with options_set(shards.parts, StateDictOptions(offload_to_cpu=True, rank0_only=True)):
+            return model.state_dict()
+    if _first_rank() > 0:
+        return {}
+    state = model.state_dict()
+    return {k: v.to("cpu", copy=True) if torch.is_tensor(v) else v for k, v in state.items()}
+
+
+def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's full state, by parameter name, in rank 0's host memory; elsewhere ``{}``.
+
+    ``ShardedWrapper.optim_state_dict_to_load`` loads it on any number of ranks. Gathered unit by
+    unit.
+
+    Collective: all ranks.
+
+    Args:
+        model: a wrapper, or a module that contains some.
+        optimizer: an optimizer over its parameters.
+
+    Raises:
+        ValueError: as ``ShardedWrapper.optim_state_dict``.
+        RuntimeError: a forward or backward of the model is running.
+    """
+    shards = model_shards(model, "full_optim_state_dict()")
+    with ShardedWrapper.state_dict_type(model, "FULL_STATE_DICT"):
+        state = ShardedWrapper.optim_state_dict(
+            model, optimizer, rank0_only=True, offload_to_cpu=True
+        )
+    return state if shards is not None or _first_rank() == 0 else {}
+
+
+def _first_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _shards_and_ranks(
+    model: nn.Module, optimizer: object, caller: str
+) -> tuple[ModelShards | None, HostRanks]:
+    """Check the arguments' types, and wait for the ranks that train ``model``. Collective."""
+    for value, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer | None)):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{caller}: expected one model and its optimizer, got a {type(value).__name__}. "
+                "Save and load each model in a folder of its own, with one call per model."
+            )
+    shards = model_shards(model, caller)
+    if shards is not None:
+        shards.refuse_dtensors(caller)
+        # If other ranks never call this (`if rank == 0:`), deadlock detection finds it here.
+        shards.world.gather_objects(None, op_name=caller)
+        return shards, HostRanks(shards.world.group)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return None, HostRanks(model.process_group)
+    return None, HostRanks(dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
+    shards, ranks = _shards_and_ranks(model, None, caller)
+    if shards is None:
         raise ValueError(
             f"{caller}: expected a ShardedWrapper or a module that contains some, got an unwrapped "
             f"{type(model).__name__}: safetensors.torch does this for those"
         )
-    _refuse_dtensors(units, caller)
-    return units, state_dicts_in(model)
-
-
-def _refuse_dtensors(units: list[Unit], caller: str) -> None:
-    specs = (spec for unit in units for handle in unit.handles for spec in handle.params.specs)
-    split = first_of_dtensor(specs)
-    if split is not None:
-        raise NotImplementedError(
-            f"{caller}: parameter {split!r} was a DTensor, and other ranks than those that "
-            "train it here hold the rest. Call torch.distributed.checkpoint with "
-            "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT'), or save "
-            "full_state_dict(model)."
-        )
+    return shards, ranks
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -245,38 +308,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _model_state(model: nn.Module, caller: str) -> dict[str, Any]:
-    units = units_between_steps(model, caller)
-    if units:
-        model_files.check_alike(units, model_files.world_of(units))
-    with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
-        return _unwrapped(model).state_dict()
+def _model_state(model: nn.Module, shards: ModelShards | None) -> dict[str, Any]:
+    return _unwrapped(model).state_dict() if shards is None else shards.state_dict()
 
 
 def _optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
         return ShardedWrapper.optim_state_dict(_unwrapped(model), optimizer, offload_to_cpu=False)
-
-
-def _ranks_of(model: nn.Module, optimizer: object, caller: str) -> HostRanks:
-    """Check the arguments' types, and wait for the ranks that train ``model``. Collective."""
-    given = (model, nn.Module), (optimizer, torch.optim.Optimizer | None)
-    for value, kind in given:
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"{caller}: expected one model and its optimizer, got a {type(value).__name__}. "
-                "Save and load each model in a folder of its own, with one call per model."
-            )
-    units = [one.unit for one in shardings_in(model)]
-    _refuse_dtensors(units, caller)
-    if units:
-        world = model_files.world_of(units)
-        # Where some never come (`if rank == 0:`), deadlock detection sees it here.
-        world.gather_objects(None, op_name=caller)
-        return HostRanks(world.group)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return HostRanks(model.process_group)
-    return HostRanks(dist.group.WORLD if dist.is_initialized() else None)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from flatshard.comm.consistency import Facts, differing_fact
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 # By the group whose ranks they connect.
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref.WeakKeyDictionary()
-# What an error is on ranks that did not meet it: one of these, or a RuntimeError.
+# Types that an error keeps on ranks that did not meet it; any other becomes a RuntimeError.
 _KINDS = (
     *(FileNotFoundError, FileExistsError, PermissionError, OSError, ValueError, TypeError),
     NotImplementedError,
@@ -30,16 +31,23 @@ class HostRanks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Collective: all ranks of the group, at the first call for it."""
         self._exchange: HostExchange | None = None
-        self.rank, self.global_rank, self.size = 0, 0, 1
+        # This rank's index in the group, and the group's ranks in the default group.
+        self.rank, self.ranks = 0, [0]
         if group is not None and group.size() > 1 and not is_fake(group):
-            self.rank, self.size = group.rank(), group.size()
-            self.global_rank = dist.get_rank()
+            self.rank, self.ranks = group.rank(), dist.get_process_group_ranks(group)
             if group not in _exchanges:
                 with named(f"flatshard.checkpoint, rank {self.global_rank}: meeting the ranks"):
                     own = new_group(group, on_host=True)
                 _exchanges[group] = HostExchange(own, torch.device("cpu"))
             self._exchange = _exchanges[group]
-            self._global_ranks = dist.get_process_group_ranks(group)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks[self.rank]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -62,7 +70,7 @@ class HostRanks:
         return [value] if exchange is None else exchange.gather_unless_equal(value, op_name)
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
-        """What this rank's ``work`` returns; where it raises on one rank, all raise that error.
+        """The result of this rank's ``work``; if ``work`` raises on a rank, all raise that error.
 
         Collective: all ranks, after ``work``.
         """
@@ -76,16 +84,23 @@ class HostRanks:
                 raise self._as_raised(rank, told, op_name) from error
         return cast(T, result)
 
+    def compare(self, facts: Facts, op_name: str, remedy: Callable[[str], str]) -> None:
+        """Raise ValueError on all ranks if their ``facts`` differ. Collective: all ranks.
+
+        ``remedy`` is called with the first name whose facts differ, and ends the message.
+        """
+        everyone = self.gather_unless_equal(facts, op_name)
+        if len(everyone) > 1:
+            key, difference = differing_fact(everyone, self.ranks)
+            raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
+
     def told_by(self, rank: int, error: BaseException, op_name: str) -> Exception:
         """A rank's error as all ranks raise it."""
         return self._as_raised(rank, _told(error), op_name)
 
     def _as_raised(self, rank: int, told: tuple[type[Exception], str], op_name: str) -> Exception:
         kind, text = told
-        return kind(f"{op_name}, rank {self.global_rank_of(rank)}: {text}")
-
-    def global_rank_of(self, rank: int) -> int:
-        return rank if self._exchange is None else self._global_ranks[rank]
+        return kind(f"{op_name}, rank {self.ranks[rank]}: {text}")
 
 
 def _told(error: BaseException) -> tuple[type[Exception], str]:

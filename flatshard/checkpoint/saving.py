@@ -113,6 +113,10 @@ def _saved(value: object) -> bytes:
     return data.getvalue()
 
 
+def _remedy(name: str) -> str:
+    return _TENSORS if name.startswith(("model.", "optimizer.")) else _ARGUMENTS
+
+
 class PendingSave:
     """A checkpoint that a thread writes while training goes on."""
 
@@ -212,18 +216,7 @@ class Save:
         mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
         mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
         mine |= snapshot.sharded()
-        first, *others = self.ranks.gather_unless_equal(mine, self.op_name)
-        for rank, theirs in enumerate(others, 1):
-            for key in {**first, **theirs}:
-                here, there = first.get(key, "nothing"), theirs.get(key, "nothing")
-                if here != there:
-                    is_tensor = key.startswith(("model.", "optimizer."))
-                    raise ValueError(
-                        f"{self.op_name}: {key} is {here:.100} on rank "
-                        f"{self.ranks.global_rank_of(0)}, {there:.100} on rank "
-                        f"{self.ranks.global_rank_of(rank)}. "
-                        f"{_TENSORS if is_tensor else _ARGUMENTS}"
-                    )
+        self.ranks.compare(mine, self.op_name, _remedy)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:
         """Write the files, and make them a checkpoint. Collective."""

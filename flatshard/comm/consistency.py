@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -108,7 +108,8 @@ def agreed(
             if text is not None
         ]
         if not problems and len(answers) > 1:
-            first = _first_difference(facts, comm, op_name)
+            everyone = comm.gather_objects(facts, op_name=op_name)
+            _, first = differing_fact(everyone, comm.ranks)
             problems.append(f"{op_name}: {differ}: {first}. {remedy}")
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
@@ -118,15 +119,14 @@ def agreed(
     return result
 
 
-def _first_difference(facts: Facts, comm: Communicator, op_name: str) -> str:
-    """What differs between the ranks, in words. Collective."""
-    everyone = comm.gather_objects(facts, op_name=op_name)
+def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str]:
+    """The first name whose facts differ between ``ranks``, and the difference in words."""
     for key in dict.fromkeys(chain.from_iterable(everyone)):
-        values = [other.get(key, "nothing") for other in everyone]
-        for rank, value in zip(comm.ranks, values, strict=True):
+        values = [facts.get(key, "nothing") for facts in everyone]
+        for rank, value in zip(ranks, values, strict=True):
             if value != values[0]:
                 first, other = _unlike(values[0], value) if key == _SETTINGS else (values[0], value)
-                return f"{key} is {first} on rank {comm.ranks[0]}, {other} on rank {rank}"
+                return key, f"{key} is {first:.300} on rank {ranks[0]}, {other:.300} on rank {rank}"
     raise AssertionError("the digests differ, so the facts do")
 
 

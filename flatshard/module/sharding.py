@@ -22,6 +22,7 @@ from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
+from flatshard.state.model_shards import ModelShards
 from flatshard.state.model_state import UnitStateDict
 
 
@@ -211,3 +212,8 @@ def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     for one in outermost_shardings(module):
         one.check_not_summoned(f"asked for {caller}")
     return units_in(module)
+
+
+def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
+    """The shards of a model for its files, after the same check; None for an unwrapped model."""
+    return ModelShards(model, state_dicts_in(model)) if units_between_steps(model, caller) else None

@@ -8,6 +8,8 @@ its order, its extra state and the users' hooks.
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.engine.write_through import WriteThrough
+from flatshard.memory.free import free_bytes
 from flatshard.options.torch_request import torch_request
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, index_of
@@ -36,7 +39,6 @@ class StateDictOptions:
     rank0_only: bool = False
     optim_offload_to_cpu: bool = True
     optim_rank0_only: bool = False
-    gathers: bool = True  # False: entries are what the modules hold
 
 
 class UnitStateDict:
@@ -46,7 +48,7 @@ class UnitStateDict:
         self.options = StateDictOptions()
         self.writes = WriteThrough()  # one for a model
         self.is_apart = False  # whether fewer ranks train the unit than the model
-        self._unit = unit
+        self.unit = unit
         # Torch calls these hooks inside one another: the outermost does the work.
         self._depth = 0
         places = [place for handle in unit.handles for place in handle.params.places]
@@ -57,29 +59,23 @@ class UnitStateDict:
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
 
-    @property
-    def unit_name(self) -> str:
-        return self._unit.name
-
     def _after_save(
         self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
         if not self._leave():
             return
         options = self.requested()
-        if not options.gathers:
-            return
         if options.is_sharded:
             self.check_names()
-            for handle in self._unit.handles:
+            for handle in self.unit.handles:
                 _keep_sharded(handle, state_dict, options)
-        is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
-        for handle in () if options.is_sharded else self._unit.handles:
+        is_saving = not options.rank0_only or self.unit.topology.world.rank == 0
+        for handle in () if options.is_sharded else self.unit.handles:
             given = _replace_by_full(handle, state_dict, options, is_saving)
             # Where users ask for copies they are none of the model's memory.
             if not (options.offload_to_cpu or options.rank0_only):
                 for index, full in given.items():
-                    self.writes.watch(self._unit, handle, index, full)
+                    self.writes.watch(self.unit, handle, index, full)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options, is_saving)
 
@@ -87,7 +83,7 @@ class UnitStateDict:
         """Raise if the names in the unit's sharded state dict mean something else on some ranks."""
         if self.is_apart:
             raise NotImplementedError(
-                f"{unit_text(self._unit.name)} trains on some of the model's ranks alone: other "
+                f"{unit_text(self.unit.name)} trains on some of the model's ranks alone: other "
                 "ranks may hold other parameters of its names, and a sharded checkpoint keeps one "
                 "of a name. Save the unit's state dict apart, under names of its own."
             )
@@ -114,9 +110,9 @@ class UnitStateDict:
             )
         asked = torch_request()
         if asked is not None:
-            for spec in chain.from_iterable(handle.params.specs for handle in self._unit.handles):
+            for spec in chain.from_iterable(handle.params.specs for handle in self.unit.handles):
                 asked.check_order(spec.name, spec.order)
-        for handle in self._unit.handles:
+        for handle in self.unit.handles:
             for place, attribute, index in handle.params.places:
                 key = prefix + attribute
                 if place is module and key in state_dict:  # torch compares with local shapes
@@ -125,10 +121,10 @@ class UnitStateDict:
 
     def _after_load(self, *_: Any) -> None:
         if self._leave():
-            self._unit.num_loads += 1
+            self.unit.num_loads += 1
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        if module in self._unit.modules:
+        if module in self.unit.modules:
             # Nothing of this unit is further out: a depth left is that of a call that raised.
             self._depth = 0
         self.writes.check()
@@ -210,7 +206,7 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
     Raises:
         RuntimeError: its units differ.
     """
-    options = {part.options: part.unit_name for part in parts}
+    options = {part.options: part.unit.name for part in parts}
     if len(options) > 1:
         (first, one), (second, other), *_ = options.items()
         raise RuntimeError(
@@ -242,6 +238,30 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):
         return {key.removeprefix(prefix): value for key, value in state_dict.items()}
     return state_dict
+
+
+def warn_of_size(parts: Sequence[UnitStateDict]) -> None:
+    """Warn on rank 0 if a ``state_dict()`` will put more on each device than is free there."""
+    handles = [one for part in parts for one in part.unit.handles if not one.is_whole]
+    if not handles:
+        return
+    options, world = parts[0].requested(), handles[0].topology.world
+    if options.is_sharded or options.rank0_only or world.rank > 0:
+        return
+    device = torch.device("cpu") if options.offload_to_cpu else handles[0].device
+    needed = sum(handle.layout.numel * handle.shard.element_size() for handle in handles)
+    # All ranks of a host share its memory.
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    copies = min(on_host, world.size) if device.type == "cpu" else 1
+    free = free_bytes(device)
+    if free is not None and copies * needed > free:
+        warnings.warn(
+            f"state_dict() gathers the full model on every rank: {copies} x {needed:,} bytes on "
+            f"{device}, where {free:,} are free. flatshard.checkpoint.full_state_dict(model) puts "
+            "it on rank 0's host alone, flatshard.checkpoint.save_safetensors(model, path) and "
+            "model.sharded_state_dict() gather nothing. [FS-SAVE-OOM]",
+            stacklevel=3,
+        )
 
 
 # By torch's names for the types, how its names for their configs begin.

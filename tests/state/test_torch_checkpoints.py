@@ -29,7 +29,6 @@ from flatshard import CPUOffload, FlatShardTensor, ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, full_state_dict
 from flatshard.comm.communicator import ALONE
 from flatshard.memory.free import free_bytes
-from flatshard.module import full_state
 from flatshard.plan.layout import FlatLayout
 from flatshard.state import model_state
 from flatshard.tensor.shard_spec import ShardSpec
@@ -340,7 +339,7 @@ def test_warns_of_what_does_not_fit() -> None:
 
 def _warns_of_size(rank: int, world_size: int) -> None:
     model = ShardedWrapper(_net(0))
-    with mock.patch.object(full_state, "free_bytes", return_value=100) as free:
+    with mock.patch.object(model_state, "free_bytes", return_value=100) as free:
         if rank == 0:
             with pytest.warns(UserWarning, match=r"2 x 88 bytes on cpu, where 100 are free"):
                 model.state_dict()
@@ -351,7 +350,7 @@ def _warns_of_size(rank: int, world_size: int) -> None:
         get_model_state_dict(model)
         free.return_value = 176
         model.state_dict()
-    with mock.patch.object(full_state, "free_bytes", return_value=None):
+    with mock.patch.object(model_state, "free_bytes", return_value=None):
         model.state_dict()
 
 

@@ -1,0 +1,132 @@
+"""``ModelShards``: what this rank holds of a sharded model, to read and write files of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from flatshard.comm.communicator import Communicator
+from flatshard.plan.layout import memory_order
+from flatshard.plan.module_tree import unit_text
+from flatshard.state.model_state import StateDictOptions, UnitStateDict, options_set
+from flatshard.tensor.shard_spec import first_of_dtensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+
+@dataclass(frozen=True)
+class EntryShard:
+    """The elements of one entry of a state dict that this rank holds.
+
+    Attributes:
+        entry: the tensor in the state dict, whose shape is the full one.
+        local: the elements in this rank's memory, 1-D.
+        order: dimensions of the entry in memory, outermost first.
+        offset: index of the first element of ``local`` among all elements in memory order.
+        replicas: the ranks that hold the same elements; None for buffers and ignored parameters,
+            whose values may differ between ranks.
+        key: equal for entries that are one tensor.
+    """
+
+    entry: Tensor
+    local: Tensor
+    order: Sequence[int]
+    offset: int
+    replicas: Communicator | None
+    key: tuple[object, ...]
+
+
+class ModelShards:
+    """The units of a sharded model as its files see them. No method communicates."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
+        self.parts = parts
+        self._model, self._units = model, [part.unit for part in parts]
+        self._handles = [handle for unit in self._units for handle in unit.handles]
+        # The ranks that train the model together.
+        self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
+
+    def refuse_dtensors(self, caller: str) -> None:
+        """Raise NotImplementedError if a parameter was a DTensor."""
+        split = first_of_dtensor(spec for handle in self._handles for spec in handle.params.specs)
+        if split is not None:
+            raise NotImplementedError(
+                f"{caller}: parameter {split!r} was a DTensor, and other ranks than those that "
+                "train it here hold the rest. Call torch.distributed.checkpoint with "
+                "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT'), or save "
+                "full_state_dict(model)."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sharded state dict, whose tensors share memory with the model.
+
+        Raises:
+            NotImplementedError: a unit trains on some of the ranks only.
+        """
+        world = self.world
+        for unit in self._units:
+            if unit.topology.world.size != world.size:
+                raise NotImplementedError(
+                    f"{unit_text(unit.name)} trains on ranks {unit.topology.world.ranks_text} "
+                    f"of {world.ranks_text}: other ranks hold another module of this name, and one "
+                    "file cannot hold both. Save that module by itself, on its ranks"
+                )
+        for handle in self._handles:
+            handle.absorb_replaced()
+        with options_set(self.parts, StateDictOptions(is_sharded=True)):
+            return self._model.state_dict()
+
+    def entries(self) -> dict[str, EntryShard]:
+        """This rank's elements of each entry, in the memory of the model.
+
+        Raises:
+            ValueError: an entry is no plain tensor, or a hook replaced the values of a parameter.
+        """
+        handles = {_storage(handle.shard): handle for handle in self._handles}
+        entries: dict[str, EntryShard] = {}
+        others = []
+        for name, value in self.state_dict().items():
+            is_sharded = isinstance(value, FlatShardTensor)
+            is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+            if not is_sharded and not (is_plain and value.layout == torch.strided):
+                others.append(f"{name!r} ({type(value).__name__})")
+                continue
+            handle = handles.get(_storage(value.local if is_sharded else value))
+            replicas = None if handle is None else handle.topology.replicate
+            if not is_sharded:
+                order = memory_order(value.shape, value.stride())
+                local = value.permute(order).reshape(-1)
+                # Tensors without elements have no address.
+                place = (value.data_ptr(), *value.shape, *value.stride())
+                key: tuple[object, ...] = place if value.numel() else (id(value),)
+                entries[name] = EntryShard(value, local, order, 0, replicas, key)
+            elif handle is None:
+                others.append(f"{name!r} ({type(value).__name__})")
+            else:
+                spec = value.spec
+                key = id(handle), spec.name
+                entries[name] = EntryShard(
+                    value, value.local, spec.order, spec.offset, replicas, key
+                )
+        if others:
+            raise ValueError(f"safetensors holds plain tensors alone, and these are none: {others}")
+        return entries
+
+    def mark_written(self) -> None:
+        """Tell the model that the memory of its shards was overwritten."""
+        for unit in self._units:
+            unit.num_loads += 1
+        for handle in self._handles:
+            # Writes into memory do not reach the version counters.
+            written = handle.sharded if handle.is_whole else [handle.shard]
+            torch.autograd.graph.increment_version(written)
+            handle.page_out()
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identifies the memory that a tensor is a view of, also where the view is empty."""
+    return tensor.untyped_storage()._cdata
