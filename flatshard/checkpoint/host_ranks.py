@@ -89,7 +89,8 @@ class HostRanks:
 
         ``remedy`` is called with the first name whose facts differ, and ends the message.
         """
-        everyone = self.gather_unless_equal(facts, op_name)
+        # Ranks may have collected the same facts in another order.
+        everyone = self.gather_unless_equal(dict(sorted(facts.items())), op_name)
         if len(everyone) > 1:
             key, difference = differing_fact(everyone, self.ranks)
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
