@@ -11,6 +11,7 @@ from flatshard.tensor import (
     own_collectives,  # noqa: F401  (they enter their operations)
     reduction_ops,  # noqa: F401  (they enter their operations)
 )
+from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
@@ -20,6 +21,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CollectiveError",
+    "FlatParameter",
     "FlatShardTensor",
     "MixedPrecision",
     "ShardedWrapper",

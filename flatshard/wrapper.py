@@ -52,6 +52,7 @@ from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.state.model_state import as_torch, read_options, warn_of_size
+from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
@@ -761,6 +762,15 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         for each optimizer that has stepped full parameters: how, and in how many bytes more.
         """
         return self._sharding.report()
+
+    def flat_parameters(self) -> list[FlatParameter]:
+        """This rank's chunks of the flat parameters, from this unit down. No communication.
+
+        A unit has one for each dtype and ``requires_grad`` of its parameters. ``print`` one to see
+        the chunks of all ranks, the padding, and where each original parameter lies. To edit
+        values, write to the parameters themselves.
+        """
+        return [handle.shard for handle in handles_in(self)]
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper contains this one."""

@@ -37,7 +37,7 @@ class NonFiniteWatch(StepObserver):
             extremes = torch.stack(torch.aminmax(values))
             # On the device: the host does not wait before the end of backward.
             answer = torch.stack([extremes.isfinite().all().logical_not(), extremes.isnan().any()])
-            self._checked.append((unit.name, handle.params.specs[index].name, answer))
+            self._checked.append((unit.name, handle.params[index].name, answer))
 
     def end_backward(self) -> None:
         """Warn, and look no more, if a gradient was not finite. Waits for the device."""

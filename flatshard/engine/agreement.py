@@ -63,7 +63,7 @@ def agree(
         # No rank raises alone: the others would wait for its reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
-        [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params.full))],
+        [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
     ]
     maxima = _maxima(state, [*own, *theirs])
     program, orders, started, waiting, edited, left_over, used = maxima[: len(own)]
@@ -74,7 +74,7 @@ def agree(
     for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
         voter.tally(their_maxima)
     flags = map(bool, used)
-    used_by = {handle: list(islice(flags, len(handle.params.full))) for _, handle in handles}
+    used_by = {handle: list(islice(flags, len(handle.params))) for _, handle in handles}
     for unit, handle in handles:
         # The others have another module there, an expert of theirs.
         if unit.topology.world.size < state.world.size:
@@ -90,7 +90,7 @@ def agree(
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
     """Which parameters any rank of the unit's own used. Collective: these ranks."""
     world, used = unit.topology.world, handle.grad_buffer.used_by_rank
-    flags = bytes(index in used for index in range(len(handle.params.full)))
+    flags = bytes(index in used for index in range(len(handle.params)))
     op_name = f"used parameters of {unit_text(unit.name)}"
     return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]
 

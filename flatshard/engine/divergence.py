@@ -38,7 +38,7 @@ class DivergentUnits(StepExtension):
             for handle in unit.handles:
                 # Now: until this is over, the others wait before they write their shards.
                 handle.wait_unshard()
-                handle.params.use_sharded_views()
+                handle.show_sharded()
                 if stays:
                     handle.snapshot()
             if stays:

@@ -15,20 +15,14 @@ program that updates a momentum encoder may begin to do so in forward at any ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from flatshard.comm.consistency import Checksum, checksum
-from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle import FlatParamHandle, Place
 from flatshard.engine.unit import Unit
 from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
-
-# A module, an attribute, the parameter's number, and at which element of the unsharded buffer it
-# begins; None if it is empty.
-Place = tuple[nn.Module, str, int, int | None]
 
 
 class ForwardEdits:
@@ -54,7 +48,7 @@ class ForwardEdits:
         compares = self._was_edited or number <= 2 or is_power
         for handle in unit.handles:
             # The memory of parameters that are always full is the shard: edits of it stay.
-            if not handle.params.are_full:
+            if not handle.is_aliased:
                 self._versions[handle] = handle.buffer._version
                 is_written = not unit.num_trainable[handle] and (
                     self._frozen.setdefault(handle, handle.version) != handle.version
@@ -66,7 +60,7 @@ class ForwardEdits:
         """Raise if the forward of ``module``, which is over, edited the unit's parameters."""
         for handle in unit.handles:
             version = self._versions.get(handle)
-            if version is None or handle.params.are_full:
+            if version is None or handle.is_aliased:
                 continue
             before = self._checksums[handle]
             is_same = before is None or before == checksum(handle.buffer)
@@ -79,38 +73,30 @@ class ForwardEdits:
         """See that the modules in ``outer`` still hold the full parameters."""
         places = self._places.get((handle, outer))
         if places is None:
-            places = self._places[handle, outer] = list(_places_in(handle, outer))
-        full, held = handle.params.full, handle.params.held  # DTensors are over full ones
+            inside = set(outer.modules())
+            places = [place for place in handle.places if place[0] in inside]
+            self._places[handle, outer] = places
         address = handle.buffer.data_ptr()
         itemsize = handle.buffer.element_size()
-        for module, attribute, index, start in places:
-            param = full[index]
-            if module._parameters.get(attribute) is not held[index]:
+        for module, attribute, param in places:
+            if module._parameters.get(attribute) is not param.held:
                 raise RuntimeError(
-                    f"parameter {handle.params.specs[index].name!r} "
-                    f"({unit_text(handle.unit_name)}) was replaced in forward: the model would go "
-                    "on with the one before. Compute with the changed value instead, without "
-                    "assigning it to the module."
+                    f"{param.where} was replaced in forward: the model would go on with the one "
+                    "before. Compute with the changed value instead, without assigning it to the "
+                    "module."
                 )
-            if start is not None and param.data_ptr() != address + start * itemsize:
-                param.data = view_of(handle.buffer, handle.layout.spans[index])
+            full, span = param.full, param.span  # a DTensor is over the full one
+            if span.numel and full.data_ptr() != address + span.start * itemsize:
+                full.data = view_of(handle.buffer, span)
                 raise _edited(handle)
 
 
-def _places_in(handle: FlatParamHandle, outer: nn.Module) -> Iterator[Place]:
-    inside = set(outer.modules())
-    for module, attribute, index in handle.params.places:
-        if module in inside:
-            span = handle.layout.spans[index]
-            yield module, attribute, index, span.start if span.numel else None
-
-
 def _edited(handle: FlatParamHandle) -> RuntimeError:
-    specs = handle.params.specs
-    names = ", ".join(repr(spec.name) for spec in specs[:3])
+    params = handle.params
+    names = ", ".join(repr(param.name) for param in params[:3])
     return RuntimeError(
         f"{unit_text(handle.unit_name)}: its forward edited parameters in place ({names}"
-        f"{', or others' if len(specs) > 3 else ''}), which are "
+        f"{', or others' if len(params) > 3 else ''}), which are "
         "unsharded copies there: the edit would be lost. nn.Embedding(max_norm=...) does "
         "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), or use "
         "NO_SHARD. Update a momentum encoder (MoCo, BYOL) between steps: under torch.no_grad(), "

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.offload import DeviceToHost, OffloadTarget
-from flatshard.engine.param_views import ParamViews
-from flatshard.engine.unreduced_grads import UnreducedGrads, edited, shown_in
+from flatshard.engine.run_link import RunLink
+from flatshard.engine.unreduced_grads import UnreducedGrads, edited
 from flatshard.memory.buffers import storage_bytes
 from flatshard.precision.casts import set_grad
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 class GradPublish:
     def __init__(
-        self, params: ParamViews, grad_buffer: GradientBuffer, target: OffloadTarget
+        self,
+        params: Sequence[OriginalParam],
+        grad_buffer: GradientBuffer,
+        target: OffloadTarget,
+        link: RunLink,
     ) -> None:
         self.unreduced = UnreducedGrads(params, grad_buffer)
-        self._params, self._buffer = params, grad_buffer
+        self._params, self._buffer, self._link = params, grad_buffer, link
         self._to_host = DeviceToHost(target)
         self._reduced: Tensor | None = None
         self.scale = 1.0  # of what is published, where it is no average over all ranks
-        # By index: what was in `.grad` before this backward.
-        self._earlier: list[Tensor | None] = []
 
     @property
     def nbytes(self) -> int:
@@ -37,31 +40,26 @@ class GradPublish:
 
     def begin_backward(self) -> None:
         """Keep earlier gradients apart from those of the backward that begins."""
-        params = self._params
         self._buffer.arrived.clear()
         self.unreduced.take_all_back()
-        # Where other parameters are installed for each forward, that checks the places, and
-        # autograd adds nothing to what the sharded ones hold.
-        if not params.are_full:
+        # Autograd adds nothing to what other sharded parameters hold.
+        if not self._compute_themselves:
             return
-        params.check_places()
-        self._hold_hooks()
         self._show_earlier()  # where a user's hook raised at the end of the last backward
-        self._earlier = [param.grad for param in params.sharded]
-        for param in params.sharded:
-            param.grad = None
+        for param in self._params:
+            param.hold_hooks()
+            param.earlier_grad, param.sharded.grad = param.sharded.grad, None
+
+    @property
+    def _compute_themselves(self) -> bool:
+        return self._params[0].full is self._params[0].sharded
 
     @property
     def holds_gradients(self) -> bool:
         """Whether there are earlier gradients that a failing backward would take along."""
-        return bool(self._buffer.accumulated) or any(g is not None for g in self._earlier)
-
-    def _hold_hooks(self) -> None:
-        # Users' post-accumulate hooks want the reduced gradient.
-        for param, spec in zip(self._params.sharded, self._params.specs, strict=True):
-            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-            for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
-                spec.post_accumulate_hooks[key] = hooks.pop(key)
+        return bool(self._buffer.accumulated) or (
+            self._compute_themselves and any(p.earlier_grad is not None for p in self._params)
+        )
 
     # ------------------------------------------------------------ reduced gradients
 
@@ -73,7 +71,7 @@ class GradPublish:
             total = self._reduced
             self._reduced = out if total is None else self._to_host.add(total, out)
 
-    def publish(self, used: list[bool]) -> None:
+    def publish(self, used: Sequence[bool]) -> None:
         """Put the reduced gradients of what any rank used into ``.grad``, adding to what is there.
 
         ``used`` is per original parameter; ``.grad`` of the others stays.
@@ -88,22 +86,22 @@ class GradPublish:
         if self.scale != 1.0:
             reduced.mul_(self.scale)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index, (param, is_used) in enumerate(zip(self._params.sharded, used, strict=True)):
-                if is_used:
-                    self._add_grad(param, shown_in(self._params, index, reduced))
+            for param in self._params:
+                if used[param.index]:
+                    self._add_grad(param.sharded, param.of_chunk(reduced))
 
     def show_unreduced(self) -> None:
         self._show_earlier()
         self.unreduced.show()
 
     def _show_earlier(self) -> None:
-        earlier, self._earlier = self._earlier, []
-        if not earlier:
+        if not self._compute_themselves:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for param, grad in zip(self._params.sharded, earlier, strict=True):
+        with torch.no_grad():
+            for param in self._params:
+                grad, param.earlier_grad = param.earlier_grad, None
                 if grad is not None:
-                    self._add_grad(param, grad)
+                    self._add_grad(param.sharded, grad)
 
     def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
         """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
@@ -115,32 +113,28 @@ class GradPublish:
     def published(self, wanted: Collection[int]) -> list[Tensor]:
         """The gradients in ``.grad`` of parameters whose ids are ``wanted``."""
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [param.grad for param in self._params.sharded if id(param) in wanted]
+            sharded = (param.sharded for param in self._params)
+            grads = [param.grad for param in sharded if id(param) in wanted]
         return [grad for grad in grads if grad is not None]
 
-    def run_post_accumulate_hooks(self, used: list[bool]) -> None:
-        params = self._params
-        for param, spec, was_used in zip(params.sharded, params.specs, used, strict=True):
-            if was_used:
-                for hook in list(spec.post_accumulate_hooks.values()):
-                    hook(param)
+    def run_post_accumulate_hooks(self, used: Sequence[bool]) -> None:
+        for param in self._params:
+            if used[param.index]:
+                param.run_hooks()
 
     def give_hooks_back(self) -> None:
         """Put the hooks that waited where users registered, and may remove, them."""
-        if self._params.are_full:
-            for param, spec in zip(self._params.sharded, self._params.specs, strict=True):
-                if spec.post_accumulate_hooks:
-                    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-                    hooks.update(spec.post_accumulate_hooks)
-                    spec.post_accumulate_hooks.clear()
+        if self._compute_themselves:
+            for param in self._params:
+                param.give_hooks_back()
 
     def drop(self) -> None:
         self._buffer.drop()
         self._reduced = None
-        for full in self._params.full:
-            full.grad = None
-        # Not put back: the user may have called zero_grad() since, and would get them again.
-        self._earlier = []
+        for param in self._params:
+            param.full.grad = None
+            # Not put back: the user may have called zero_grad() since, and would get it again.
+            param.earlier_grad = None
         self.unreduced.was_edited = False
         self.give_hooks_back()
 
@@ -154,21 +148,21 @@ class GradPublish:
         """
         self.unreduced.take_all_back()
         if self.unreduced.was_edited:
-            raise edited(self._params.link.unit_name)
-        grads = [param.grad for param in self._params.sharded]
-        for param in self._params.sharded:
-            param.grad = None
+            raise edited(self._link.unit_name)
+        grads = [param.sharded.grad for param in self._params]
+        for param in self._params:
+            param.sharded.grad = None
         return grads
 
     def put_back(self, grads: list[Tensor | None], fn: Callable[[Tensor], Tensor]) -> None:
         """Undo ``take_off``, converting the gradients with ``fn``."""
-        params = self._params
-        for index, (param, grad) in enumerate(zip(params.sharded, grads, strict=True)):
+        for param in self._params:
+            grad = grads[param.index]
             if isinstance(grad, FlatShardTensor):
-                twin = FlatShardTensor(fn(grad.local), params.specs[index])
-                set_grad(param, twin.with_role(grad.role))
+                twin = FlatShardTensor(fn(grad.local), param.spec)
+                set_grad(param.sharded, twin.with_role(grad.role))
             elif grad is not None:
-                set_grad(param, fn(grad))
+                set_grad(param.sharded, fn(grad))
 
     def replace_buffer(self, grad_buffer: GradientBuffer) -> None:
         """Show another buffer from now on, which takes over what the present one accumulated."""

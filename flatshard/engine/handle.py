@@ -4,32 +4,42 @@ It works on the current stream with explicit arguments, never picks a stream and
 phase of a step: ``Unit`` decides when. ``handle_making`` makes, converts and copies handles.
 
 [Note: what is where]
-    FlatParamHandle   the memory: the shard, the unsharded buffer, and how one becomes the other
-    ParamViews        ``params``: the parameters that users and modules hold over that memory
+    FlatParamHandle  the unsharded buffer, and how the flat parameter becomes that and back
+    FlatParameter    ``shard``: the padded 1-D parameter, of which this rank holds a chunk
+    OriginalParam    ``params``: each parameter that was flattened, as users and modules hold it
     GradientBuffer, GradReduce, GradPublish: what autograd gave goes in, is reduced, and becomes
-                      what users read in ``.grad``; `Backward` calls one after the other
+                     what users read in ``.grad``; `Backward` calls one after the other
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard.engine.gather import ParamGather
+from flatshard.engine.gather import HandleOptions, ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
-from flatshard.engine.param_views import ParamViews
+from flatshard.engine.run_link import RunLink
 from flatshard.memory import disk
 from flatshard.memory.buffer_cache import BufferCache, num_uses
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.options.precision import GradDtypes
-from flatshard.plan.layout import view_of
+from flatshard.plan.layout import FlatLayout, view_of
+from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor import freed_parameter
+from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.tensor_parallel import tensor_parallel_of
+
+# A module, the attribute under which it holds a parameter, and the parameter.
+Place = tuple[nn.Module, str, OriginalParam]
 
 
 class ShardState(enum.Enum):
@@ -50,26 +60,61 @@ _MOVES = {
 class FlatParamHandle:
     """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``."""
 
-    def __init__(self, params: ParamViews, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Without memory: ``adopt``, ``params.show_shard`` and ``make_buffer`` follow."""
-        self.params, self.device = params, device
-        self.options = options = params.options
-        self.layout, self.link, self.local_spans = params.layout, params.link, params.local_spans
+    def __init__(
+        self,
+        owned: Sequence[ParamInfo],  # in the order of ``layout.spans``
+        link: RunLink,
+        options: HandleOptions,
+        layout: FlatLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Without memory: ``adopt``, ``show_shard`` and ``make_buffer`` follow."""
+        self.link, self.options, self.layout, self.device = link, options, layout, device
         self.topology, self.reduces_alone = options.topology, options.reduces_alone
-        self.is_whole = params.is_whole
-        self.unfilled: set[int] = set()  # originals that have no values yet
+        # Whether this rank holds all of it.
+        self.is_whole = options.topology.shard.size == 1
+        # Whether the shard is the unsharded buffer, so that sharded parameters compute themselves.
+        self.is_aliased = False
+        self.params = [self._original(index, info) for index, info in enumerate(owned)]
+        # Each place where modules hold a parameter.
+        self.places: list[Place] = [
+            (place.module, place.attribute, param)
+            for param in self.params
+            for place in param.locations
+        ]
+        self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
+        self._may_read = True  # whether full parameters have memory
+        self.unfilled: set[OriginalParam] = set()  # those that have no values yet
         self.summoned: Any = None  # the ``state.full_params.Summoned`` that is open
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
         self.lingers = False  # whether it has a buffer only as somebody has views of that
         self._unsharded_version = -1  # of the shard when the buffer was filled
         self._targets, self._precision = options.targets, options.precision
-        self.gather = ParamGather(self.link, options, device, self.layout.shard_numel)
+        self.gather = ParamGather(link, options, device, layout.shard_numel)
         self._replicate_tag = self.topology.replicate.new_tag()
         self.grad_buffer = self._plan_gradients(dtype)
-        self.grad_publish = GradPublish(params, self.grad_buffer, self._targets.gradient)
+        target = self._targets.gradient
+        self.grad_publish = GradPublish(self.params, self.grad_buffer, target, link)
         # What backward started last; None once gradients are published.
         self.grad_reduce: GradReduce | None = None
+
+    def _original(self, index: int, info: ParamInfo) -> OriginalParam:
+        topology, span = self.topology, self.layout.spans[index]
+        spec = ShardSpec(
+            span.name,
+            self.link.unit_name,
+            span,
+            self.layout.local_span(index, topology.index),
+            comm=topology.shard,
+            replicas=topology.replicate,
+            tensor_parallel=tensor_parallel_of(info.param),
+            # Optimizers keep what has the parameters' shape there; None: in memory.
+            state_disk=self.options.targets.state,
+        )
+        return OriginalParam(info, index, spec)
 
     @property
     def unit_name(self) -> str:
@@ -77,7 +122,13 @@ class FlatParamHandle:
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        return self.params.sharded
+        """The parameters that users and optimizers hold."""
+        return [param.sharded for param in self.params]
+
+    def rename(self, strip: Callable[[str], str]) -> None:
+        """Take names relative to another root; ``strip`` maps the old to the new ones."""
+        for param in self.params:
+            param.spec.name, param.spec.unit = strip(param.spec.name), self.link.unit_name
 
     # ------------------------------------------------------------ memory
 
@@ -88,35 +139,43 @@ class FlatParamHandle:
             memory = self.gather.allocate(self.layout.padded_numel, shard.dtype)
         shown = None if memory is None else memory.shard
         # What the optimizer updates.
-        self.shard = self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard)
+        self._set_shard(self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard))
         # Of the unsharded buffer; where it is apart from the shard, `make_buffer` allocates it.
         self.memory = ShardItself(self.shard) if memory is None else memory
         self.page_out()
+
+    def _set_shard(self, chunk: Tensor) -> None:
+        self.shard = FlatParameter(chunk, self.layout, self.topology.index, self.params)
+
+    def show_shard(self) -> None:
+        """Let the sharded parameters show the shard."""
+        for param in self.params:
+            param.show_chunk(self.shard, self._targets.state, is_whole=self.is_whole)
 
     def make_buffer(self) -> None:
         """Make the unsharded buffer and the full parameters over it; views are made once."""
         shard, device = self.shard, self.device
         is_uncast = self._precision.unsharded_dtype(shard.dtype) == shard.dtype
-        # Whether the shard is the unsharded buffer.
-        self._aliased = self.is_whole and is_uncast and shard.device.type == device.type
+        self.is_aliased = self.is_whole and is_uncast and shard.device.type == device.type
         with torch.inference_mode(False), torch.no_grad():
-            if self._aliased:
+            if self.is_aliased:
                 self.memory = ShardItself(shard)
             elif not self.gather.reads_shard(shard.dtype):
                 self.memory = self.gather.allocate(self.layout.padded_numel, shard.dtype)
             # ``(layout.padded_numel,)``. One storage object for life: autograd saves views of it (a
             # `weight.t()`, say). While sharded it is resized to nothing, or gives its pages back.
             self.buffer = self.memory.buffer
-        self.params.make_full(self.buffer, is_shard=self._aliased)
+            self._may_read = True
+            for param in self.params:
+                param.make_full(None if self.is_aliased else self.buffer)
         self._num_uses = num_uses(self.buffer)
-        if not self._aliased:
+        if not self.is_aliased:
             self._free_buffer()
-        self.params.use_sharded_views()
+        self.show_sharded()
 
-    def part(self, index: int) -> Tensor:
-        """This rank's part of original parameter ``index``, ``(numel held here,)``; a view."""
-        local = self.local_spans[index]
-        return self.shard[local.start : local.end]
+    def part(self, param: OriginalParam) -> Tensor:
+        """This rank's part of an original parameter, ``(numel held here,)``; a view."""
+        return self.shard[param.local.start : param.local.end]
 
     def page_out(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
@@ -131,7 +190,7 @@ class FlatParamHandle:
         """
         if self.summoned is not None:
             self.summoned.refuse()
-        if self._aliased:
+        if self.is_aliased:
             if self.state is ShardState.SHARDED:
                 self._move_to(ShardState.UNSHARDING)
                 self._move_to(ShardState.UNSHARDED)  # at once: there is nothing to all-gather
@@ -170,7 +229,7 @@ class FlatParamHandle:
             self._move_to(ShardState.SHARDED)
             self._free_buffer()
             raise
-        self.params.set_accessible(True)
+        self._set_accessible(True)
         self._move_to(ShardState.UNSHARDED)
 
     def gather_flat(self, shard: Tensor) -> Tensor:
@@ -193,7 +252,7 @@ class FlatParamHandle:
         if self.state is not ShardState.SHARDED:
             self.wait_unshard()  # memory that an all-gather is still writing must not be freed
             self._move_to(ShardState.SHARDED)
-            self.lingers = not self._aliased
+            self.lingers = not self.is_aliased
             self.page_out()
         # Recomputed forwards save views, and not through our hooks. Ranks may differ in that.
         if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
@@ -209,7 +268,7 @@ class FlatParamHandle:
         self.memory.free()
         self.lingers = False
         freed_parameter.forbid(self.buffer, self.unit_name, self.topology.world.global_rank)
-        self.params.set_accessible(False)
+        self._set_accessible(False)
 
     def snapshot(self) -> None:
         """Let the buffer stay as it is when shards change: what shows them becomes a copy."""
@@ -221,48 +280,107 @@ class FlatParamHandle:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
         if not self.is_whole:
             return
-        places = [view_of(self.shard, span) for span in self.layout.spans]
         if all(
-            param.data_ptr() == place.data_ptr() or not param.numel()
-            for param, place in zip(self.sharded, places, strict=True)
+            param.sharded.data_ptr() == view_of(self.shard, param.span).data_ptr()
+            or not param.span.numel
+            for param in self.params
         ):
             return
         # In new memory: what was assigned over may be kept by somebody to be put back.
         with torch.inference_mode(False), torch.no_grad():
-            self.shard = self._targets.shard.take_in(self.shard.clone())
-            if self._aliased:
+            self._set_shard(self._targets.shard.take_in(self.shard.clone()))
+            if self.is_aliased:
                 self.memory, self.buffer = ShardItself(self.shard), self.shard
-            for param, span in zip(self.sharded, self.layout.spans, strict=True):
-                place = view_of(self.shard, span)
-                place.copy_(param)
-                param.data = place
-                torch.autograd.graph.increment_version(param)
+            for param in self.params:
+                place = view_of(self.shard, param.span)
+                place.copy_(param.sharded)
+                param.sharded.data = place
+                torch.autograd.graph.increment_version(param.sharded)
 
     @property
     def version(self) -> int:
         """Grows whenever the shard is written."""
         if self.is_whole:
             # Each has a counter of its own: they are views made through `.data`.
-            return sum(param._version for param in self.sharded)
+            return sum(param.sharded._version for param in self.params)
         return self.shard._version
 
     @property
     def is_current(self) -> bool:
         """Whether the buffer holds what the shards hold."""
         return self.state is ShardState.UNSHARDED and (
-            self._aliased or self._unsharded_version == self.version
+            self.is_aliased or self._unsharded_version == self.version
         )
 
     @property
     def buffer_bytes(self) -> int:
         """Size of the unsharded buffer in bytes; 0 where the shard is the buffer."""
-        return 0 if self._aliased else self.buffer.nbytes
+        return 0 if self.is_aliased else self.buffer.nbytes
 
     @property
     def unsharded_bytes(self) -> int:
         """Bytes now of the unsharded buffer, besides all ranks' shards, and of a secondary one."""
         is_freed = self.state is ShardState.SHARDED and not self.lingers
         return (0 if is_freed else self.memory.held_bytes) + self.gather.secondary.nbytes
+
+    # ------------------------------------------------------------ what modules hold
+
+    def show_unsharded(self) -> None:
+        """Let the modules hold the full parameters. Raises as ``check_places``."""
+        if self.is_aliased:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.params:
+                full, sharded = param.full, param.sharded
+                # Users freeze the sharded parameter; asked first, as setting it costs more.
+                if full.requires_grad is not sharded.requires_grad:
+                    full.requires_grad_(sharded.requires_grad)
+        self.check_places()
+        self.put([param.full for param in self.params])
+
+    def check_places(self) -> None:
+        """Raise RuntimeError if a module's parameter was replaced since wrapping."""
+        for module, attribute, param in self.places:
+            present = module._parameters.get(attribute)
+            held = param.full if param.held is None else param.held
+            if present is not held and present is not param.sharded:
+                raise RuntimeError(
+                    f"{param.where} was replaced after wrapping. Assign values with p.copy_(...), "
+                    "or replace the parameter before wrapping."
+                )
+
+    def put(self, shown: Sequence[nn.Parameter]) -> None:
+        """Let the modules hold full parameters, one for each original."""
+        for param in self.params:
+            param.hold(shown[param.index])
+        for module, attribute, param in self.places:
+            module._parameters[attribute] = param.held
+        self._rebuild_rnns()
+
+    def show_sharded(self) -> None:
+        """Let the modules hold the sharded parameters."""
+        if not self.is_aliased:  # else they hold them always
+            self.put_back()
+
+    def put_back(self) -> None:
+        """The same, whatever the modules hold now."""
+        for module, attribute, param in self.places:
+            module._parameters[attribute] = param.sharded
+            param.held = None
+        self._rebuild_rnns()
+
+    def _rebuild_rnns(self) -> None:
+        for module in self._rnns:
+            names = module._flat_weights_names
+            module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
+            # Recurrent modules compare these weak references with their weights; None means equal.
+            module._flat_weight_refs = [None] * len(names)
+
+    def _set_accessible(self, may_read: bool) -> None:
+        # Whether the full parameters have memory.
+        if self._may_read is not may_read and not self.is_aliased:
+            self._may_read = may_read
+            freed_parameter.set_accessible((param.full for param in self.params), may_read)
 
     # ------------------------------------------------------------ gradients
 
@@ -310,7 +428,7 @@ class FlatParamHandle:
     def is_reducing(self) -> bool:
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
 
-    def publish(self, used: list[bool]) -> None:
+    def publish(self, used: Sequence[bool]) -> None:
         """Let ``.grad`` show what was reduced; ``used``: which originals any rank used."""
         self.grad_reduce = None
         self.grad_publish.publish(used)

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.engine.dtensor_views import DTensorViews
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.param_views import ParamViews
 from flatshard.engine.run_link import RunLink
 from flatshard.plan.layout import FlatLayout, memory_order, part_of, strides_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.broadcast_source import BroadcastSource
-from flatshard.tensor.tensor_parallel import tensor_parallel_of
+from flatshard.tensor.original_param import OriginalParam
 
 
 def make_handle(
@@ -37,35 +35,35 @@ def make_handle(
     """
     by_name, dtype = {one.name: one for one in owned}, owned[0].param.dtype
     owned = [by_name[span.name] for span in layout.spans]
-    has_dtensors = any(tensor_parallel_of(one.param) is not None for one in owned)
-    kind = DTensorViews if has_dtensors else ParamViews
-    params = kind(owned, RunLink(unit_name), options, layout)
-    handle = FlatParamHandle(params, dtype=dtype, device=device)
+    link = RunLink(unit_name)
+    handle = FlatParamHandle(owned, link, options, layout, dtype=dtype, device=device)
     with torch.inference_mode(False), torch.no_grad():
         handle.adopt(torch.zeros(layout.shard_numel, dtype=dtype, device=device))
-        handle.unfilled = {i for i, one in enumerate(owned) if id(one.param) in missing}
-        for index, one in enumerate(owned):
-            if index not in handle.unfilled:
-                fill(handle, index, one.param, source)
-        handle.params.show_shard(handle.shard)
+        handle.unfilled = {param for param in handle.params if id(param.sharded) in missing}
+        for param in handle.params:
+            if param not in handle.unfilled:
+                fill(handle, param, param.sharded, source)
+        handle.show_shard()
     handle.make_buffer()
     return handle
 
 
 def fill(
-    handle: FlatParamHandle, index: int, value: Tensor | None, source: BroadcastSource | None
+    handle: FlatParamHandle,
+    param: OriginalParam,
+    value: Tensor | None,
+    source: BroadcastSource | None,
 ) -> None:
-    """Keep this rank's part of ``value``, all of an original; with a ``source`` of rank 0's.
+    """Keep this rank's part of ``value``, all of ``param``; with a ``source`` of rank 0's.
 
     Collective with a ``source``: all ranks.
     """
     if source is not None:
-        source.hand_out(handle.layout, index, value, handle.part(index))
+        source.hand_out(handle.layout, param.index, value, handle.part(param))
     else:
         assert value is not None, "every rank has the values"
-        span, local = handle.layout.spans[index], handle.local_spans[index]
-        handle.part(index).copy_(part_of(value, span, local))
-    handle.unfilled.discard(index)
+        handle.part(param).copy_(part_of(value, param.span, param.local))
+    handle.unfilled.discard(param)
 
 
 def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
@@ -74,12 +72,22 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     Gradients that wait for a reduction stay with the original.
     """
     handle.absorb_replaced()
-    params = handle.params.copied(memo, RunLink(handle.unit_name))
-    twin = FlatParamHandle(params, dtype=handle.shard.dtype, device=handle.device)
-    twin.unfilled = set(handle.unfilled)
+    twin = FlatParamHandle(
+        [param.copied(memo) for param in handle.params],
+        RunLink(handle.unit_name),
+        handle.options,
+        handle.layout,
+        dtype=handle.shard.dtype,
+        device=handle.device,
+    )
+    for param in handle.params:
+        copy = twin.params[param.index]
+        copy.spec.name = param.spec.name  # that of the layout is relative to the first root
+        if param in handle.unfilled:
+            twin.unfilled.add(copy)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         twin.adopt(handle.shard.detach().clone())
-        params.show_shard(twin.shard)
+        twin.show_shard()
     twin.make_buffer()
     return twin
 
@@ -105,7 +113,7 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
         handle.gather.move_to(handle.device)
         grads = handle.grad_publish.take_off()
         handle.adopt(converted)
-        handle.params.show_shard(handle.shard)
+        handle.show_shard()
         take_in = handle.options.targets.gradient.take_in
         handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
     handle.make_buffer()
@@ -116,7 +124,8 @@ def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -
     """Raise RuntimeError if ``module._apply``'s function changes a parameter's memory format."""
     # Optimizer state lies in the order of the shard, and nobody would rearrange it.
     after: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for span, spec in zip(handle.layout.spans, handle.params.specs, strict=True):
+    for param in handle.params:
+        span = param.span
         if span.order not in after:
             # As many dimensions in the same order, but small: the shape takes no part.
             sizes = (2,) * len(span.order)
@@ -126,7 +135,7 @@ def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -
         asked = strides_of(span.shape, after[span.order])
         if asked != span.strides:
             raise RuntimeError(
-                f"parameter {spec.name!r} ({unit_text(handle.unit_name)}): the memory format "
+                f"{param.where}: the memory format "
                 f"cannot be changed after wrapping: strides are {span.strides}, {asked} are asked "
                 "for. Call model.to(memory_format=...) before ShardedWrapper(model)."
             )

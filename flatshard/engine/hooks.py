@@ -18,6 +18,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import copied
 from flatshard.engine.unit import Call, Unit
 from flatshard.precision.casts import tensors_in
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.untraced import untraced
 
 
@@ -37,7 +38,9 @@ class UnitHooks:
         """Let the unit own flat parameters, and hear what autograd does with them."""
         self.unit.own(handles)
         for handle in self.unit.handles:
-            handle.params.connect(partial(self._grad_hook, handle))
+            with torch.inference_mode(False):
+                for param in handle.params:
+                    param.connect(partial(self._grad_hook, handle))
 
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
@@ -92,22 +95,24 @@ class UnitHooks:
                 if tensor.grad_fn is None:  # a leaf outlives the graph, and must not collect hooks
                     weakref.finalize(call, hook.remove).atexit = False
 
-    def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
-        """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
+    def _grad_hook(
+        self, handle: FlatParamHandle, original: OriginalParam
+    ) -> Callable[[Tensor], None]:
+        """Make what the full parameter calls once autograd has filled its ``.grad``."""
         # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
-        this, owner = weakref.ref(self), weakref.ref(handle)
+        this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)
 
         @untraced
         def hook(full: Tensor) -> None:
-            hooks, handle, grad = this(), owner(), full.grad
-            if hooks is None or handle is None or grad is None:
+            hooks, handle, param, grad = this(), owner(), param_of(), full.grad
+            if hooks is None or handle is None or param is None or grad is None:
                 return
             # Autograd would add the next gradient to it, and the buffer may keep it as it is.
             full.grad = None
-            grad = handle.grad_publish.unreduced.take_back(index, grad)
+            grad = handle.grad_publish.unreduced.take_back(param, grad)
             if grad.requires_grad:
                 raise RuntimeError(
-                    f"parameter {handle.params.specs[index].name!r}: backward(create_graph=True) "
+                    f"parameter {param.name!r}: backward(create_graph=True) "
                     "gives gradients that are differentiable themselves, which sharded ones cannot "
                     "be. Use torch.autograd.grad for the inner gradient and backward() for the "
                     "outer one."
@@ -117,8 +122,8 @@ class UnitHooks:
             unit, backward = hooks.unit, hooks._backward
             # Before the buffer gets it: `begin` clears what the last backward marked there.
             backward.begin()
-            handle.grad_buffer.receive(index, grad, more_to_come=unit.sync is Sync.NONE)
-            backward.receive(unit, handle, index, grad)
+            handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
+            backward.receive(unit, handle, param.index, grad)
 
         hook.of_flatshard = True
         return hook

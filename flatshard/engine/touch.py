@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -32,61 +31,47 @@ from flatshard.engine.unit import Unit
 from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.gathered import as_views, gathered
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.recomputation import is_counted
-from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, tensors_in
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
 
-class Touch:
+class Touch(ParamOwner):
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
         """Run what comes to the parameters of these units from now on."""
         self._state, self._forward, self._backward = state, forward, backward
-        self._units = {spec: unit for unit, h in state.handles for spec in h.params.specs}
+        # Where a parameter lies: its unit, its flat parameter, and the parameter there.
+        self._places = {
+            param.spec: (unit, handle, param)
+            for unit, handle in state.handles
+            for param in handle.params
+        }
         # In a loop over parameters: the gathered flat parameter and the version of its shard, and
-        # the index of the last parameter.
+        # the last parameter.
         self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
-        self._last: tuple[FlatParamHandle, int] | None = None
+        self._last: OriginalParam | None = None
         # Units for which a warning was given; None: for a copy of the model that averages weights.
         self._warned: set[Unit | None] = set()
-        for unit, handle in state.handles:
-            self._connect(unit, handle)
+        for spec in self._places:
+            spec.owner = self  # weakly: autograd holds parameters, and no collector sees that
 
-    def _connect(self, unit: Unit, handle: FlatParamHandle) -> None:
-        # Weakly: autograd holds parameters, and Python's collector does not see what it holds.
-        this, of_unit = weakref.ref(self), weakref.ref(unit)
+    def start_backward(self) -> None:
+        self._backward.begin()
 
-        def run_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            touch = this()
-            return NotImplemented if touch is None else touch._run(func, args, kwargs)
-
-        def in_forward() -> bool:
-            touch = this()
-            return touch is not None and touch._is_in_forward
-
-        def on_outside_grad() -> bool:
-            touch = this()
-            return touch is not None and touch._backward.begin()
-
-        def bring_back() -> bool:
-            touch, unit = this(), of_unit()
-            if touch is None or unit is None or handle_is_needed:
-                return False
-            return touch._backward.bring_back(unit)
-
+    def bring_back(self, spec: ShardSpec) -> bool:
+        unit, handle, _ = self._places[spec]
         # What only lookups use, backward does without, unless it is used otherwise, too.
-        handle_is_needed = handle in unit.for_backward
-        for spec in handle.params.specs:
-            spec.run_full, spec.in_forward = run_full, in_forward
-            spec.on_outside_grad, spec.bring_back = on_outside_grad, bring_back
+        return handle not in unit.for_backward and self._backward.bring_back(unit)
 
     @property
-    def _is_in_forward(self) -> bool:
+    def is_in_forward(self) -> bool:  # type: ignore[override]
         # Also in one that a checkpoint computes again.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` with full tensors for sharded ones, or return NotImplemented. Collective.
 
         Raises:
@@ -95,7 +80,7 @@ class Touch:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
         # Gradients and optimizer state are nobody's business here, nor are other models.
-        if _writes(func, args) or not all(t.is_alike and t.spec in self._units for t in sharded):
+        if _writes(func, args) or not all(t.is_alike and t.spec in self._places for t in sharded):
             return NotImplemented
         name = torch.overrides.resolve_name(func) or func.__name__
         for tensor in sharded:
@@ -110,7 +95,7 @@ class Touch:
             return result
 
         records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
-        is_alone = not (records or self._is_in_forward)
+        is_alone = not (records or self.is_in_forward)
         result = (self._run_alone if is_alone else self._run_unsharded)(call, sharded)
         # Last: where warnings are errors, the other ranks have nothing to wait for.
         for tensor in sharded:
@@ -118,11 +103,13 @@ class Touch:
         return result
 
     def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
-        units = dict.fromkeys(self._units[t.spec] for t in sharded if t.is_parameter)
+        units = dict.fromkeys(self._places[t.spec][0] for t in sharded if t.is_parameter)
         name = sharded[0].spec.name
         with self._unsharded(units) as is_outermost:
             apart = {id(t): gathered(t) for t in sharded if not t.is_parameter}
-            params: dict[int, Any] = {id(t): t.spec.full for t in sharded if t.is_parameter}
+            params: dict[int, Any] = {
+                id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
+            }
             result = as_views(call({**apart, **params}), apart.values(), name)
             # The memory of the parameters is freed now, or after the forward around.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
@@ -131,14 +118,14 @@ class Touch:
         if not self._state.has_run:  # what the first forward checks
             self._forward.begin()
             self._forward.end(failed=False)
-        for handle in {h for t in sharded for h in self._units[t.spec].handles}:
+        for handle in {h for t in sharded for h in self._places[t.spec][0].handles}:
             if handle.summoned is not None:
                 handle.summoned.refuse()
         copies = {}
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
                 # Of a parameter, where and in which dtype it computes.
-                like = t.spec.full if t.is_parameter and t.spec.full is not None else t
+                like = self._places[t.spec][2].full if t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._flat = self._flat, None
         result = call(copies)  # or it raises, and may have written to them
@@ -154,28 +141,25 @@ class Touch:
         whole flat parameter. The loop reads the following parameters from the gathered tensor,
         which is freed at the last parameter.
         """
-        handles = self._units[tensor.spec].handles
-        handle, index = next(
-            (h, i) for h in handles for i, spec in enumerate(h.params.specs) if spec is tensor.spec
-        )
-        last, self._last = self._last, (handle, index)
+        _, handle, param = self._places[tensor.spec]
+        last, self._last = self._last, param
         of_shard = tensor.local.untyped_storage()._cdata == handle.shard.untyped_storage()._cdata
         held, self._flat = self._flat, None
         if not of_shard:  # it was computed from the parameter
             return tensor.full_tensor()
         if held is None or held[:2] != (handle, handle.version):
-            if last != (handle, index - 1):
+            if param.index == 0 or last is not handle.params[param.index - 1]:
                 return tensor.full_tensor()
             held = handle, handle.version, handle.gather_flat(handle.shard)
-        if index + 1 < len(handle.params.specs):
+        if param is not handle.params[-1]:
             self._flat = held
-        return view_of(held[2], handle.layout.spans[index])
+        return view_of(held[2], param.span)
 
     @contextlib.contextmanager
     def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
         """Unsharded units; yields whether they are resharded at the end. Collective."""
         state, forward = self._state, self._forward
-        is_outermost = not (self._is_in_forward or forward.begins_recomputation())
+        is_outermost = not (self.is_in_forward or forward.begins_recomputation())
         if is_outermost:
             forward.begin()
             state.depth += 1
@@ -205,7 +189,7 @@ class Touch:
             self._forward.touch(unit)
 
     def _warn(self, spec: ShardSpec, name: str) -> None:
-        unit = self._units[spec]
+        unit = self._places[spec][0]
         # Writes a tensor that is not sharded: an average of weights, in a loop over all units.
         is_average = name.endswith("_")
         what = None if is_average else unit

@@ -118,20 +118,20 @@ class Unit:
         self.names, self.name, self.is_root = list(names), name_of(names), is_root
         for handle in self.handles:
             handle.link.unit_name = self.name
-            handle.params.rename(strip)
+            handle.rename(strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         self.handles = list(handles)
         self.for_backward = [
             handle
             for handle in self.handles
-            if not all(type(module) in _LOOKUPS for module, _, _ in handle.params.places)
+            if not all(type(module) in _LOOKUPS for module, _, _ in handle.places)
         ]
         self.count_trainable()
 
     def count_trainable(self) -> None:
         """Look again which parameters require a gradient: users may freeze some between steps."""
-        self.num_trainable = {h: sum(p.requires_grad for p in h.params.full) for h in self.handles}
+        self.num_trainable = {h: sum(p.full.requires_grad for p in h.params) for h in self.handles}
 
     def plan_sync(self, wanted: Sync) -> None:
         """Do with gradients what ``wanted`` means for the groups of this unit."""
@@ -222,7 +222,7 @@ class Unit:
             handle.wait_unshard()
         # All, also what backward does without: recomputed forwards look at the modules.
         for handle in self.handles:
-            handle.params.use_unsharded_views()
+            handle.show_unsharded()
 
     def reshard(self, *, by_policy: bool = False) -> None:
         """Let the modules hold sharded parameters, and reshard them. State: any -> IDLE.
@@ -230,7 +230,7 @@ class Unit:
         ``by_policy``: after backward, without what the strategy keeps.
         """
         for handle in self.handles:
-            handle.params.use_sharded_views()
+            handle.show_sharded()
             handle.grad_buffer.arrived.clear()
         self.enter(Phase.IDLE)
         self._outstanding_inputs.clear()
@@ -285,7 +285,7 @@ class Unit:
         if self.phase is not Phase.FORWARD or self.running:
             return
         for handle in self.handles:
-            handle.params.use_sharded_views()
+            handle.show_sharded()
         self.enter(Phase.IDLE)
         # Where backward begins with this unit, to reshard it would cost an all-gather.
         stays = is_needed_soon or not self.placement.reshard_after_forward
@@ -317,6 +317,8 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
+            if handle.is_aliased:  # else each forward puts other parameters there, and looks
+                handle.check_places()
             handle.grad_publish.begin_backward()
 
     def begin_call_backward(self, call: Call) -> None:
@@ -346,7 +348,7 @@ class Unit:
             and not self._outstanding_inputs
             and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
             # Frozen ones may be needed after the last gradient, of which only inputs would tell.
-            and not (self._ends_unseen and any(n < len(h.params.full) for h, n in trainable))
+            and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
         )
 
     def reset(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.tensor.original_param import OriginalParam
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class _Given:
     version: int  # of the copy, when the shard held the same
     unit: Unit
     handle: FlatParamHandle
-    index: int
+    param: OriginalParam
     shard: tuple[Any, ...]  # which one, and its version then
 
 
@@ -41,13 +42,15 @@ class WriteThrough:
     def __deepcopy__(self, memo: object) -> WriteThrough:
         return WriteThrough()  # users have nothing of a copied model yet
 
-    def watch(self, unit: Unit, handle: FlatParamHandle, index: int, full: Tensor) -> None:
-        """Take over what users write into ``full``, a copy of original ``index``."""
+    def watch(
+        self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
+    ) -> None:
+        """Take over what users write into ``full``, a copy of ``param``."""
         user = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
         self._given[id(user)] = _Given(
-            user, copy, copy._version, unit, handle, index, _identity(handle)
+            user, copy, copy._version, unit, handle, param, _identity(handle)
         )
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
@@ -76,12 +79,12 @@ class WriteThrough:
         if given.copy._version == given.version:
             return
         given.version = given.copy._version
-        handle, index, before = given.handle, given.index, given.shard
+        handle, param, before = given.handle, given.param, given.shard
         if before != _identity(handle):
-            self._lost = handle.params.specs[index].name
+            self._lost = param.name
             return
         with torch.inference_mode(False), torch.no_grad():
-            handle.sharded[index].copy_(handle.params.specs[index].split(given.copy))
+            param.sharded.copy_(param.spec.split(given.copy))
         handle.page_out()
         given.unit.num_loads += 1  # on all ranks, or the next backward raises
         given.shard = after = _identity(handle)

@@ -99,7 +99,7 @@ def _hidden(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
     places = [
         (module._parameters, attribute, module._parameters[attribute])
         for handle in handles
-        for module, attribute, _ in handle.params.places
+        for module, attribute, _ in handle.places
     ]
     for module_params, attribute, _ in places:
         module_params[attribute] = None

@@ -325,11 +325,11 @@ class Join(StepExtension):
         self._treat(grads)
         for unit in self._state.units:
             unit.count_trainable()
-        begin: Any = self._handles[0].params.specs[0].on_outside_grad
+        owner = self._handles[0].params[0].spec.owner
         with torch.enable_grad():
             # A backward without gradients, of which all remains to be done at its end.
             nothing = torch.zeros((), requires_grad=True) * 1
-            nothing.register_hook(lambda grad: grad if begin() else None)
+            nothing.register_hook(lambda _: owner.start_backward())
             nothing.backward()
 
     def follow_clipping(self, grads: tuple[str, ...], number: int, arguments: Any) -> None:

@@ -29,6 +29,7 @@ from flatshard.module.initial_values import InitialValues, names_of_different
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 
 InitFn = Callable[[nn.Module], Any]
@@ -151,7 +152,7 @@ class _Slot:
     name: str
     meta: Tensor
     handle: FlatParamHandle | None = None
-    number: int = 0
+    param: OriginalParam | None = None
     # Every place of a tied parameter is initialised, as constructors do, which draw random numbers
     # for each. The first one's values count.
     is_first: bool = True
@@ -169,9 +170,9 @@ class _Slot:
         tensor = torch.empty_like(self.meta, device=device)
         if not tensor.is_meta:
             _write_pattern(tensor)
-        if self.handle is not None:
+        if self.param is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                sharded = self.handle.sharded[self.number]
+                sharded = self.param.sharded
                 tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
                 tensor.__dict__.update(attributes_of(sharded))
         self._holder[self.attribute] = tensor
@@ -180,12 +181,11 @@ class _Slot:
 def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
     slots = []
     for handle in handles:
-        for index in sorted(handle.unfilled):
-            spec = handle.params.specs[index]
-            meta = spec.empty(handle.shard.new_empty(0, device="meta"))
-            places = handle.params.owned[index].locations
+        for param in (one for one in handle.params if one in handle.unfilled):
+            meta = param.spec.empty(handle.shard.new_empty(0, device="meta"))
+            places = param.locations
             slots += [
-                _Slot(at.module, at.attribute, spec.name, meta, handle, index, at is places[0])
+                _Slot(at.module, at.attribute, param.name, meta, handle, param, at is places[0])
                 for at in places
             ]
     return slots
@@ -368,7 +368,7 @@ class MetaInit:
                 made = [(slot.name, slot.held) for slot in slots if slot.is_first]
             finally:
                 for handle in _handles_of(slots):
-                    handle.params.show_sharded()
+                    handle.put_back()
             return {
                 name: None if tensor is None or tensor.is_meta else tensor.detach()
                 for name, tensor in made
@@ -429,15 +429,15 @@ class MetaInit:
         start = self._start
         with torch.inference_mode(False), torch.no_grad():
             for slot in slots:
-                value, handle, number = values.get(slot.name), slot.handle, slot.number
-                if handle is None:
+                value, handle, param = values.get(slot.name), slot.handle, slot.param
+                if handle is None or param is None:
                     if start.sends:
                         _send_buffer(slot, start, self._device)
                 elif slot.is_first and (value is not None or start.sends):
-                    fill(handle, number, value, start.source(handle.topology))
+                    fill(handle, param, value, start.source(handle.topology))
                 elif slot.is_first:
-                    _write_pattern(handle.part(number))
-                    handle.unfilled.discard(number)
+                    _write_pattern(handle.part(param))
+                    handle.unfilled.discard(param)
             # Shards that live on disk must not all be in memory at once.
             for handle in _handles_of(slots):
                 handle.page_out()
@@ -462,10 +462,10 @@ def _handles_of(slots: Iterable[_Slot]) -> set[FlatParamHandle]:
 def check_loaded(root: nn.Module, handles: Iterable[FlatParamHandle], world: Communicator) -> None:
     """Raise RuntimeError, on every rank, if what was left empty still has no values. Collective."""
     empty = [
-        handle.params.specs[index].name
+        param.name
         for handle in handles
-        for index in range(len(handle.layout.spans))
-        if _is_patterned(handle.part(index))
+        for param in handle.params
+        if _is_patterned(handle.part(param))
     ]
     empty += [slot.name for slot in _buffer_slots(root, _is_patterned)]
     others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""

@@ -77,7 +77,7 @@ class RootChecks(RootModule):
         if root.settings.ranks.world.size == 1 or is_summoned:
             return
         for handle in handles:
-            handle.params.check_places()
+            handle.check_places()
         known = root.ignored.ids()
         known.update(id(param) for handle in handles for param in handle.sharded)
         for name, param in root.wrapper.named_parameters():

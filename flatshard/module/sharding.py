@@ -147,7 +147,7 @@ def _flat_param_row(handle: FlatParamHandle) -> FlatParamRow:
     is_sharded = handle.topology.shard.size > 1
     return FlatParamRow(
         dtype=handle.shard.dtype,
-        trainable=handle.sharded[0].requires_grad,
+        trainable=handle.params[0].requires_grad,
         numel=layout.numel,
         padding_numel=layout.padding_numel,
         unsharded_bytes=layout.padded_numel * handle.buffer.element_size() if is_sharded else 0,

@@ -50,7 +50,7 @@ def _inert(units: Iterable[Unit]) -> Iterator[None]:
 
 def _check_owns_parameters(module: nn.Module) -> None:
     """Raise if a unit that is not in ``module`` owns one of its parameters."""
-    inside = {id(spec) for handle in handles_in(module) for spec in handle.params.specs}
+    inside = {id(param.spec) for handle in handles_in(module) for param in handle.params}
     for part in module.modules():
         for value in (*part._parameters.values(), *vars(part).values()):
             if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:

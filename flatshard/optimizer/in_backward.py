@@ -168,7 +168,7 @@ class SteppedInBackward(StepExtension):
             self._reduced.remove(unit)
             for handle in unit.handles:
                 used = set(handle.grad_buffer.used_by_rank)
-                handle.publish([index in used for index in range(len(handle.params.full))])
+                handle.publish([index in used for index in range(len(handle.params))])
                 # Publishing cleared it; the other ranks are told at the end of backward.
                 handle.grad_buffer.used_by_rank |= used
             self._stepped.add(unit.index)
@@ -191,7 +191,7 @@ class SteppedInBackward(StepExtension):
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
             # Of frozen ones, others may have accumulated gradients before they were frozen.
-            and (not self._has_accumulated or all(p.requires_grad for p in handle.params.full))
+            and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may be receiving the shard of before.
             and not self._state.pending_sends.is_sending(handle.shard)
             # Users' hooks see gradients when backward is over.
@@ -322,12 +322,12 @@ def _got_more(what: str) -> RuntimeError:
 def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
     """By id, the unit and the name of each parameter that optimizers can have."""
     return {
-        id(param): (unit, spec.name)
+        id(param.sharded): (unit, param.name)
         for unit in units
         for handle in unit.handles
-        for param, spec in zip(handle.sharded, handle.params.specs, strict=True)
+        for param in handle.params
     }
 
 
 def _has_hooks(handle: FlatParamHandle) -> bool:
-    return any(spec.post_accumulate_hooks for spec in handle.params.specs)
+    return any(param.post_accumulate_hooks for param in handle.params)

@@ -143,8 +143,8 @@ def _copied(param: Tensor) -> Tensor:
         if not isinstance(param, FlatShardTensor):
             twin: Tensor = nn.Parameter(param.detach().clone(), param.requires_grad)
         else:
-            spec = replace(param.spec.detached(), start=0)
-            local = param.local.detach().clone()
+            spec, local = param.spec.detached(), param.local.detach().clone()
+            spec = replace(spec, local=replace(spec.local, start=0, end=spec.numel))
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         twin.grad = None if param.grad is None else param.grad.detach().clone()
     return twin

@@ -18,6 +18,7 @@ from flatshard.engine.unit import Unit
 from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor
 
@@ -53,26 +54,24 @@ def gather_full(
 
 
 def join(
-    handle: FlatParamHandle, parts: Iterable[tuple[int, Tensor]], dtype: torch.dtype
+    handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """This rank's 1-D parts of originals, by index, at their places in a shard; else zero."""
+    """This rank's 1-D parts of originals at their places in a shard; else zero."""
     shard = torch.zeros_like(handle.shard, dtype=dtype)
-    for index, part in parts:
-        local = handle.local_spans[index]
-        shard[local.start : local.end].copy_(part)
+    for param, part in parts:
+        shard[param.local.start : param.local.end].copy_(part)
     return shard
 
 
-def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
+def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None:
     """Which original parameter ``tensor`` shows, or None."""
     if isinstance(tensor, FlatShardTensor):
-        return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor.spec), None)
+        return next((param for param in handle.params if param.spec is tensor.spec), None)
     tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
     if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
     place = tensor.storage_offset(), tuple(tensor.shape)
-    spans = enumerate(handle.layout.spans)
-    return next((index for index, span in spans if (span.start, span.shape) == place), None)
+    return next((p for p in handle.params if (p.span.start, p.span.shape) == place), None)
 
 
 @dataclass(frozen=True)
@@ -85,26 +84,26 @@ class Request:
     with_grads: bool = False
 
 
-def _grads(handle: FlatParamHandle) -> list[Tensor | None]:
-    """The published gradients, by index of the original parameter."""
+def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
+    """The published gradients of the original parameters that have one."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [param.grad for param in handle.sharded]
+        grads = {param: param.sharded.grad for param in handle.params}
+    return {param: grad for param, grad in grads.items() if grad is not None}
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
     """This rank's part of the gradients, ``(shard_numel,)``; zero where there is none."""
     parts = (
         # A plain one is full: the user's own.
-        (i, grad.local if isinstance(grad, FlatShardTensor) else handle.params.specs[i].slice(grad))
-        for i, grad in enumerate(_grads(handle))
-        if grad is not None
+        (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
+        for param, grad in _grads(handle).items()
     )
     return join(handle, parts, handle.shard.dtype)
 
 
 def _check_request(handle: FlatParamHandle, request: Request) -> None:
     """Raise for what cannot be shown, alike on all ranks."""
-    split = first_of_dtensor(handle.params.specs)
+    split = first_of_dtensor(param.spec for param in handle.params)
     if split is not None:
         raise NotImplementedError(
             f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
@@ -112,7 +111,7 @@ def _check_request(handle: FlatParamHandle, request: Request) -> None:
             "p.copy_(...)."
         )
     if handle.summoned is None:
-        handle.params.check_places()
+        handle.check_places()
         return
     outer: Request = handle.summoned.request
     needs_copy = request.offload_to_cpu and handle.device.type != "cpu"
@@ -139,13 +138,13 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
         facts: Facts = {}
         for handle in handles:
             unreduced = handle.grad_publish.unreduced.is_shown()
-            for spec, grad in zip(handle.params.specs, _grads(handle), strict=True):
-                where = f"parameter {spec.name!r} ({unit_text(handle.unit_name)})"
-                is_there = grad is not None
-                facts[f"the gradient of {where}"] = "there" if is_there else "nothing"
+            grads = _grads(handle)
+            for param in handle.params:
+                is_there = param in grads
+                facts[f"the gradient of {param.where}"] = "there" if is_there else "nothing"
                 if is_there and unreduced:
                     raise ValueError(
-                        f"{where} has gradients that were accumulated under no_sync and not "
+                        f"{param.where} has gradients that were accumulated under no_sync and not "
                         "reduced. Run the last backward before it outside of no_sync."
                     )
         return handles, facts
@@ -215,13 +214,13 @@ class Summoned:
         with torch.inference_mode(False), torch.no_grad():
             if self._outer is not None:
                 self._join(self._outer)
-            elif moves or not (handle.params.are_full and request.writeback):
+            elif moves or not (handle.is_aliased and request.writeback):
                 self._gather()
             # Else the sharded parameters are full, plain, and what is to be edited.
         self._version = handle.version
         handle.summoned = self
         # What the modules of this rank hold, if that is full.
-        self.shown = self.params or (handle.sharded if handle.params.are_full else [])
+        self.shown = self.params or (handle.sharded if handle.is_aliased else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
         refuse.of_flatshard = True  # it stays on parameters that compute themselves
         self._guards = [
@@ -260,27 +259,24 @@ class Summoned:
         # be overwritten by an all-gather at any time.
         values = gather_full(handle, handle.shard, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
-        present = [grad is not None for grad in _grads(handle)]
-        if request.with_grads and any(present):
+        present = _grads(handle)
+        if request.with_grads and present:
             full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
-            # ``full`` is empty on a rank that keeps no copies, hence no strict ``zip``.
-            grads = [g if is_there else None for g, is_there in zip(full, present, strict=False)]
+            if self.is_held:
+                grads = [full[p.index] if p in present else None for p in handle.params]
         if self.is_held:
             self._show(values, grads)
 
     def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Let the modules hold parameters over ``values``, which nobody else has."""
-        requires_grad = self._handle.params.requires_grad()
-        self.params = [
-            nn.Parameter(value, trained)
-            for value, trained in zip(values, requires_grad, strict=True)
-        ]
-        for param, grad in zip(self.params, grads, strict=True):
-            set_grad(param, grad)
+        originals = self._handle.params
+        self.params = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
+        for one in originals:
+            set_grad(self.params[one.index], grads[one.index])
         # Of all values, as ranks must agree on what is written: a rank whose part is the same
         # would not all-gather what the others do.
         self._sums = [checksum(param) for param in self.params] if self.request.writeback else []
-        self._handle.params.put(self.params)
+        self._handle.put(self.params)
         self._shows = True
 
     def close(self) -> list[str]:
@@ -295,9 +291,9 @@ class Summoned:
         replaced = self._replaced() if request.writeback and outer is None else []
         if self._shows or replaced:
             if outer is not None and outer.params:
-                handle.params.put(outer.params)
+                handle.put(outer.params)
             else:
-                handle.params.show_sharded()
+                handle.put_back()
         was_edited = handle.version != self._version
         if not self.is_held and was_edited and outer is None:
             rank = handle.topology.world.global_rank
@@ -324,18 +320,18 @@ class Summoned:
         handle = self._handle
         held = self.params or handle.sharded
         return [
-            f"parameter {handle.params.specs[index].name!r} ({unit_text(handle.unit_name)}) was "
-            "replaced by another object and is what it was before. Assign values with p.copy_(...)"
-            for module, attribute, index in handle.params.places
-            if module._parameters.get(attribute) is not held[index]
+            f"{param.where} was replaced by another object and is what it was before. Assign "
+            "values with p.copy_(...)"
+            for module, attribute, param in handle.places
+            if module._parameters.get(attribute) is not held[param.index]
         ]
 
     def _misfits(self) -> list[str]:
         """Errors for full parameters that do not fit the shard."""
         problems = []
-        handle, params = self._handle, self._handle.params
-        for spec, param in zip(params.specs, self.params, strict=True):
-            where = f"parameter {spec.name!r} ({unit_text(handle.unit_name)})"
+        handle = self._handle
+        for original in handle.params:
+            spec, where, param = original.spec, original.where, self.params[original.index]
             if tuple(param.shape) != spec.shape or param.dtype != handle.shard.dtype:
                 problems.append(
                     f"{where}: expected data of shape {spec.shape}, {handle.shard.dtype}, got "
@@ -350,15 +346,15 @@ class Summoned:
     def _write_back(self) -> None:
         """Copy what changed of values, gradients and ``requires_grad`` into this rank's part."""
         handle = self._handle
-        edited = [checksum(p) != s for p, s in zip(self.params, self._sums, strict=True)]
-        if any(edited):
+        edited = {p for p in handle.params if checksum(self.params[p.index]) != self._sums[p.index]}
+        if edited:
             handle.reshard()  # what it holds is about to become stale
         with torch._C.DisableTorchFunctionSubclass():
-            for index, param in enumerate(self.params):
+            for original in handle.params:
                 # Written through the parameter: a write to the shard would leave the version
                 # counters of plain parameters unchanged.
-                sharded = handle.sharded[index]
-                if edited[index]:
+                param, sharded = self.params[original.index], original.sharded
+                if original in edited:
                     sharded.copy_(param)
                 if sharded.requires_grad is not param.requires_grad:
                     sharded.requires_grad_(param.requires_grad)
@@ -367,13 +363,16 @@ class Summoned:
         handle.page_out()
 
     def _write_grads(self) -> None:
-        handle, specs = self._handle, self._handle.params.specs
-        grads = {i: param.grad for i, param in enumerate(self.params) if param.grad is not None}
-        for sharded in handle.sharded:
-            sharded.grad = None
-        for index, grad in grads.items():
-            part = grad if handle.is_whole else specs[index].slice(grad)
+        handle = self._handle
+        grads = [param.grad for param in self.params]  # before: some are the sharded ones
+        for original in handle.params:
+            original.sharded.grad = None
+        for original in handle.params:
+            grad = grads[original.index]
+            if grad is None:
+                continue
+            part = grad if handle.is_whole else original.spec.slice(grad)
             part = part.to(handle.shard.device, copy=True)
             if not handle.is_whole:
-                part = FlatShardTensor(part, specs[index]).with_role(GRADIENT)
-            set_grad(handle.sharded[index], part)
+                part = FlatShardTensor(part, original.spec).with_role(GRADIENT)
+            set_grad(original.sharded, part)

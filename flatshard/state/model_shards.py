@@ -52,7 +52,7 @@ class ModelShards:
 
     def refuse_dtensors(self, caller: str) -> None:
         """Raise NotImplementedError if a parameter was a DTensor."""
-        split = first_of_dtensor(spec for handle in self._handles for spec in handle.params.specs)
+        split = first_of_dtensor(p.spec for handle in self._handles for p in handle.params)
         if split is not None:
             raise NotImplementedError(
                 f"{caller}: parameter {split!r} was a DTensor, and other ranks than those that "

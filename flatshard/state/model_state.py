@@ -25,7 +25,8 @@ from flatshard.engine.write_through import WriteThrough
 from flatshard.memory.free import free_bytes
 from flatshard.options.torch_request import torch_request
 from flatshard.plan.module_tree import unit_text
-from flatshard.state.full_params import gather_full, index_of
+from flatshard.state.full_params import gather_full, original_of
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.tensor.state_shard import state_shard
 
@@ -51,7 +52,7 @@ class UnitStateDict:
         self.unit = unit
         # Torch calls these hooks inside one another: the outermost does the work.
         self._depth = 0
-        places = [place for handle in unit.handles for place in handle.params.places]
+        places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
             # Torch marks the functions that it is given, which a bound method does not allow.
             module.register_state_dict_pre_hook(partial(self._enter))
@@ -74,8 +75,8 @@ class UnitStateDict:
             given = _replace_by_full(handle, state_dict, options, is_saving)
             # Where users ask for copies they are none of the model's memory.
             if not (options.offload_to_cpu or options.rank0_only):
-                for index, full in given.items():
-                    self.writes.watch(self.unit, handle, index, full)
+                for param, full in given.items():
+                    self.writes.watch(self.unit, handle, param, full)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options, is_saving)
 
@@ -110,13 +111,13 @@ class UnitStateDict:
             )
         asked = torch_request()
         if asked is not None:
-            for spec in chain.from_iterable(handle.params.specs for handle in self.unit.handles):
-                asked.check_order(spec.name, spec.order)
+            for param in chain.from_iterable(handle.params for handle in self.unit.handles):
+                asked.check_order(param.name, param.span.order)
         for handle in self.unit.handles:
-            for place, attribute, index in handle.params.places:
+            for place, attribute, param in handle.places:
                 key = prefix + attribute
                 if place is module and key in state_dict:  # torch compares with local shapes
-                    state_dict[key] = handle.params.specs[index].split(state_dict[key])
+                    state_dict[key] = param.spec.split(state_dict[key])
         self._enter(module)
 
     def _after_load(self, *_: Any) -> None:
@@ -137,30 +138,31 @@ class UnitStateDict:
 
 def _replace_by_full(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
-) -> dict[int, Tensor]:
+) -> dict[OriginalParam, Tensor]:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 
-    Returns the copies, by number of the original.
+    Returns the copies.
 
     Collective: all ranks of the shard group, also those that save nothing; of tensor-parallel
     parameters, those of their mesh.
     """
-    indices: dict[str, int] = {}
+    shown: dict[str, OriginalParam] = {}
     for key, value in state_dict.items():
         # With keep_vars=True users want the parameters themselves.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            index = index_of(handle, value)
-            if index is not None:
-                indices[key] = index
-    if not indices:
+            param = original_of(handle, value)
+            if param is not None:
+                shown[key] = param
+    if not shown:
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = gather_full(handle, handle.shard, device, is_kept=is_saving)
-    shown = sorted({*indices.values()}) if is_saving else ()
-    full_of = {index: handle.params.specs[index].unsplit(full[index]) for index in shown}
-    for key, index in indices.items():
+    # In one order on all ranks: a DTensor's part is put together by the ranks of its mesh.
+    wanted = sorted({*shown.values()}, key=lambda param: param.index) if is_saving else ()
+    full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}
+    for key, param in shown.items():
         if is_saving:
-            state_dict[key] = full_of[index]
+            state_dict[key] = full_of[param]
         else:
             del state_dict[key]
     return full_of
@@ -172,8 +174,7 @@ def _keep_sharded(
     """Let each original be what ``torch.distributed.checkpoint`` saves, and loads in place."""
     for key, value in list(state_dict.items()):
         is_shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        index = index_of(handle, value) if is_shown else None
-        if index is None:
+        if not is_shown or original_of(handle, value) is None:
             continue
         # Where one rank holds everything, the shard itself may be what modules hold.
         if isinstance(value, FlatShardTensor):

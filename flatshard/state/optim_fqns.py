@@ -12,6 +12,7 @@ from torch import nn
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 # What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts.
@@ -23,8 +24,8 @@ class OptimParam:
     """A parameter of an optimizer, in terms of the unwrapped model."""
 
     fqn: str
-    index: int = 0  # among the parameters of `handle`
-    handle: FlatParamHandle | None = None  # None: the parameter is not sharded
+    original: OriginalParam | None = None  # None: the parameter is not sharded
+    handle: FlatParamHandle | None = None  # of its flat parameter
 
 
 class OptimParams:
@@ -77,14 +78,14 @@ def _params_of_units(
 ) -> Iterable[tuple[int, OptimParam]]:
     """All that units own, by the id of what the optimizer may hold."""
     for handle in chain.from_iterable(unit.handles for unit in units):
-        for index, param in enumerate(handle.sharded):
+        for param in handle.params:
             # The first place in `model`, which may be a part of the sharded model.
             fqn = next(
                 prefixes[place.module] + place.attribute
-                for place in handle.params.owned[index].locations
+                for place in param.locations
                 if place.module in prefixes
             )
-            yield id(param), OptimParam(fqn, index, handle)
+            yield id(param.sharded), OptimParam(fqn, param, handle)
 
 
 def unwrapped(name: str) -> str:

@@ -51,12 +51,11 @@ class _Entry:
 
     def sharded(self, key: str, device: torch.device | None) -> Tensor:
         """This rank's part, as checkpoints take it."""
-        handle, part = self.param.handle, self.parts[key]
-        assert handle is not None, "only what is sharded has parts"
-        if handle.is_whole:
+        original, part = self.param.original, self.parts[key]
+        assert original is not None, "only what is sharded has parts"
+        if not original.is_sharded:
             return self.state[key].detach().to(device or part.device)
-        spec = handle.params.specs[self.param.index]
-        return state_shard(part.to(device or part.device), spec, f"{key} of")
+        return state_shard(part.to(device or part.device), original.spec, f"{key} of")
 
     def facts(self) -> Iterable[tuple[str, str]]:
         """What must be equal on all ranks."""
@@ -194,13 +193,13 @@ def _check_form(state_dict: Any) -> None:
 
 def _part(param: OptimParam, key: str, value: Any, is_alike: bool) -> Tensor | None:
     """This rank's part of state per element, 1-D; None for what is one per parameter."""
-    handle = param.handle
-    if handle is None or key in ONE_PER_PARAMETER:
+    handle, original = param.handle, param.original
+    if handle is None or original is None or key in ONE_PER_PARAMETER:
         return None
     if isinstance(value, FlatShardTensor):
         return value.local  # of an optimizer that works on sharded parameters
     if isinstance(value, Tensor):
-        spec = handle.params.specs[param.index]
+        spec = original.spec
         if tuple(value.shape) == spec.shape:
             # Full: not stepped on since wrapping or loading; or this rank holds all of it.
             return spec.slice(value)
@@ -229,12 +228,13 @@ def _gather(
     kinds = {(key, part.dtype) for entry in entries for key, part in entry.parts.items()}
     for key, dtype in sorted(kinds, key=str):  # in one order on all ranks
         some = [e for e in entries if key in e.parts and e.parts[key].dtype == dtype]
-        shard = join(handle, ((e.param.index, e.parts[key]) for e in some), dtype)
+        parts = ((e.param.original, e.parts[key]) for e in some)
+        shard = join(handle, ((original, part) for original, part in parts if original), dtype)
         tensors = gather_full(handle, shard, device, is_kept=full is not None)
         if full is not None:
-            for param in (e.param for e in some):
-                spec = handle.params.specs[param.index]
-                full[param.fqn][key] = spec.unsplit(tensors[param.index])
+            for fqn, original in ((e.param.fqn, e.param.original) for e in some):
+                if original is not None:
+                    full[fqn][key] = original.spec.unsplit(tensors[original.index])
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
@@ -294,10 +294,9 @@ def state_to_load(
 
 def _split(param: OptimParam, state: StateDict) -> StateDict:
     """The state of a tensor-parallel parameter's local part; any other as it is."""
-    if param.handle is None:
+    if param.original is None:
         return state
-    spec = param.handle.params.specs[param.index]
-    return {key: spec.split(value) for key, value in state.items()}
+    return {key: param.original.spec.split(value) for key, value in state.items()}
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
@@ -385,9 +384,9 @@ def _loaded(param: OptimParam, state: StateDict, optimizer: torch.optim.Optimize
 
 def _is_per_element(param: OptimParam, key: str, value: Any, elementwise: bool) -> bool:
     """Whether state has one value per element of its parameter; raises for another shape."""
-    if param.handle is None or key in ONE_PER_PARAMETER:
+    if param.original is None or key in ONE_PER_PARAMETER:
         return False
-    shape = param.handle.params.specs[param.index].shape
+    shape = param.original.spec.shape
     if not isinstance(value, Tensor) or (value.dim() == 0 and shape):
         return False
     if tuple(value.shape) == shape:
@@ -395,17 +394,18 @@ def _is_per_element(param: OptimParam, key: str, value: Any, elementwise: bool) 
     if not elementwise:
         return False  # the optimizer's own business, as in an unwrapped model
     raise ValueError(
-        f"state {key!r} of parameter {param.fqn!r} ({unit_text(param.handle.unit_name)}): expected "
-        f"the parameter's shape {shape}, got {tuple(value.shape)}. Was the state saved from "
-        "another model?"
+        f"state {key!r} of parameter {param.fqn!r} ({unit_text(param.original.spec.unit)}): "
+        f"expected the parameter's shape {shape}, got {tuple(value.shape)}. Was the state saved "
+        "from another model?"
     )
 
 
 def _local(param: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
     """This rank's part of full state, as the optimizer has it."""
-    handle = param.handle
+    handle, original = param.handle, param.original
     assert handle is not None, "the parameter is sharded"
-    spec = handle.params.specs[param.index]
+    assert original is not None, "the parameter is sharded"
+    spec = original.spec
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
         return spec.empty(value.new_empty(0, device=handle.shard.device)).copy_(value)

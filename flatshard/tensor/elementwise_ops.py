@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import zip_longest
 from typing import Any
 
@@ -59,11 +60,11 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place and not isinstance(args[0], FlatShardTensor):
         spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     digest = digest_of(func._schema.name, (*args, *kwargs.values()))
-    if like.is_alike and not in_place and spec.in_forward():
+    if like.is_alike and not in_place and spec.owner.is_in_forward:
         # Each rank has a batch of its own, so the ranges of the result would not belong together.
         # And where the unit computes in another dtype, this does, too. A tensor made by
         # ``empty_like`` may be for random numbers, which each rank draws for its own batch.
-        is_cast = spec.full is not None and spec.full.dtype is not like.dtype
+        is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
         if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, like, kwargs.get("memory_format"))
@@ -171,7 +172,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     spec, local = tensor.spec, tensor.local
     if func is aten.bernoulli.default:
         tensor.refuse("bernoulli() with its elements as probabilities")
-    if tensor.is_alike and spec.in_forward():
+    if tensor.is_alike and spec.owner.is_in_forward:
         # The ranks' generators differ there, as each rank draws for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
@@ -197,8 +198,10 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     # none, and autograd, which adds this one's, would raise.
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec).with_role(tensor.role)
-    twin.origin = tensor.origin
-    tensor.spec.aliases[id(twin)] = twin
+    twin.origin = origin = tensor.origin
+    if origin.aliases is None:
+        origin.aliases = weakref.WeakValueDictionary()
+    origin.aliases[id(twin)] = twin
     return twin
 
 

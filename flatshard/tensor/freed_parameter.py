@@ -53,7 +53,7 @@ class FreedParameter(nn.Parameter):
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
         # If backward needs a value after all, the unit is unsharded for it.
-        if spec is not None and spec.bring_back():
+        if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         # The accessor of a property: its own name says only that it gets or sets.

@@ -94,7 +94,7 @@ def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
     """
     if isinstance(gradient, FlatShardTensor):
         return gradient
-    spec.on_outside_grad()
+    spec.owner.start_backward()
     part = gradient.contiguous().clone()
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"backward of the full tensor of {spec.name!r}")

@@ -27,5 +27,5 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
     """Raise NeedsFullTensor in a forward: an attempt on the shard would save tensors, and fail."""
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
-    if not changes and spec.in_forward():
+    if not changes and spec.owner.is_in_forward:
         spec.refuse(name)

@@ -245,7 +245,7 @@ class _Reduction(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
         spec: ShardSpec = ctx.spec
-        spec.on_outside_grad()
+        spec.owner.start_backward()
         # The loss may be scaled differently on each rank, and data parallelism wants the average.
         # A clone: the reduction is in place, and autograd may hand the tensor to others too.
         op_name = f"backward of a {'sum' if ctx.order is None else 'norm'} of {spec.name!r}"

@@ -5,27 +5,41 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.memory.disk import DiskMemory
-from flatshard.plan.layout import strides_of
+from flatshard.plan.layout import LocalSpan, ParamSpan
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 from flatshard.tensor.tensor_parallel import TensorParallel
 
 
-def _no() -> bool:
-    return False
+class ParamOwner:
+    """The run of a model, as far as operations on its parameters outside of their units need it.
+
+    This one does nothing. It stands for the run of a copy, and of a model that is gone.
+    """
+
+    is_in_forward = False  # whether a forward of the model is under way
+
+    def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``func`` with full tensors for sharded ones, or return NotImplemented."""
+        return NotImplemented
+
+    def start_backward(self) -> None:
+        """Autograd adds to a gradient, in a moment, what came of a use outside of forward."""
+
+    def bring_back(self, spec: ShardSpec) -> bool:
+        """A full parameter is read that has no memory; returns whether it has memory again."""
+        return False
 
 
-def _not_implemented(*_: Any) -> Any:
-    return NotImplemented
+_NOBODY = ParamOwner()
 
 
 class NeedsFullTensor(RuntimeError):
@@ -38,45 +52,35 @@ class NeedsFullTensor(RuntimeError):
 
 @dataclass(eq=False)
 class ShardSpec:
-    """Describes the range that a ``FlatShardTensor`` holds; shared with the gradients."""
+    """Where a parameter lies, and this rank's range of it; its gradients share the object."""
 
     name: str  # the parameter's, in the unwrapped model
     unit: str
-    shape: tuple[int, ...]
+    span: ParamSpan  # its elements in the flat parameter, the same on all ranks
+    local: LocalSpan  # which of them are in this rank's chunk
     _: KW_ONLY
-    # Of the elements in memory order, this rank holds [offset, offset + numel), and they are
-    # [start, start + numel) of its shard of the flat parameter.
-    offset: int
-    numel: int
-    start: int = 0
     comm: Communicator  # the ranks that hold the rest
     replicas: Communicator = ALONE  # the ranks that hold the same
     tensor_parallel: TensorParallel | None = None  # of a part of what a DTensor held
-    order: tuple[int, ...] = ()  # dimensions as they lie in memory, outermost first
-    # Before autograd adds to the parameter's gradient what came of its use outside of forward.
-    on_outside_grad: Callable[[], object] = _no
-    # When ``full`` is read while it has no memory; returns whether it has memory again.
-    bring_back: Callable[[], bool] = _no
-    # Runs an operation that needs the full tensor, with that; or returns NotImplemented.
-    run_full: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = _not_implemented
-    in_forward: Callable[[], bool] = _no  # whether a forward of the model is under way
     state_disk: DiskMemory | None = None  # where optimizers keep state of this shape
-    full: nn.Parameter | None = None  # computes while the unit is unsharded; has the tensor hooks
-    # Run with the sharded parameter once its gradient is published.
-    post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = field(
-        default_factory=OrderedDict
-    )
-    # By id, ``FlatShardTensor``s over the same memory that users may hold.
-    aliases: weakref.WeakValueDictionary[int, Any] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    # Weak references: gradients and optimizer state may outlive the model, and must not keep it.
+    _owner: Callable[[], ParamOwner | None] = lambda: None
+    _original: Callable[[], Any] = lambda: None
+    # Read in each operation on a sharded tensor: attributes, not properties.
+    shape: tuple[int, ...] = field(init=False)
     strides: tuple[int, ...] = field(init=False)
+    order: tuple[int, ...] = field(init=False)  # dimensions as they lie in memory, outermost first
+    # Of the elements in memory order, this rank holds [offset, offset + numel), and they are
+    # [start, start + numel) of its chunk.
+    offset: int = field(init=False)
+    numel: int = field(init=False)
+    start: int = field(init=False)
     name_crc: int = field(init=False)  # a number for the name, the same on all ranks
 
     def __post_init__(self) -> None:
-        self.shape = tuple(self.shape)
-        self.order = tuple(self.order or range(len(self.shape)))
-        self.strides = strides_of(self.shape, self.order)
+        span, local = self.span, self.local
+        self.shape, self.strides, self.order = span.shape, span.strides, span.order
+        self.offset, self.numel, self.start = local.offset, local.numel, local.start
         self.name_crc = zlib.crc32(self.name.encode())
 
     @property
@@ -97,6 +101,24 @@ class ShardSpec:
                 ) from None
         # A view if the tensor lies in the parameter's memory order; a copy otherwise.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
+
+    @property
+    def owner(self) -> ParamOwner:
+        """The run of the model that trains the parameter."""
+        return self._owner() or _NOBODY
+
+    @owner.setter
+    def owner(self, owner: ParamOwner) -> None:
+        self._owner = weakref.ref(owner)
+
+    @property
+    def original(self) -> Any:
+        """The ``OriginalParam``; None for a copy, and when the model is gone."""
+        return self._original()
+
+    @original.setter
+    def original(self, original: Any) -> None:
+        self._original = weakref.ref(original)
 
     @property
     def comms(self) -> tuple[Communicator, ...]:
@@ -130,17 +152,7 @@ class ShardSpec:
 
     def detached(self) -> ShardSpec:
         """The same for a copy, which takes part in no forward until a copied unit owns it."""
-        return replace(
-            self,
-            # Callbacks and hooks reach the original's unit, which knows nothing of the copy.
-            full=None,
-            on_outside_grad=_no,
-            bring_back=_no,
-            run_full=_not_implemented,
-            in_forward=_no,
-            post_accumulate_hooks=OrderedDict(),
-            aliases=weakref.WeakValueDictionary(),
-        )
+        return replace(self, _owner=lambda: None, _original=lambda: None)
 
     def __deepcopy__(self, _: object) -> ShardSpec:
         return self.detached()

@@ -9,6 +9,7 @@ backward none of this is in the way: modules hold plain parameters there.
 from __future__ import annotations
 
 import importlib
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Origin:
 
     digest: int | None = None
     is_parameter: bool = False
+    # By id, tensors over the same memory that users may hold.
+    aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     def write(self, digest: int | None) -> None:
         """Take over the digest of an operation in place."""
@@ -201,7 +204,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             # In an unwrapped model `kept = p.data; p.data = other` puts the old values away. Here
             # the new value is copied in, and what was kept needs memory of its own before.
             storage = self.local.untyped_storage()._cdata
-            for alias in list(self.spec.aliases.values()):
+            for alias in list((self.origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
@@ -249,13 +252,15 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         """Call ``hook`` with this parameter once its reduced gradient is in ``.grad``."""
         if self._full() is None:
             return super().register_post_accumulate_grad_hook(hook)
-        handle = torch_hooks.RemovableHandle(self.spec.post_accumulate_hooks)
-        self.spec.post_accumulate_hooks[handle.id] = hook
+        hooks = self.spec.original.post_accumulate_hooks
+        handle = torch_hooks.RemovableHandle(hooks)
+        hooks[handle.id] = hook
         return handle
 
     def _full(self) -> nn.Parameter | None:
         # A gradient shares the parameter's spec, but hooks of its own are its own.
-        return self.spec.full if getattr(self, "_is_param", False) else None
+        original = self.spec.original if getattr(self, "_is_param", False) else None
+        return None if original is None else original.full
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         spec = self.spec
@@ -284,7 +289,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
             refused = error.with_traceback(None)  # which would hold this frame, and that holds it
-        result = refused.spec.run_full(func, args, kwargs)
+        result = refused.spec.owner.run_full(func, args, kwargs)
         if result is NotImplemented:
             raise refused
         return result

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, collectives
+from flatshard.comm.communicator import Communicator
 from flatshard.comm.ranks import communicator
+from flatshard.plan.layout import LocalSpan, ParamSpan
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
@@ -106,6 +108,12 @@ class Pair:
         actual = self.wrapped.state_dict()
         for name, value in expected.items():
             _assert_close(actual[name], value)
+
+
+def _spec(name: str, whole: Tensor, start: int, numel: int, comm: Communicator) -> ShardSpec:
+    """Of a parameter like ``whole``, 1-D, of which this rank has the range from ``start`` on."""
+    span = ParamSpan(name, tuple(whole.shape), 0, whole.numel(), (0,))
+    return ShardSpec(name, "unit", span, LocalSpan(0, numel, start), comm=comm)
 
 
 def _assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -234,7 +242,7 @@ def _groups_mixed(rank: int, world_size: int) -> None:
         whole = torch.arange(1.0, 9.0).to((torch.float32, torch.float64)[position // 3])
         numel = 8 // comm.size
         start = numel * comm.rank
-        spec = ShardSpec("p", "unit", whole.shape, offset=start, numel=numel, comm=comm)
+        spec = _spec("p", whole, start, numel, comm)
         wholes.append(whole)
         parts.append(FlatShardTensor(whole[start : start + numel].clone(), spec))
     with collectives.record() as events:
@@ -351,9 +359,7 @@ def _uneven_parts(rank: int, world_size: int) -> None:
                 whole[_draw(whole.numel(), generator)] = special
             cuts = sorted(_draw(whole.numel() + 1, generator) for _ in range(world_size - 1))
             start, end = ([0, *cuts][rank], [*cuts, whole.numel()][rank])
-            spec = ShardSpec(
-                f"p{position}", "unit", whole.shape, offset=start, numel=end - start, comm=comm
-            )
+            spec = _spec(f"p{position}", whole, start, end - start, comm)
             wholes.append(whole)
             parts.append(FlatShardTensor(whole[start:end].clone(), spec))
         for order in ORDERS:

@@ -61,8 +61,7 @@ def test_resharding(saving: int, loading: int) -> None:
 
 def _part(layout: FlatLayout, index: int, rank: int, value: Tensor) -> FlatShardTensor:
     span, local = layout.spans[index], layout.local_span(index, rank)
-    place: Any = {"offset": local.offset, "numel": local.numel, "order": span.order}
-    spec = ShardSpec(span.name, "", span.shape, comm=ALONE, **place)
+    spec = ShardSpec(span.name, "", span, local, comm=ALONE)
     return FlatShardTensor(spec.slice(value).clone(), spec)
 
 

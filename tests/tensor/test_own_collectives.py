@@ -19,6 +19,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 
 from flatshard import ShardedWrapper
 from flatshard.comm.communicator import ALONE
+from flatshard.plan.layout import LocalSpan, ParamSpan
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
 from flatshard.wrap import ModuleWrapPolicy
@@ -383,7 +384,8 @@ def _hybrid(rank: int, world_size: int) -> None:
 
 def _shard() -> FlatShardTensor:
     """A range in the middle of a parameter of two by three."""
-    spec = ShardSpec("w", "unit", (2, 3), offset=1, numel=3, comm=ALONE)
+    span = ParamSpan("w", (2, 3), 0, 6, (0, 1))
+    spec = ShardSpec("w", "unit", span, LocalSpan(0, 3, 1), comm=ALONE)
     return FlatShardTensor.parameter(torch.tensor([0.2, 0.4, 0.6]), spec, False)
 
 

@@ -1,0 +1,54 @@
+"""`model.flat_parameters()`: what lies where in the flat parameters of a model."""
+
+import torch
+from torch import nn
+
+from flatshard import FlatParameter, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import run_ranks
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
+
+
+def _flat_parameters(rank: int, world_size: int) -> list[tuple[torch.Tensor, str]]:
+    plain = _model()
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = ShardedWrapper(_model(), auto_wrap_policy=policy, coalesce_bytes=0)
+    found = model.flat_parameters()
+    for flat in found:
+        assert isinstance(flat, FlatParameter)
+        assert isinstance(flat, nn.Parameter)
+        assert flat.shape == (flat.flat_layout.shard_numel,)
+        assert flat.rank == rank
+        for param in flat.params:
+            expected = plain.get_parameter(param.name).detach().reshape(-1)
+            start, end = param.local.offset, param.local.offset + param.local.numel
+            assert torch.equal(flat[param.local.start : param.local.end], expected[start:end])
+    return [(flat.detach().clone(), repr(flat)) for flat in found]
+
+
+def test_chunks_are_the_padded_parameter() -> None:
+    per_rank = run_ranks(_flat_parameters, 2)
+    plain = _model()
+    flat = torch.cat([chunks[0][0] for chunks in per_rank])
+    weight, bias = plain[0].weight.detach(), plain[0].bias.detach()
+    assert torch.equal(flat[:15], weight.reshape(-1))
+    # Each parameter, and each chunk, starts at a multiple of 16 bytes.
+    assert not flat[15]
+    assert torch.equal(flat[16:21], bias)
+    assert not flat[21:].any()
+
+
+def test_print_says_what_lies_where() -> None:
+    (_, said), *_ = run_ranks(_flat_parameters, 2)[1]
+    assert said.splitlines() == [
+        "FlatParameter of unit '0': torch.float32 on cpu, 20 elements + 4 padding, 2 chunks of 12",
+        "  chunk 0: elements 0 to 12",
+        "    0 to 12: '0.weight' (5, 3), its elements 0 to 12",
+        "  chunk 1: elements 12 to 24, on this rank",
+        "    0 to 3: '0.weight' (5, 3), its elements 12 to 15",
+        "    4 to 9: '0.bias' (5,)",
+    ]
