@@ -45,7 +45,7 @@ from training_job import positive_number
 from verdicts import Cell, Notes
 
 from flatshard import ShardedWrapper, checkpoint
-from flatshard.comm.deadlock import detector
+from flatshard.extras.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
 
 SECONDS = 10.0

@@ -79,7 +79,7 @@ SLOW = [
     "state/test_state_dict.py",
     "engine/test_training.py",
     "tutorials/test_elastic.py",
-    "comm/test_watchdog.py",
+    "extras/deadlock/test_watchdog.py",
     "tutorials/test_conformance.py",
     "comm/test_rank_failure.py",
     "engine/test_touch.py",

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
 from flatshard.comm.process_groups import Tags, backend_for, control_of, new_group, ranks_text
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport
+from flatshard.comm.watch import History, WaitCondition
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
@@ -89,14 +89,14 @@ class Communicator(Tags):
             # which nobody announced share a group with nothing else.
             control = new_group(group) if is_gloo and not is_apart else gather_group
             control_group, self.control_device = control_of(control)
-        counter = CollectiveCounter(reduce_group.group_name, self.ranks, self.global_rank)
-        self.host = HostExchange(control_group, self.control_device, counter)
+        history = History(reduce_group.group_name, self.ranks, self.global_rank)
+        self.host = HostExchange(control_group, self.control_device, history)
         self.members = Members(
             self.rank,
             self.ranks,
             gather_group,
             reduce_group,
-            counter,
+            history,
             self.options,
             is_gloo,
             self.host.meet,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import pickle
 import re
-import threading
 from collections.abc import Iterable
 from functools import partial
 from hashlib import blake2b
@@ -28,12 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.deadlock import program
-from flatshard.comm.deadlock.detector import CollectiveCounter
-from flatshard.comm.deadlock.history import describe_difference
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.comm.process_groups import abort, backend_for
 from flatshard.comm.transports.native import all_gather_single
+from flatshard.comm.watch import History, describe_difference, watch
 from flatshard.comm.work import CollectiveError, named
 
 FRAME_BYTES = 1024
@@ -80,18 +77,18 @@ class HostExchange:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        counter: CollectiveCounter | None = None,
+        history: History | None = None,
     ) -> None:
         """Exchange over ``group``, which nothing else may use for collectives.
 
         Args:
             group: the ranks.
             device: where the group's backend can send from; host memory if it can.
-            counter: counts this rank's collectives for deadlock detection; None: a new counter.
+            history: of this rank's collectives; None: a new one.
         """
         self.group, self._device = group, device
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
-        self._counter = counter or CollectiveCounter(group.group_name, self._ranks, self._rank)
+        self._history = history or History(group.group_name, self._ranks, self._rank)
         # The host waits in these collectives. Another thread can end the wait only on gloo.
         self._abort = partial(abort, group) if backend_for(group, "cpu") == "gloo" else None
 
@@ -170,7 +167,7 @@ class HostExchange:
 
     def _refuse(self, name: str) -> NoReturn:
         """Raise on all ranks, with each rank's exchange and line of the program."""
-        line = program.line_of(threading.get_ident())
+        line = watch().program_line()
         place = f"{name}, at {line}" if line else name
         row = place.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         rows = self._all_gather_bytes(row, "comparing the names of different collectives")
@@ -201,7 +198,7 @@ class HostExchange:
 
     def _waiting(self, op_name: str) -> named:
         words = f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
-        return named(words, self._counter.begin(self.group.group_name, "", self._abort))
+        return named(words, self._history.begin(self.group.group_name, "", self._abort))
 
 
 def _to_bytes(wire: Tensor) -> bytes:

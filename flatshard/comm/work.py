@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.deadlock.detector import WaitCondition, explain
-from flatshard.comm.deadlock.watchdog import watched
+from flatshard.comm.watch import WaitCondition, watch, watched
 
 
 class CollectiveError(RuntimeError):
@@ -27,16 +26,14 @@ class named(watched):
 
     __slots__ = ()
 
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
-        error = raised[1]
+    def failed(self, error: BaseException) -> None:
         # An OutOfMemoryError keeps its class for callers, and concerns no other rank. The error of
         # a collective inside the block names that collective already.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return
         # Of a rank that found a deadlock and left, the backend sees a closed connection only.
-        failed, reason = f"{self.wait.describe()} failed", explain(self.wait)
+        failed, reason = f"{self.describe()} failed", watch().explain(self)
         if reason is not None:
             raise CollectiveError(f"{failed}: {reason}") from error
         remedy = (

@@ -13,8 +13,8 @@ from itertools import chain, compress, islice
 from zlib import crc32
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.deadlock.history import REMEDY, Begun, first_difference
 from flatshard.comm.host_exchange import differ, with_complements
+from flatshard.comm.watch import REMEDY, Begun, first_difference
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
@@ -163,9 +163,8 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
     """Raise if ranks all-gathered different units. Collective then."""
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return
-    mine = {
-        one.members.counter.name: one.members.history.recent() for one in gathering_groups(state)
-    }
+    histories = [group.members.history for group in gathering_groups(state)]
+    mine = {history.name: history.recent() for history in histories}
     of_group: dict[str, dict[int, list[Begun]]] = {}
     said = state.world.gather_objects(mine, op_name="what was all-gathered")
     for rank, groups in zip(state.world.ranks, said, strict=True):

@@ -72,14 +72,14 @@ def joining(
 @contextlib.contextmanager
 def _unannounced(context: RunContext) -> Iterator[None]:
     """Inside, no rank waits for others before it begins an all-gather; on all ranks."""
-    counters = [group.members.counter for group in gathering_groups(context)]
-    for counter in counters:
-        counter.announces = False
+    histories = [group.members.history for group in gathering_groups(context)]
+    for history in histories:
+        history.announces = False
     try:
         yield
     finally:
-        for counter in counters:
-            counter.announces = True
+        for history in histories:
+            history.announces = True
 
 
 def _check(root: Sharding) -> None:

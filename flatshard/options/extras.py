@@ -12,6 +12,7 @@ from typing import Any
 FOLDER = "flatshard.extras"
 # Name of the folder: what the extra gives, in words for the error of somebody who lacks the folder.
 EXTRAS = {
+    "deadlock": "finds ranks that wait for one another for ever",
     "plan": "predicts the memory of a model",
 }
 

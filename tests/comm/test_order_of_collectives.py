@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper
-from flatshard.comm.deadlock import detector, watchdog
-from flatshard.comm.deadlock.history import History, first_difference
 from flatshard.comm.transports import Members
+from flatshard.comm.watch import History, first_difference
+from flatshard.extras.deadlock import detector, watchdog
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -222,10 +222,10 @@ def test_what_was_in_the_hook_is_called() -> None:
 
 
 def test_first_difference() -> None:
-    one, two = History(), History()
+    one, two = (History(name, (0, 1), 0) for name in ("one", "two"))
     for number in range(1, 101):
-        one.add(number, "a")
-        two.add(number, "b" if number == 70 else "a")
+        one.begin("gather", "a")
+        two.begin("gather", "b" if number == 70 else "a")
     assert one.digest != two.digest
     known = first_difference({0: one.recent(), 1: two.recent(), 2: one.recent()})
     assert known == "the first difference: rank 0, 2 began [a]; rank 1 began [b]"

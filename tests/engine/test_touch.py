@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import CollectiveError, ShardedWrapper
 from flatshard.collectives import record
-from flatshard.comm.deadlock import detector
+from flatshard.extras.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot

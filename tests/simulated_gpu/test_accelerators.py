@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
@@ -17,8 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
-from flatshard.comm.deadlock import watchdog
-from flatshard.comm.deadlock.watchdog import watched
 from flatshard.comm.exchange import transfer
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
@@ -167,26 +164,6 @@ def _as_late_as_can_be(rank: int, world_size: int) -> None:
                     shards.append([handle.shard.clone() for handle in _handles(model)])
                 assert all(map(torch.equal, *shards)), f"{strategy} {mode}"
     dist.destroy_process_group()
-
-
-def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
-    """An accelerator's backward has a thread of its own: nobody looked for deadlocks there."""
-
-    def hook(_: Tensor) -> None:
-        with watched(lambda: "something"):
-            pass
-
-    def backward() -> None:
-        leaf = torch.ones(1, requires_grad=True)
-        out = leaf * 2
-        out.register_hook(hook)
-        out.sum().backward()
-
-    before = set(watchdog._watchdog._users)
-    thread = threading.Thread(target=backward)
-    thread.start()
-    thread.join()
-    assert watchdog._watchdog._users == before
 
 
 def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:

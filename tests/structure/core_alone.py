@@ -27,7 +27,9 @@ def _memory_plan(_: ShardedWrapper) -> None:
 
 
 # What asks for an extra, by its name.
-REQUESTS: dict[str, Callable[[ShardedWrapper], object]] = {
+# None: nothing asks for the extra, which is used wherever it is installed.
+REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
+    "deadlock": None,
     "plan": _memory_plan,
 }
 
@@ -59,14 +61,15 @@ def _rank(rank: int, store: str, extra: str | None = None) -> None:
         assert all(torch.equal(p, expected.state[n]) for n, p in model.named_parameters())
     model(case.batch(0, ROWS, torch.float64)[0]).sum().backward()
     model.clip_grad_norm_(1.0)
-    if extra is not None:
-        _ask(extra, model, rank)
+    request = REQUESTS[extra] if extra else None
+    if request is not None:
+        _ask(request, model, rank)
     dist.destroy_process_group()
 
 
-def _ask(extra: str, model: Any, rank: int) -> None:
+def _ask(request: Callable[[Any], object], model: Any, rank: int) -> None:
     try:
-        REQUESTS[extra](model)
+        request(model)
     except ImportError as error:
         if rank == 0:
             print(f"{type(error).__name__}: {error}")

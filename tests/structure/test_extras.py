@@ -47,9 +47,10 @@ def _python(folder: Path, *arguments: str) -> str:
 def test_core_without_one(extra: str, tmp_path: Path) -> None:
     folder = _without(tmp_path, [extra])
     said = _python(folder, "-m", "tests.structure.core_alone", extra).splitlines()
-    assert len(said) == 1, said
-    assert said[0].startswith("MissingExtraError: ")
-    assert f"needs the extra {extra!r}, which {EXTRAS[extra]}" in said[0]
+    assert len(said) == (REQUESTS[extra] is not None), said
+    for line in said:
+        assert line.startswith("MissingExtraError: ")
+        assert f"needs the extra {extra!r}, which {EXTRAS[extra]}" in line
     if THOROUGH:
         _python(folder, "-m", "pytest", "-q", "-x", "tests/parity")
 
@@ -59,4 +60,4 @@ def test_core_without_any(tmp_path: Path) -> None:
     folder = _without(tmp_path, list(EXTRAS))
     _python(folder, "-m", "pytest", "-q", "-x", "tests/parity/test_parity.py")
     demo = ["scripts/train_mnist.py", "--world-size", "2", "--data", "digits"]
-    assert "accuracy" in _python(folder, *demo, "--max-steps", "3")
+    assert "Accuracy" in _python(folder, *demo, "--max-steps", "3")

@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.deadlock import watchdog
-from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
-from flatshard.comm.deadlock.history import History
 from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort, is_fake
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
+from flatshard.comm.watch import History, WaitCondition
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
 from flatshard.memory.page_pool import allocate
@@ -32,21 +30,13 @@ class Members:
     ranks: tuple[int, ...]  # the members by their ranks in the default group
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # the same ranks; reductions have an order of their own
-    counter: CollectiveCounter  # of what this rank began, for deadlock detection
+    history: History  # what this rank has begun
     options: TransportOptions
     is_gloo: bool  # the backend for tensors in host memory
     # Waits until all ranks are at an operation of this name. Collective.
     meet: Callable[[str], None]
     # Every rank's picklable value. Collective.
     gather_objects: Callable[[Any], list[Any]]
-
-    def __post_init__(self) -> None:
-        watchdog.tell_of_end()  # from now on others wait for this rank
-
-    @property
-    def history(self) -> History:
-        """All-gathers that match the others' by order: alike on all ranks at the same place."""
-        return self.counter.histories[self.gather_group.group_name]
 
     @property
     def size(self) -> int:
@@ -63,28 +53,24 @@ class Members:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def begin(
-        self,
-        group: dist.ProcessGroup,
-        kind: Hashable = None,
-        *,
-        what: str = "",
-        on_host: bool | None = None,
+        self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition | None:
         """Count a collective that this rank begins now; returns what ends the host's wait for it.
 
         ``kind``: what it matches on other ranks; None: their next one on the group, ``what``, alike
-        on all. ``on_host``: whether the host waits for it; None: as the group's backend does.
+        on all.
         """
-        on_host = self.is_gloo if on_host is None else on_host
         kind = group.group_name if kind is None else kind
-        need = self.counter.begin(kind, what, partial(abort, group) if on_host else None)
-        return need if on_host else None
+        if self.is_gloo:
+            return self.history.begin(kind, what, partial(abort, group))
+        self.history.begin(kind, what)
+        return None  # a stream waits, and not the host
 
     def announce(self, what: str) -> None:
         """Raise CollectiveError, on all ranks, where they are about to begin different things."""
         # gloo ends the process, with SIGABRT, where it receives more than was expected. A rank that
         # leaves the usual order waits here, the others in the usual: deadlock detection ends both.
-        is_safe = not self.is_gloo or not self.counter.announces or self.history.is_usual(what)
+        is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
         if what and not is_safe:
             self.meet(what)
             self.history.learn(what)

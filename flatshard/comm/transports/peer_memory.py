@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flatshard.comm.deadlock import watchdog
 from flatshard.memory import mapped_files
 
 TAGS = 1 << 16  # so many does a mailbox have
@@ -140,6 +139,7 @@ class Awaited:
     # What the record says, once it is there.
     address = 0
     file = -1
+    _is_given_up = False
 
     def __init__(
         self, process: PeerProcess, first: int, number: int, *, or_gone: bool = False
@@ -170,6 +170,8 @@ class Awaited:
             looks += 1
             if looks > _QUICK_LOOKS:
                 now = time.monotonic()
+                if self._is_given_up:
+                    raise RuntimeError(f"nothing will come from {process.name}")
                 if now - began > timeout:
                     process.given_up = now
                     raise RuntimeError(
@@ -191,8 +193,10 @@ class Awaited:
             self._is_over = True
             if not (self._or_gone and isinstance(error, _ProcessGone)):
                 self._error = error
-        else:
-            watchdog.check()
+
+    def give_up(self) -> None:
+        """Make ``wait``, in another thread, raise ``RuntimeError``, as nothing will come."""
+        self._is_given_up = True
 
 
 def meet(

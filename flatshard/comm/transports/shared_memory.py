@@ -19,21 +19,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from flatshard.comm.deadlock.detector import CollectiveCounter
-from flatshard.comm.deadlock.watchdog import watched
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
 from flatshard.comm.process_groups import timeout_of
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import peer_memory
 from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.transports.peer_memory import Awaited, Mailbox, PeerProcess
+from flatshard.comm.watch import History, WaitCondition, watched
 from flatshard.comm.work import AsyncWork
 from flatshard.memory import mapped_files
 from flatshard.memory.buffers import BufferMemory, own_pages
@@ -177,23 +176,28 @@ class SharedMemoryTransport(Transport):
         Collective: all ranks of the group. Waits until they took what was published under the tag
         before. The file is closed when they have mapped it.
         """
-        counter = self.members.counter
         # A mailbox has one record per tag: overwritten too early, a slow rank would never see it.
         before = self._published.get(tag)
         if before is not None and not all(taken.is_completed() for taken in before.taken):
-            need = counter.needs(("take", tag), before.number)
-            with watched(lambda: f"{op_name}, not taken the last time", need):
+            with watched(lambda: f"{op_name}, not taken the last time", before.sends_need):
                 for taken in before.taken:
                     taken.wait()
-        number = 1 if before is None else before.number + 1
-        records = {peer: process.offered(tag, number) for peer, process in self._peers.items()}
-        awaited = [process.taken(tag, number) for process in self._peers.values()]
-        publication = Publication(self._mailbox, counter, tag, number, file, records, awaited)
+        history = self.members.history
+        records: dict[int, Awaited] = {}
+        awaited: list[Awaited] = []
+        # Counted before it is visible, or the detector could report it as missing.
+        need = history.begin(("offer", tag), abort=lambda: _give_up(records.values()))
+        number = need.number
+        sends_need = history.needs(("take", tag), number, abort=lambda: _give_up(awaited))
+        for peer, process in self._peers.items():
+            records[peer] = process.offered(tag, number)
+            awaited.append(process.taken(tag, number))
+        publication = Publication(
+            self._mailbox, history, tag, number, file, records, awaited, need, sends_need
+        )
         self._published[tag] = publication
         if file >= 0:
             self._open_files.append(publication)
-        # Counted before it is visible, or the detector could report it as missing.
-        counter.reach(("offer", tag), number)
         self._mailbox.offer(tag, number, address, file)
         return publication
 
@@ -201,7 +205,6 @@ class SharedMemoryTransport(Transport):
         self, publication: Publication, op_name: str, then: Callable[[], None], *kept: object
     ) -> AsyncWork:
         """A publication as a collective under way, of which ``then`` makes the result."""
-        counter, tag, number = publication.counter, publication.tag, publication.number
         return AsyncWork(
             list(publication.records.values()),
             op_name,
@@ -209,8 +212,8 @@ class SharedMemoryTransport(Transport):
             peers=[self.members.ranks[peer] for peer in publication.records],
             then=then,
             sends=publication.taken,
-            need=counter.needs(("offer", tag), number),
-            sends_need=counter.needs(("take", tag), number),
+            need=publication.need,
+            sends_need=publication.sends_need,
         )
 
 
@@ -219,17 +222,24 @@ class Publication:
     """What this rank lets the others read, and what it reads of theirs."""
 
     mailbox: Mailbox  # this rank's
-    counter: CollectiveCounter
+    history: History
     tag: int
     number: int  # ordinal of this publication under its tag
     file: int
     records: dict[int, Awaited]  # those of the other ranks, by rank
     taken: list[Awaited]  # that each of them has read what this one published
+    need: WaitCondition  # what ends a wait for `records`
+    sends_need: WaitCondition  # what ends a wait for `taken`
 
     def take(self) -> None:
         """Say that this rank has read the others' parts."""
-        self.counter.reach(("take", self.tag), self.number)
+        self.history.reach(("take", self.tag), self.number)
         self.mailbox.take(self.tag, self.number)
+
+
+def _give_up(awaited: Iterable[Awaited]) -> None:
+    for one in awaited:
+        one.give_up()
 
 
 def _table(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

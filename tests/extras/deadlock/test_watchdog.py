@@ -1,5 +1,6 @@
 """A rank that waits long says for whom, before anything times out."""
 
+import _thread
 import functools
 import logging
 import multiprocessing
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from flatshard import CollectiveError
-from flatshard.comm.deadlock import detector, watchdog
+from flatshard.comm.watch import WaitCondition, watched
+from flatshard.extras.deadlock import detector, watchdog
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 
@@ -290,7 +292,7 @@ def _own_work(rank: int, world_size: int) -> None:
         with pytest.raises(CollectiveError):
             model.state_dict()
     (line,) = lines.lines
-    assert "tests/comm/test_watchdog.py:" in line, line
+    assert "tests/extras/deadlock/test_watchdog.py:" in line, line
     assert "model.state_dict(). No wait is known of rank 1, 2, which computes" in line, line
 
 
@@ -367,38 +369,58 @@ def _second_thread(rank: int, world_size: int) -> None:
 
 def test_overlapping_waits_of_two_threads() -> None:
     """A wait that was over was logged, since the other thread's had begun before its end."""
-    watched, lines = watchdog.watched, _Lines()
+    lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
     dog = watchdog.Watchdog()
-    one, two = (watched(lambda name=name: name) for name in ("one", "two"))
-    with (
-        mock.patch.object(watchdog, "_watchdog", dog),
-        mock.patch.object(watchdog, "PATIENCE_SECONDS", 0.0),
-        mock.patch.object(watchdog.Watchdog, "_start"),
-    ):
-        first = threading.Thread(target=one.__enter__)
+    begun, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with watched("one"):
+            begun.set()
+            over.wait()
+
+    with mock.patch.object(watchdog, "PATIENCE_SECONDS", 0.0):
+        first = threading.Thread(target=wait)
         first.start()
-        first.join()
-        with two:
-            one.__exit__()
-            assert dog.current() is two.wait
+        begun.wait()
+        with watched("two"):
+            over.set()
+            first.join()
         dog.look()
         assert not lines.lines
-        with two:
+        with watched("two"):
             dog.look()
             dog.look()
     logging.getLogger("flatshard").removeHandler(lines)
     (line,) = lines.lines
-    assert line.startswith("waiting for 0 seconds: two, at tests/comm/test_watchdog.py:")
+    assert line.startswith("waiting for 0 seconds: two, at tests/extras/deadlock/test_watchdog.py:")
+
+
+def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
+    """An accelerator's backward has a thread of its own: nobody looked for deadlocks there."""
+    begun, over, dog = threading.Event(), threading.Event(), watchdog.Watchdog()
+
+    def backward() -> None:
+        threading.current_thread()  # as logging asks for
+        with watched("a gradient"):
+            begun.set()
+            over.wait()
+
+    thread = _thread.start_new_thread(backward, ())  # unknown to `threading`, as autograd's is
+    begun.wait()
+    dog.look()
+    over.set()
+    assert thread not in dog._users
+    assert any(wait.describe() == "a gradient" for wait in dog._waits)
 
 
 def test_reports_are_not_pickled() -> None:
     """Whoever reached the store could run code on every rank."""
-    need = detector.WaitCondition("group", ("gather", 4), 7, (1, 2), abort=print)
+    need = WaitCondition("group", ("gather", 4), 7, (1, 2), abort=print)
     report = detector._Report(3, 1, "text", need, {"group": {"('gather', 4)": (6, [])}})
     heard = detector._Report.from_json(report.to_json().encode())
-    assert heard.need == detector.WaitCondition("group", "('gather', 4)", 7, [1, 2])
-    assert need.missing(heard.begun) == heard.need.missing(heard.begun) == 1
+    assert heard.need == WaitCondition("group", "('gather', 4)", 7, [1, 2])
+    assert detector._missing(need, heard.begun) == detector._missing(heard.need, heard.begun) == 1
     with pytest.raises(ValueError, match=r"decode|Expecting"):
         detector._Report.from_json(pickle.dumps(report.text))
 
@@ -434,7 +456,7 @@ def _looks(num_ranks: int, odd: int) -> int:
     for rank in range(num_ranks):
         group, kind = ("7", "gather") if rank == odd else ("0", detector.PROGRAM)
         others = tuple(other for other in range(num_ranks) if other != rank)
-        need = detector.WaitCondition(group, kind, 3, others)
+        need = WaitCondition(group, kind, 3, others)
         text = f"the {kind} over {everybody}"
         waits.append(detector.BlockedWait(functools.partial(str, text), need))
     for rank in [*range(num_ranks)] * 6:
@@ -464,7 +486,8 @@ def test_one_of_many_ranks_is_found_with_traffic_that_does_not_grow() -> None:
 
 LOOKS_AT_THE_END = """
 import threading, time
-from flatshard.comm.deadlock import detector, watchdog
+from flatshard.comm.watch import History, watched
+from flatshard.extras.deadlock import detector
 
 def look(self, wait):
     begun.set()
@@ -474,7 +497,8 @@ def look(self, wait):
 begun = threading.Event()
 detector.LOOK_SECONDS = 0.01
 detector.Deadlock.look = look
-with watchdog.watched(lambda: "something"):
+History("a group", (0, 1), 0)
+with watched("something"):
     begun.wait()
 """
 

@@ -17,15 +17,22 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from flatshard.comm.deadlock import detector, program
-from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
-from flatshard.comm.deadlock.program import OwnCollective
 from flatshard.comm.process_groups import abort
+from flatshard.comm.watch import (
+    CollectiveWatch,
+    History,
+    WaitCondition,
+    waits_by_thread,
+    watched,
+)
+from flatshard.extras.deadlock import detector, program
+from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
+from flatshard.extras.deadlock.program import OwnCollective
 
 # How long a wait may take before it is logged.
 PATIENCE_SECONDS = 60.0
@@ -41,42 +48,35 @@ _END_SECONDS = 5.0  # how long the end of the program waits for the thread
 _logger = logging.getLogger("flatshard")
 
 
-class Watchdog:
-    """The waits of this process, and the thread that looks at them."""
+class Watchdog(CollectiveWatch):
+    """The thread that looks at the waits of this process."""
 
     def __init__(self) -> None:
-        self._pid = 0  # no thread runs before the first wait
-        self._waits: list[BlockedWait] = []  # by all threads, in the order of their beginnings
-        self._users: set[threading.Thread] = set()
+        self._pid = 0  # no thread runs before the first group
+        self._waits: dict[watched, BlockedWait] = {}  # as the last look found them
+        self._users: set[int] = set()  # threads that communicate
         self._thread: threading.Thread | None = None
         self._looking = threading.Lock()  # held where the thread is in a backend's code
         self._deadlock = Deadlock()
         self._own: _OwnWait | None = None  # in a collective of the program itself
         self._failure = ""
 
-    def add(self, wait: BlockedWait) -> None:
-        """Look at a wait of this thread from now on."""
+    def add_group(self, history: History) -> None:
         if self._pid != os.getpid():
             self._start()
-        wait.thread = threading.get_ident()
-        # Autograd has a thread per accelerator; who called backward does nothing meanwhile.
-        if torch._C._current_graph_task_id() == -1:
-            self._users.add(threading.current_thread())
-        self._waits.append(wait)
+        detector.histories[history.name] = history
+        tell_of_end()  # from now on others wait for this rank
 
-    def remove(self, wait: BlockedWait) -> None:
-        if wait in self._waits:  # not where the process was forked inside of it
-            self._waits.remove(wait)
+    def explain(self, wait: watched) -> str | None:
+        return detector.explain(self._waits.get(wait) or _blocked(wait))
+
+    def program_line(self) -> str:
+        return program.line_of(threading.get_ident())
 
     @property
     def is_in_program(self) -> bool:
         """Whether the last look saw a collective of the program."""
         return self._own is not None
-
-    def current(self) -> BlockedWait | None:
-        """The innermost wait of this thread."""
-        thread = threading.get_ident()
-        return next((wait for wait in reversed(self._waits) if wait.thread == thread), None)
 
     def _start(self) -> None:
         self.__init__()  # type: ignore[misc]  # a fork has neither its parent's thread nor waits
@@ -108,33 +108,44 @@ class Watchdog:
         """Look once at all waits."""
         if self._looking.acquire(timeout=_END_SECONDS):
             try:
-                self._look(list(self._waits))
+                self._look()
             finally:
                 self._looking.release()
 
-    def _look(self, waits: list[BlockedWait]) -> None:
-        # What has ended begins nothing that other ranks could wait for.
-        self._users -= {thread for thread in tuple(self._users) if not thread.is_alive()}
+    def _look(self) -> None:
+        stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
+        # Autograd has a thread per accelerator, which is none of Python's; who called backward does
+        # nothing meanwhile.
+        ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+        self._users = {one.ident or 0 for one in ours} & stacks.keys()
+        self._waits = {
+            wait: self._waits.get(wait) or _blocked(wait, thread)
+            for thread, waits in stacks.items()
+            for wait in waits
+        }
         now = time.monotonic()
-        for wait in {wait.thread: wait for wait in waits}.values():  # the innermost of each thread
+        for wait in (self._waits[waits[-1]] for waits in stacks.values() if waits):
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
         # Of several threads one may begin what other ranks wait for.
         if len(self._users) == 1:
-            self._deadlock.look(self._wait_of(next(iter(self._users)), waits))
+            (user,) = self._users
+            # The user's first: a thread of autograd begins its waits inside of the user's.
+            waits = chain(stacks.pop(user), *stacks.values())
+            self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
 
-    def _wait_of(self, user: threading.Thread, waits: list[BlockedWait]) -> BlockedWait | None:
+    def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
         """The wait of the only thread: in flatshard, or in a collective of the program."""
         wait = waits[-1] if waits else None
         found = None
-        if user.ident and (wait is None or wait.need is UNKNOWN):
-            found = program.own_collective(user.ident)
+        if wait is None or wait.need is UNKNOWN:
+            found = program.own_collective(user)
         if found is None:
             self._own = None
             return wait
         if self._own is None or self._own.work() is not found.work:
-            self._own = _OwnWait(found, user.ident or 0, wait)
+            self._own = _OwnWait(found, user, wait)
         return self._own if self._own.is_known(found) else wait
 
     def _about(self, wait: BlockedWait) -> str:
@@ -151,6 +162,10 @@ class Watchdog:
                 "message or an asynchronous work of the program itself"
             )
         return ". ".join([*lines, _REMEDY])
+
+
+def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
+    return BlockedWait(wait.describe, wait.condition or UNKNOWN, thread=thread)
 
 
 class _OwnWait(BlockedWait):
@@ -198,44 +213,13 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
 
 
 def _tell(how: str) -> None:
-    if _watchdog._pid != os.getpid():  # a fork, say, is no rank
+    if WATCH._pid != os.getpid():  # a fork, say, is no rank
         return
     with contextlib.suppress(Exception):  # the store may have ended: they see that, too
-        if _watchdog.is_in_program:
-            _watchdog.look()  # logs why a collective of the program failed
+        if WATCH.is_in_program:
+            WATCH.look()  # logs why a collective of the program failed
         detector.tell_end(how)
 
 
-_watchdog = Watchdog()
-atexit.register(_watchdog.stop)
-
-
-class watched:
-    """Log what is waited for if the block, which waits for other ranks, is slow.
-
-    ``need`` is what ends the wait; None: nobody looks whether it ever ends.
-    """
-
-    __slots__ = ("wait",)
-
-    def __init__(self, op: str | Callable[[], str], need: WaitCondition | None = None) -> None:
-        describe = (lambda: op) if isinstance(op, str) else op
-        self.wait = BlockedWait(describe, UNKNOWN if need is None else need)
-
-    def __enter__(self) -> BlockedWait:
-        _watchdog.add(self.wait)
-        return self.wait
-
-    def __exit__(self, *_: object) -> None:
-        _watchdog.remove(self.wait)
-
-
-def check() -> None:
-    """Raise if the wait of this thread will never end.
-
-    Raises:
-        RuntimeError: other ranks wait for this one in another collective.
-    """
-    wait = _watchdog.current()
-    if wait is not None and wait.is_given_up:
-        raise RuntimeError(wait.verdict)
+WATCH = Watchdog()
+atexit.register(WATCH.stop)

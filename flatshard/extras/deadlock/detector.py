@@ -29,15 +29,15 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from flatshard.comm.deadlock import program
-from flatshard.comm.deadlock.history import REMEDY, Begun, History, first_difference
+from flatshard.comm.watch import REMEDY, Begun, History, WaitCondition, first_difference
+from flatshard.extras.deadlock import program
 
 _logger = logging.getLogger("flatshard")
 
@@ -59,77 +59,17 @@ PROGRAM = "the program's own"  # kind of collectives begun by the program
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
-class WaitCondition(NamedTuple):
-    """What ends a wait: ``ranks`` (global) begin their ``number``th collective of a kind."""
-
-    group: str  # the name of a process group, of which a `CollectiveCounter` may have the same
-    kind: Hashable
-    number: int
-    ranks: Sequence[int]
-    # Makes the wait fail, where it does not call `watchdog.check` itself.
-    abort: Callable[[], None] | None = None
-    has_more: bool = False  # `ranks` are only the first: the wait is for the whole group
-
-    def missing(self, begun: AllBegun) -> int:
-        """How many more of its kind a rank has to begin that has begun these."""
-        # Only a waiting rank with a single communicating thread publishes the program's numbers.
-        unsaid = self.number if self.kind == PROGRAM else 0
-        return self.number - begun.get(self.group, {}).get(str(self.kind), (unsaid,))[0]
-
-    def is_for(self, rank: int) -> bool:
-        """Whether the wait needs this rank."""
-        return rank in self.ranks or (self.has_more and program.is_member(rank, self.group))
-
-
 # Of a wait whose end nobody looks for.
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
-class CollectiveCounter:
-    """Counts the collectives of one group that this rank has begun, by kind."""
-
-    def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
-        """``name`` is the same on all ranks, which are global, as ``rank``, this one."""
-        self.name = name
-        self.others = tuple(other for other in ranks if other != rank)
-        self.begun: dict[Hashable, int] = {}
-        self.histories: defaultdict[Hashable, History] = defaultdict(History)
-        self.announces = True  # whether ranks meet before what gloo would match blindly
-        self.problem = ""  # why nothing more may begin
-        _counters[name] = self
-
-    def begin(self, kind: Hashable, what: str, abort: Callable[[], None] | None) -> WaitCondition:
-        """Count one more; returns the condition of its end: that all other ranks begin it.
-
-        ``what`` says which one, alike on all ranks; "": not compared. Raises RuntimeError where
-        earlier ones were mixed up.
-        """
-        if self.problem:
-            raise RuntimeError(self.problem)
-        number = self.begun[kind] = self.begun.get(kind, 0) + 1
-        if what:
-            self.histories[kind].add(number, what)
-        return WaitCondition(self.name, kind, number, self.others, abort)
-
-    def all_begun(self) -> dict[str, tuple[int, list[Begun]]]:
-        begun, known = self.begun.copy(), self.histories.copy()  # more may come meanwhile
-        return {str(kind): (begun[kind], known[kind].recent()) for kind in begun}
-
-    def reach(self, kind: Hashable, number: int) -> None:
-        """Record that this rank has begun ``number`` of a kind."""
-        self.begun[kind] = number
-
-    def needs(self, kind: Hashable, number: int) -> WaitCondition:
-        """The condition that all other ranks have begun ``number`` of a kind."""
-        return WaitCondition(self.name, kind, number, self.others)
+# Histories of this process's groups, by name.
+histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
-_counters: weakref.WeakValueDictionary[str, CollectiveCounter] = weakref.WeakValueDictionary()
-
-
-def _known_counters() -> list[CollectiveCounter]:
-    counters = [known() for known in _counters.valuerefs()]  # more may come meanwhile
-    return [counter for counter in counters if counter is not None]
+def _known_histories() -> list[History]:
+    known = [one() for one in histories.valuerefs()]  # more may come meanwhile
+    return [history for history in known if history is not None]
 
 
 @dataclass(eq=False)
@@ -167,18 +107,24 @@ class _Report(NamedTuple):
     text: str  # the wait in words
     need: WaitCondition
     begun: AllBegun
+    has_more: bool = False  # the ranks of `need` are only the first: the need is for all others
 
     def to_json(self) -> str:
         need, has_more = self.need, len(self.need.ranks) > _ASKED
-        ranks = need.ranks[:_ASKED]
-        need = WaitCondition(need.group, str(need.kind), need.number, ranks, None, has_more)
-        return json.dumps(self._replace(need=need))
+        need = WaitCondition(need.group, str(need.kind), need.number, need.ranks[:_ASKED])
+        return json.dumps(self._replace(need=need, has_more=has_more))
+
+    def waits_for(self, rank: int, begun: AllBegun) -> bool:
+        """Whether the wait needs a rank that has begun ``begun``, and not the rank's part yet."""
+        need = self.need
+        is_for = rank in need.ranks or (self.has_more and program.is_member(rank, need.group))
+        return is_for and _missing(need, begun) > 0
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
         # Not pickled: whoever reaches the store could run code in every rank.
-        wait, now, words, need, begun = json.loads(text)
-        return cls(wait, now, words, WaitCondition(*need), begun)
+        wait, now, words, need, begun, has_more = json.loads(text)
+        return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
 
 _NO_WAIT = _Report(0, 0, "", UNKNOWN, {})
@@ -254,16 +200,16 @@ class Deadlock:
     @staticmethod
     def _compare(now: float) -> None:
         """Compare what no backward does: in evaluation ranks may wait for nothing."""
-        for counter in _known_counters():
-            for kind, history in counter.histories.copy().items():
-                if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
-                    continue
-                history.unchecked_since = 0.0
-                store, need = _own_store(), counter.needs(kind, counter.begun[kind])
-                _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
-                counter.problem = _reason(need, _reports_for(need, store)) or ""
-                if counter.problem:
-                    _logger.error("%s", counter.problem)
+        for history in _known_histories():
+            if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
+                continue
+            history.unchecked_since = 0.0
+            kind = history.described
+            store, need = _own_store(), history.needs(kind, history.begun[kind])
+            _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
+            history.problem = _reason(need, _reports_for(need, store)) or ""
+            if history.problem:
+                _logger.error("%s", history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Ranks that a published wait is for and that publish none of their own."""
@@ -344,11 +290,11 @@ def explain(wait: BlockedWait) -> str | None:
     return None
 
 
-def _waits_for(need: WaitCondition, reports: _Reports) -> bool:
-    """Whether a wait needs a rank of ``reports``, and the rank has not begun its part."""
-    return any(
-        need.missing(report.begun) > 0 and need.is_for(rank) for rank, report in reports.items()
-    )
+def _missing(need: WaitCondition, begun: AllBegun) -> int:
+    """How many more collectives of its kind a rank has to begin that has begun ``begun``."""
+    # Only a waiting rank with a single communicating thread publishes the program's numbers.
+    unsaid = need.number if need.kind == PROGRAM else 0
+    return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
@@ -359,7 +305,7 @@ def _reports_for(need: WaitCondition, store: Any) -> _Reports:
 def _reason(need: WaitCondition, reports: _Reports) -> str | None:
     """Why a wait never ends, whatever the other ranks do next; None if that is not known."""
     for report in reports.values():
-        if report.wait == _ENDED and need.missing(report.begun) > 0:
+        if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return report.text
     mine = _all_begun().get(need.group, {})
     for kind, rank in product(mine, reports):
@@ -373,7 +319,15 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
 
 def _all_begun() -> AllBegun:
     """What this rank has begun."""
-    return {one.name: one.all_begun() for one in _known_counters()}
+    return {history.name: _begun(history) for history in _known_histories()}
+
+
+def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
+    begun, recent = history.begun.copy(), history.recent()  # more may come meanwhile
+    return {
+        str(kind): (number, recent if kind == history.described else [])
+        for kind, number in begun.items()
+    }
 
 
 def tell_end(how: str) -> None:
@@ -394,7 +348,9 @@ def _circle(reports: _Reports) -> _Reports:
     # Drop ranks that wait for no rank of the set, until every rank of the set waits for another.
     while True:
         stuck = {
-            rank: report for rank, report in reports.items() if _waits_for(report.need, reports)
+            rank: report
+            for rank, report in reports.items()
+            if any(report.waits_for(other, needed.begun) for other, needed in reports.items())
         }
         if len(stuck) == len(reports):
             return stuck if dist.get_rank() in stuck else {}

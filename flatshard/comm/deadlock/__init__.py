@@ -1,1 +1,0 @@
-"""Who waits for whom."""
