@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
-from flatshard.compat.framework_precision import FrameworkPrecision
 from flatshard.diagnostics import recording
+from flatshard.diagnostics.framework_precision import FrameworkPrecision
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.module import join
@@ -226,7 +226,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         with local_parts(model, settings):
             construction = Construction(model, settings, param_init_fn)
             construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
-        self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
+        if settings.precision.changes_nothing and settings.ranks.world.rank == 0:
+            FrameworkPrecision.attach(self._sharding.context.observers, settings.device.type)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import mmap
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatshard.checkpoint.progress import Progress
 from flatshard.checkpoint.ranges import OpenFiles, write_range
 from flatshard.checkpoint.safetensors import plan_files
 from flatshard.checkpoint.sources import open_source
 from flatshard.checkpoint.torch_files import without_warning
 
 FORMATS = ("safetensors", "torch", "dcp")
-_LONG_BYTES = 1 << 28
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -81,14 +79,16 @@ def convert(
         wanted = dtype if dtype is not None and one.is_floating_point() else one.dtype
         like[name] = torch.empty(one.shape, dtype=wanted, device="meta")
     write = {"safetensors": _write_safetensors, "torch": _write_torch, "dcp": _write_dcp}[to]
-    advance = _progress(sum(one.nbytes for one in like.values()))
+    num_bytes = sum(one.nbytes for one in like.values())
+    progress = Progress("converting", num_bytes, is_shown=True)
 
     def read(name: str) -> Tensor:
         kept = ties.get(name, name)
-        advance(like[kept].nbytes)
+        progress.advance(like[kept].nbytes)
         return found.read(model[kept]).to(like[kept].dtype)
 
     write(final, like, ties, read, max_shard_size)
+    progress.end(final, num_bytes)
 
 
 Read = Callable[[str], Tensor]
@@ -170,13 +170,3 @@ def _write_dcp(
             save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
             raise error.failures[0][0] from error  # what happened here, on "rank 0"
-
-
-def _progress(nbytes: int) -> Callable[[int], object]:
-    """Of tqdm, if it is installed, for what takes long and somebody sees: takes bytes done."""
-    if nbytes >= _LONG_BYTES and sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            tqdm = importlib.import_module("tqdm").tqdm
-            advance: Callable[[int], object] = tqdm(total=nbytes, unit="B", unit_scale=True).update
-            return advance
-    return lambda _: None

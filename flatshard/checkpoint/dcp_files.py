@@ -167,7 +167,7 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advanc
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     boxes = {
         metadata.MetadataIndex(fqn, chunk.offsets): (tuple(chunk.sizes), tensor.properties.dtype)
-        for fqn, tensor in found.state_dict_metadata.items()
+        for fqn, tensor in ((fqn, found.state_dict_metadata[fqn]) for fqn in targets)
         if isinstance(tensor, metadata.TensorStorageMetadata)
         for chunk in tensor.chunks
     }

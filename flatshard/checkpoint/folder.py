@@ -18,11 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatshard.checkpoint.sources import open_source
-
 MARKER = "flatshard.json"
 _FORMAT = "flatshard.checkpoint/1"
-_INCOMPLETE = ".incomplete"
+INCOMPLETE = ".incomplete"
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def read_marker(folder: Path) -> Marker | None:
     Raises:
         ValueError: it is damaged, or of another version.
     """
-    if folder.name.endswith(_INCOMPLETE) or not (folder / MARKER).is_file():
+    if folder.name.endswith(INCOMPLETE) or not (folder / MARKER).is_file():
         return None
     try:
         said: dict[str, Any] = json.loads((folder / MARKER).read_text())
@@ -85,42 +83,6 @@ def _complete_in(directory: Path) -> list[tuple[float, Path]]:
     return found
 
 
-def require_complete(path: Path) -> Marker:
-    """The marker of a checkpoint whose files are all there, and as long as they were.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint, or it is incomplete.
-        ValueError: it has another format, or a file is missing or truncated.
-    """
-    marker = read_marker(path)
-    if marker is None:
-        inside = latest(path)
-        last = inside or latest(path.parent)
-        remedy = f"The last complete one is {last}." if last else "There is no complete one."
-        if not path.exists() or path.name.endswith(_INCOMPLETE):
-            is_begun = incomplete(path).exists() or path.exists()
-            state = "is incomplete: its save did not end" if is_begun else "does not exist"
-            raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
-        if inside is not None:
-            raise ValueError(f"{path} is a directory of checkpoints. {remedy}")
-        kind = "nothing that is known"
-        with contextlib.suppress(ValueError, OSError):
-            kind = f"the format of {open_source(path).kind}"
-        raise ValueError(
-            f"{path} was not saved by flatshard.checkpoint.save: expected {MARKER}, got {kind}. "
-            f"{remedy}"
-        )
-    for name, record in marker.files.items():
-        got = (path / name).stat().st_size if (path / name).exists() else None
-        if got != record.bytes:
-            state = "missing" if got is None else f"truncated: it has {got} bytes"
-            raise ValueError(
-                f"{path / name} is {state}, expected {record.bytes}. Load another checkpoint. (The "
-                "hosts must share the file system.)"
-            )
-    return marker
-
-
 def own_file(rank: int) -> str:
     """Names the file of what one rank has for itself: its generators; of rank 0 more."""
     return f"rank-{rank:05d}.pt"
@@ -128,7 +90,7 @@ def own_file(rank: int) -> str:
 
 def incomplete(path: Path) -> Path:
     """Where the checkpoint ``path`` is written."""
-    return path.with_name(path.name + _INCOMPLETE)
+    return path.with_name(path.name + INCOMPLETE)
 
 
 # ---------------------------------------------------------------- writing, on rank 0
@@ -148,8 +110,8 @@ def begin(path: Path, keep: int | None) -> None:
         )
     if path.exists():
         raise FileExistsError(f"{path} exists. Save under another name, or delete it")
-    for one in sorted(path.parent.glob(f"*{_INCOMPLETE}")):
-        if _series(one.with_name(one.name.removesuffix(_INCOMPLETE))) == _series(path):
+    for one in sorted(path.parent.glob(f"*{INCOMPLETE}")):
+        if _series(one.with_name(one.name.removesuffix(INCOMPLETE))) == _series(path):
             shutil.rmtree(one)
     incomplete(path).mkdir(parents=True)
 

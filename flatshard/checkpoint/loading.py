@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.host_ranks import HostRanks
 from flatshard.checkpoint.progress import Progress
 from flatshard.checkpoint.saving import wait_for_pending
+from flatshard.checkpoint.sources import open_source
 from flatshard.checkpoint.torch_files import incomplete_tensors, read_dcp_metadata
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
 
@@ -57,6 +59,8 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
     Collective: all ranks of ``ranks``. They exchange errors alone.
     """
     # Here, as torch's package is slow to load.
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
     from flatshard.checkpoint import dcp_files
 
     wait_for_pending()
@@ -67,7 +71,7 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
     def prepare() -> tuple[Marker, Metadata, Wanted, StateDict]:
-        marker = folders.require_complete(path)
+        marker = _require_complete(path)
         # Also without ``verify``: a flipped bit may give metadata of another meaning.
         dcp_files.check_sum(path, marker, ".metadata", lambda _: None)
         found, wanted = read_dcp_metadata(path), take()
@@ -93,8 +97,9 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
 
     rng, first = ranks.agree(read, op_name)
     progress.end(path, marker.bytes)
-    nested = _nested(targets, found)
-    return Loaded({**wanted.model, **nested["model"]}, nested["optimizer"], rng, first)
+    nested: StateDict = unflatten_state_dict(targets, found.planner_data)
+    optimizer = {"state": {}, "param_groups": [], **nested.get("optimizer", {})}
+    return Loaded({**wanted.model, **nested.get("model", {})}, optimizer, rng, first)
 
 
 def _targets(path: Path, found: Metadata, wanted: Wanted) -> StateDict:
@@ -151,23 +156,37 @@ def _shape(size: Any) -> str:
     return "no tensor" if size is None else f"shape {tuple(size)}"
 
 
-def _nested(targets: StateDict, found: Metadata) -> StateDict:
-    """What was read, as it was nested when it was saved."""
-    nested: StateDict = {"model": {}, "optimizer": {"state": {}}}
-    for key, value in targets.items():
-        *outer, last = found.planner_data[key]
-        at: Any = nested
-        for name in outer:
-            at = at.setdefault(name, {})
-        at[last] = value
-    nested["optimizer"].setdefault("param_groups", [])
-    return _with_lists(nested)  # type: ignore[no-any-return]
+def _require_complete(path: Path) -> Marker:
+    """The marker of a checkpoint whose files are all there, and as long as they were.
 
-
-def _with_lists(value: Any) -> Any:
-    """The same with a list where values were found by number."""
-    if not isinstance(value, dict):
-        return value
-    values = {key: _with_lists(one) for key, one in value.items()}
-    is_list = values and all(isinstance(key, int) for key in values)
-    return [values[number] for number in sorted(values)] if is_list else values
+    Raises:
+        FileNotFoundError: there is no checkpoint, or it is incomplete.
+        ValueError: it has another format, or a file is missing or truncated.
+    """
+    marker = folders.read_marker(path)
+    if marker is None:
+        inside = folders.latest(path)
+        last = inside or folders.latest(path.parent)
+        remedy = f"The last complete one is {last}." if last else "There is no complete one."
+        if not path.exists() or path.name.endswith(folders.INCOMPLETE):
+            is_begun = folders.incomplete(path).exists() or path.exists()
+            state = "is incomplete: its save did not end" if is_begun else "does not exist"
+            raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
+        if inside is not None:
+            raise ValueError(f"{path} is a directory of checkpoints. {remedy}")
+        kind = "nothing that is known"
+        with contextlib.suppress(ValueError, OSError):
+            kind = f"the format of {open_source(path).kind}"
+        raise ValueError(
+            f"{path} was not saved by flatshard.checkpoint.save: expected {folders.MARKER}, got "
+            f"{kind}. {remedy}"
+        )
+    for name, record in marker.files.items():
+        got = (path / name).stat().st_size if (path / name).exists() else None
+        if got != record.bytes:
+            state = "missing" if got is None else f"truncated: it has {got} bytes"
+            raise ValueError(
+                f"{path / name} is {state}, expected {record.bytes}. Load another checkpoint. (The "
+                "hosts must share the file system.)"
+            )
+    return marker

@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,10 +52,9 @@ class _Slab(NamedTuple):
         return slab.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
-def _slabs(
-    shape: Sequence[int], order: Sequence[int], start: int, end: int, piece_numel: int
-) -> Iterator[_Slab]:
-    """Cut the elements ``[start, end)``, counted in memory order, of a tensor into slabs."""
+def _slabs(place: Place, order: Sequence[int], start: int, part: Tensor) -> Iterator[_Slab]:
+    """Cut ``part``, the elements from ``start`` on in memory order, into slabs."""
+    shape, end, piece_numel = place.shape, start + part.numel(), PIECE_BYTES // place.dtype.itemsize
     dimensions = [d for d in order if shape[d] != 1]
     if dimensions == sorted(dimensions):
         for at in range(start, end, piece_numel):
@@ -86,16 +85,9 @@ def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], sta
 
     ``file`` is open for writing. Values are cast to the dtype in the file.
     """
-    size = place.dtype.itemsize
-    for slab in _slabs(place.shape, order, start, start + part.numel(), PIECE_BYTES // size):
+    for slab in _slabs(place, order, start, part):
         values = slab.in_file_order(part).to(place.dtype).cpu().contiguous()
-        data = bytes_of(values)
-        for index, run in enumerate(slab.runs):
-            at, step = place.offset + run * size, slab.run_numel * size
-            left = data[index * step : (index + 1) * step]
-            while left:
-                written = os.pwrite(file, left, at)
-                left, at = left[written:], at + written
+        _move(values, slab, place, lambda data, at: os.pwrite(file, data, at))
 
 
 def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
@@ -104,24 +96,28 @@ def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], star
     Raises:
         ValueError: the file ends before.
     """
-    size = place.dtype.itemsize
-    for slab in _slabs(place.shape, order, start, start + part.numel(), PIECE_BYTES // size):
+    for slab in _slabs(place, order, start, part):
         target = slab.in_file_order(part)
-        fits = target.is_contiguous() and target.device.type == "cpu"
-        values = target if fits and target.dtype == place.dtype else None
-        if values is None:
-            values = torch.empty(target.shape, dtype=place.dtype)
-        data = bytes_of(values)
-        for index, run in enumerate(slab.runs):
-            at, step = place.offset + run * size, slab.run_numel * size
-            left = data[index * step : (index + 1) * step]
-            while left:
-                got = os.preadv(file, [left], at)
-                if not got:
-                    raise ValueError(f"{place.path}: it ends at byte {at}, and was longer before")
-                left, at = left[got:], at + got
+        is_there = target.is_contiguous() and target.is_cpu and target.dtype == place.dtype
+        values = target if is_there else torch.empty(target.shape, dtype=place.dtype)
+        _move(values, slab, place, lambda data, at: os.preadv(file, [data], at))
         if values is not target:
             target.copy_(values)
+
+
+def _move(
+    values: Tensor, slab: _Slab, place: Place, move: Callable[[memoryview, int], int]
+) -> None:
+    """Let ``move`` write or read each run of a slab; it returns how many bytes it has moved."""
+    size = place.dtype.itemsize
+    data, step = bytes_of(values), slab.run_numel * size
+    for index, run in enumerate(slab.runs):
+        at, left = place.offset + run * size, data[index * step : (index + 1) * step]
+        while left:
+            count = move(left, at)
+            if not count:
+                raise ValueError(f"{place.path}: it ends at byte {at}, and was longer before")
+            left, at = left[count:], at + count
 
 
 class OpenFiles:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatshard.checkpoint import deepspeed, safetensors
+from flatshard.checkpoint.folder import read_marker
 from flatshard.checkpoint.ranges import OpenFiles, read_range
 from flatshard.checkpoint.torch_files import Names, incomplete_tensors, leaves, load_torch, read_dcp
 
@@ -142,14 +142,10 @@ def _dcp(folder: Path) -> Source:
                 source.facts[names[0]] = source.read(names).item()
         else:
             source.others.append(name)
-    marker = folder / "flatshard.json"  # of flatshard.checkpoint.save
-    if marker.exists():
+    marker = read_marker(folder)
+    if marker is not None:
         source.kind = "flatshard.checkpoint"
-        try:
-            said = json.loads(marker.read_text())
-            source.facts |= {"step": said["step"], "world size": said["world_size"]}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{marker} cannot be read: {error!r}") from error
+        source.facts |= {"step": marker.step, "world size": marker.world_size}
         return source
     # DCP calls files __RANK_NUMBER.distcp.
     files = {one.relative_path for one in metadata.storage_data.values()}

@@ -109,9 +109,8 @@ def read_dcp(folder: Path) -> tuple[Any, Callable[[str], Tensor]]:
     Raises:
         ValueError: the metadata is corrupt, a file is missing or too short.
     """
-    # Here, as the package is slow to load.
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    # Here, as torch's package is slow to load.
+    from flatshard.checkpoint import dcp_files
 
     metadata = read_dcp_metadata(folder)
     for one in metadata.storage_data.values():
@@ -120,16 +119,10 @@ def read_dcp(folder: Path) -> tuple[Any, Callable[[str], Tensor]]:
         if nbytes < end:
             raise ValueError(f"{file}: incomplete: expected at least {end} bytes, got {nbytes}")
 
-    class Reader(FileSystemReader):
-        def read_metadata(self, *_: Any, **__: Any) -> Any:
-            return metadata
-
     def read(name: str) -> Tensor:
         one = metadata.state_dict_metadata[name]
         state = {name: torch.empty(one.size, dtype=one.properties.dtype)}
-        if state[name].numel():
-            with without_warning():
-                load(state, storage_reader=Reader(folder), no_dist=True)
+        dcp_files.read(folder, metadata, state, lambda _: None)
         return state[name]
 
     return metadata, read

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 from torch import nn
 
 from flatshard import checkpoint
-from flatshard.module.sharding import shardings_in
+from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
@@ -123,9 +123,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         """Let the next backward reduce what forwards under ``no_sync`` have accumulated."""
-        # The forward has planned otherwise.
-        for sharding in shardings_in(model)[:1]:
-            sharding.context.plan_syncs()
+        plan_backward(model, reduces=True)
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
 

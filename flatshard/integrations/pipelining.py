@@ -6,8 +6,7 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
-from flatshard.engine.grad_buffer import Sync
-from flatshard.module.sharding import shardings_in
+from flatshard.module.run import plan_backward
 from flatshard.wrapper import ShardedWrapper
 
 
@@ -34,7 +33,5 @@ class PipelineStage(TorchStage):
                     "a ShardedWrapper cannot tell which gradients are to come. Use ScheduleGPipe, "
                     "Schedule1F1B or ScheduleInterleaved1F1B."
                 )
-            (sharding, *_) = shardings_in(model)
-            for unit in sharding.context.units:
-                unit.plan_sync(Sync.ALL if last_backward else Sync.NONE)
+            plan_backward(model, reduces=last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from torch import nn
+
 from flatshard.engine.context import RunContext
 from flatshard.engine.divergence import DivergentUnits
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.module.root_checks import RootChecks
-from flatshard.module.sharding import Sharding, sharding_of, shardings_in
+from flatshard.module.sharding import Sharding, outermost_shardings, sharding_of, shardings_in
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
@@ -65,6 +67,14 @@ def accumulating(
         yield
     finally:
         context.syncs, context.under_no_sync = before
+
+
+def plan_backward(model: nn.Module, *, reduces: bool) -> None:
+    """Let the next backward reduce gradients, or accumulate them, whatever the forward planned."""
+    for sharding in outermost_shardings(model):
+        for unit in sharding.context.units:
+            unit.plan_sync(Sync.ALL if reduces else Sync.NONE)
+        sharding.context.accumulates = not reduces
 
 
 def _plan_accumulation(

@@ -21,6 +21,7 @@ from flatshard import ShardedWrapper, checkpoint
 from flatshard.checkpoint import convert
 from flatshard.checkpoint import converting as convert_module
 from flatshard.checkpoint.command_line import main
+from flatshard.checkpoint.progress import Progress
 from flatshard.checkpoint.sources import Source, open_source
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Odd
@@ -313,8 +314,8 @@ def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """What had been written so far was left."""
     torch.save({"a": torch.ones(1)}, tmp_path / "good.pt")
     words = [str(tmp_path / "good.pt"), str(tmp_path / name)]
-    progress = mock.Mock(return_value=mock.Mock(side_effect=KeyboardInterrupt))
-    with mock.patch.object(convert_module, "_progress", progress):
+    interrupted = mock.patch.object(Progress, "advance", side_effect=KeyboardInterrupt)
+    with interrupted:
         assert main(["convert", *words, *(["--to", "dcp"] if "dcp" in name else [])]) == 130
     assert capsys.readouterr().err == "flatshard convert: interrupted\n"
     assert [path.name for path in tmp_path.iterdir()] == ["good.pt"]
