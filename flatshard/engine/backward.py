@@ -31,13 +31,13 @@ from torch import Tensor
 
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.grad_publish import edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Call, Phase, Unit
-from flatshard.engine.unreduced_grads import edited
-from flatshard.tensor.untraced import untraced
+from flatshard.tensor.sharded_tensor import untraced
 
 # Backwards of all models that are running, or failed.
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()

@@ -32,9 +32,8 @@ from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.gathered import as_views, gathered
 from flatshard.tensor.original_param import OriginalParam
-from flatshard.tensor.recomputation import is_counted
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, tensors_in
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_counted, tensors_in
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from flatshard.engine.hooks import UnitHooks
-from flatshard.tensor.untraced import untraced
+from flatshard.tensor.sharded_tensor import untraced
 
 
 def surround(hooks: UnitHooks, module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.comm.topology import Topology
-from flatshard.tensor.broadcast_source import BroadcastSource
+from flatshard.engine.handle_making import BroadcastSource
 
 
 @dataclass

@@ -40,9 +40,8 @@ from flatshard.optimizer.trial import StepMode, without_params
 from flatshard.optimizer.whole_step import Closure, EveryRankSwap, step_for, step_mode
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import check_dtype
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
 from flatshard.tensor.tensor_notes import UNREDUCED
-from flatshard.tensor.untraced import untraced
 
 _ELEMENTWISE: set[Any] = set(offload.TORCHS_OWN)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
-from flatshard.tensor.untraced import untraced
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective, untraced
 
 
 class GatheredView(Tensor):

@@ -21,10 +21,10 @@ from flatshard.tensor.sharded_tensor import (
     first_sharded,
     local_range,
     tensors_in,
+    untraced,
     wrote,
 )
 from flatshard.tensor.tensor_notes import UNREDUCED
-from flatshard.tensor.untraced import untraced
 
 aten = torch.ops.aten
 Comms = Sequence[Communicator]

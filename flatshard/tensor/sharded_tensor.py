@@ -8,6 +8,7 @@ backward none of this is in the way: modules hold plain parameters there.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import weakref
 import zlib
@@ -23,9 +24,24 @@ from torch.utils import hooks as torch_hooks
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.checkpoint_chunks import CheckpointChunks
-from flatshard.tensor.recomputation import ATTRIBUTES, is_counted, refuse_counted
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
-from flatshard.tensor.untraced import untraced
+
+
+def untraced(function: Callable[..., Any]) -> Any:
+    """``torch.compiler.disable``, which imports Dynamo, at the first call: that takes a second."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+            # Dynamo would compile this function for each that it stands for, up to its limit.
+            torch._dynamo.decorators.skip(call)
+        return disabled(*args, **kwargs)
+
+    return call
+
 
 # Handlers, by operation name; a handler is called as ``handler(operation, args, kwargs)``.
 # ``elementwise_ops`` adds operations without communication, and ``reduction_ops`` operations with a
@@ -358,3 +374,26 @@ for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "s
 # Only with types in these lists do torch's clipping and optimizers run one kernel for many tensors.
 for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
     importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
+
+
+# What torch's names for ``p.grad`` and the like are: nothing is computed.
+ATTRIBUTES = frozenset({"__get__", "__set__"})
+
+
+def is_counted() -> bool:
+    """Whether what autograd saves now goes to torch's non-reentrant checkpoint.
+
+    It counts what autograd saves, and counts again when it recomputes. Then a unit may be unsharded
+    whose parameters are sharded in the first pass: both times as many tensors of the same shapes
+    must be saved.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
+    """Raise NeedsFullTensor in a forward: an attempt on the shard would save tensors, and fail."""
+    name = func.__name__
+    changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
+    if not changes and spec.owner.is_in_forward:
+        spec.refuse(name)
