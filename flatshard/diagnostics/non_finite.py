@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flatshard.engine.events import Observers, StepObserver
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.plan.module_tree import unit_text
+from flatshard.tensor.original_param import OriginalParam
 
 
 class NonFiniteWatch(StepObserver):
@@ -28,7 +28,7 @@ class NonFiniteWatch(StepObserver):
     def begin_backward(self) -> None:
         self._checked.clear()  # those of a backward that failed
 
-    def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
+    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         values = grad.detach() if grad.layout is torch.strided else grad._values()
         if values.is_complex():
             values = torch.view_as_real(values)
@@ -37,7 +37,7 @@ class NonFiniteWatch(StepObserver):
             extremes = torch.stack(torch.aminmax(values))
             # On the device: the host does not wait before the end of backward.
             answer = torch.stack([extremes.isfinite().all().logical_not(), extremes.isnan().any()])
-            self._checked.append((unit.name, handle.params[index].name, answer))
+            self._checked.append((unit.name, param.name, answer))
 
     def end_backward(self) -> None:
         """Warn, and look no more, if a gradient was not finite. Waits for the device."""

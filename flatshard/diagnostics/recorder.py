@@ -16,8 +16,8 @@ from flatshard.comm.event_log import Event
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.diagnostics.step_report import Range, StepReport, sum_up
 from flatshard.engine.events import Kind, StepObserver
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.tensor.original_param import OriginalParam
 
 
 class _Doing(NamedTuple):
@@ -199,7 +199,7 @@ class StepRecorder(StepObserver):
 
     # ------------------------------------------------------------ memory
 
-    def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
+    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         self._look_at([unit])
 
     def _look_at(self, units: Iterable[Unit]) -> None:

@@ -2,7 +2,8 @@
 
 1.  ``enter``, from the hook of an output: the unit is unsharded again, and the one whose backward
     is expected next starts to be.
-2.  ``receive``: a hook has put a gradient into its buffer.
+2.  ``receive``, from the hook of a parameter: its gradient goes into the buffer of the flat
+    parameter.
 3.  When a bucket's gradients are complete, its reduction starts, in one order on all ranks
     (``reduce_queue``).
 4.  When the gradients of the unit's inputs are there too, nothing can need its parameters: it is
@@ -36,7 +37,8 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.run_state import RunState
-from flatshard.engine.unit import Call, Phase, Unit
+from flatshard.engine.unit import Call, Moment, Phase, Unit
+from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
 # Backwards of all models that are running, or failed.
@@ -154,10 +156,28 @@ class Backward:
         self.unshard_again(unit)
         return True
 
-    def receive(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
-        """The gradient of an original parameter is in its buffer; ``begin`` was called before."""
+    def receive(
+        self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
+    ) -> None:
+        """Take what autograd left in ``full.grad``; start the reduction that it completes."""
+        if full.grad is None:
+            return
+        grad = handle.grad_publish.unreduced.take_back(param, full.grad)
+        # Autograd would add the next gradient to it, and the buffer may keep it as it is.
+        full.grad = None
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"parameter {param.name!r}: backward(create_graph=True) gives gradients that are "
+                "differentiable themselves, which sharded ones cannot be. Use torch.autograd.grad "
+                "for the inner gradient and backward() for the outer one."
+            )
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        # Before the buffer gets it: `begin` clears what the last backward marked there.
+        self.begin()
+        handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
         for observer in self._observers.all:
-            observer.on_grad(unit, handle, index, grad)
+            observer.on_grad(unit, param, grad)
         bucket = self.queue.bucket_of[handle]
         if not bucket.is_complete():
             return
@@ -175,7 +195,7 @@ class Backward:
     def _reshard_if_over(self, unit: Unit) -> None:
         if not unit.ends_backward:
             return
-        unit.reshard(by_policy=True)
+        unit.reshard(Moment.AFTER_BACKWARD)
         for handle in self._lingering:
             if handle.lingers:
                 handle.reshard(though_held=False)
@@ -201,7 +221,7 @@ class Backward:
             for unit in state.units:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
-                    unit.reshard(by_policy=True)
+                    unit.reshard(Moment.AFTER_BACKWARD)
             for _, handle in state.handles:
                 if handle.lingers:
                     handle.reshard()

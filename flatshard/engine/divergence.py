@@ -13,7 +13,7 @@ import torch
 
 from flatshard.engine.extension import StepExtension
 from flatshard.engine.run_state import RunState
-from flatshard.engine.unit import Phase, Unit
+from flatshard.engine.unit import Moment, Phase, Unit
 
 
 class DivergentUnits(StepExtension):
@@ -25,7 +25,7 @@ class DivergentUnits(StepExtension):
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
             # What a failed step left is there on some ranks alone.
-            unit.reshard(by_policy=True)
+            unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
             if not unit.is_current:  # else `Forward` would not let its modules hold parameters
                 unit.enter(Phase.FORWARD)

@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.tensor.original_param import OriginalParam
 
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -66,7 +66,7 @@ class StepObserver:
     # A unit's backward is over, and its parameters are sharded.
     def leave_backward(self, unit: Unit) -> None: ...
     # The gradient of an original parameter has come, and is unreduced.
-    def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None: ...
+    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None: ...
     # The model's backward is over, and so is all its communication.
     def end_backward(self) -> None: ...
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -57,6 +57,24 @@ class ReducePlan:
     # Memory of published gradients that users have dropped, for the next ones; None: what is
     # reduced is copied elsewhere, so any memory will do.
     output: BufferCache | None
+    # Elements that this rank has after the first stage, and which of the flat parameter is first.
+    intra_numel: int = field(init=False)
+    intra_start: int = field(init=False)
+    full_bytes: int = field(init=False)  # of the unsharded gradients
+    bytes_in_flight: int = field(init=False)  # that a reduction holds until it is finished
+    adds_replicas: bool = field(init=False)  # whether replicas' averages are added up in parts
+
+    def __post_init__(self) -> None:
+        intra_group, replicate = self.topology.intra_group, self.topology.replicate
+        self.intra_numel = self.layout.padded_numel // intra_group.size
+        self.intra_start = intra_group.rank * self.intra_numel
+        self.full_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
+        # To send and to receive, unless the backend adds up as it receives. An accelerator's then
+        # has two units under way, without which its host would be too little ahead of it.
+        waits = intra_group.transport_for(self.device).stream_waits(self.device)
+        self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
+        sums_wider = self.sum_dtype(replicate) is not self.reduce_dtype
+        self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
     @property
     def min_chunk_bytes(self) -> int | None:
@@ -65,21 +83,6 @@ class ReducePlan:
             return None
         transport = self.topology.intra_group.transport_for(tag=self.tags[0])
         return transport.min_chunk_bytes(self.reduce_dtype)
-
-    @property
-    def intra_numel(self) -> int:
-        """Elements that this rank has after the first stage, from ``intra_start`` on."""
-        return self.layout.padded_numel // self.topology.intra_group.size
-
-    @property
-    def intra_start(self) -> int:
-        return self.topology.intra_group.rank * self.intra_numel
-
-    @property
-    def adds_replicas(self) -> bool:
-        """Whether replicas' averages are added up in parts, which are then all-gathered."""
-        replicate, dtype = self.topology.replicate, self.reduce_dtype
-        return replicate.size > 1 and (self.fixed_order or self.sum_dtype(replicate) is not dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -91,20 +94,6 @@ class ReducePlan:
             and not any(group.transport_for(self.device).is_ordered for group in groups)
             and (topology.replicate.size == 1 or self.adds_replicas)
         )
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the unsharded gradients."""
-        return self.layout.padded_numel * self.reduce_dtype.itemsize
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes that a reduction holds until it is finished."""
-        # To send and to receive, unless the backend adds up as it receives. An accelerator's then
-        # has two units under way, without which its host would be too little ahead of it.
-        transport = self.topology.intra_group.transport_for(self.device)
-        adds = transport.stream_waits(self.device) and not self.fixed_order
-        return self.full_bytes if adds else 2 * self.full_bytes
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
         transport = comm.transport_for(self.device)

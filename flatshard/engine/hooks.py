@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
-from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import copied
 from flatshard.engine.unit import Call, Unit
@@ -104,26 +103,9 @@ class UnitHooks:
 
         @untraced
         def hook(full: Tensor) -> None:
-            hooks, handle, param, grad = this(), owner(), param_of(), full.grad
-            if hooks is None or handle is None or param is None or grad is None:
-                return
-            # Autograd would add the next gradient to it, and the buffer may keep it as it is.
-            full.grad = None
-            grad = handle.grad_publish.unreduced.take_back(param, grad)
-            if grad.requires_grad:
-                raise RuntimeError(
-                    f"parameter {param.name!r}: backward(create_graph=True) "
-                    "gives gradients that are differentiable themselves, which sharded ones cannot "
-                    "be. Use torch.autograd.grad for the inner gradient and backward() for the "
-                    "outer one."
-                )
-            if grad.layout is not torch.strided:
-                grad = grad.to_dense()
-            unit, backward = hooks.unit, hooks._backward
-            # Before the buffer gets it: `begin` clears what the last backward marked there.
-            backward.begin()
-            handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
-            backward.receive(unit, handle, param.index, grad)
+            hooks, handle, param = this(), owner(), param_of()
+            if hooks is not None and handle is not None and param is not None:
+                hooks._backward.receive(hooks.unit, handle, param, full)
 
         hook.of_flatshard = True
         return hook

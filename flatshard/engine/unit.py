@@ -48,6 +48,22 @@ _MOVES = {
 }
 
 
+class Moment(enum.Enum):
+    """When somebody asks what becomes of unsharded buffers; see ``Unit.fate``."""
+
+    AFTER_FORWARD = "no call of the unit is to come in this forward"
+    AFTER_BACKWARD = "nothing of the backward under way needs the parameters any more"
+    STEP_LEFT = "nobody needs them: a step failed, or a prefetched unit did not run"
+
+
+class Fate(enum.Enum):
+    """What becomes of an unsharded buffer."""
+
+    FREE = "its memory is given back, and the next use all-gathers again"
+    KEEP = "it stays, and is all-gathered again if the shards were written until its next use"
+    SNAPSHOT = "it stays with its present values, also where it shows memory of other ranks"
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Call:
     """One call of a unit's module, which a backward belongs to."""
@@ -88,6 +104,7 @@ class Unit:
         self._num_calls = 0  # in the outermost forward under way, or last
         self._calls_to_come = 0  # in it, if it is like the one before
         self.backward_follows = False  # after the last call, or use
+        self.is_needed_soon = False  # backward, or the rest of the forward, begins with it
         self.is_touched = False  # parameters were used outside of its forward, in this iteration
         self._outstanding_inputs: dict[Call | None, int] = {}
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
@@ -224,35 +241,58 @@ class Unit:
         for handle in self.handles:
             handle.show_unsharded()
 
-    def reshard(self, *, by_policy: bool = False) -> None:
-        """Let the modules hold sharded parameters, and reshard them. State: any -> IDLE.
+    def fate(self, handle: FlatParamHandle, moment: Moment) -> Fate:
+        """What becomes of the unsharded buffer of ``handle`` now. Decided here and nowhere else."""
+        if moment is Moment.STEP_LEFT:
+            return Fate.FREE
+        if self._is_sticky:  # something saved outside our reach may need it
+            return Fate.SNAPSHOT
+        shows_shards = handle.memory.shows_shards
+        if moment is Moment.AFTER_BACKWARD:
+            # A rank that holds everything saves nothing by keeping it, and sees no edits made
+            # through `p.data`.
+            is_alone = self.topology.shard.size == 1
+            frees = self.placement.reshard_after_backward or is_alone or shows_shards
+            return Fate.FREE if frees else Fate.KEEP
+        # Where backward begins with this unit, to reshard it would cost an all-gather.
+        stays = self.is_needed_soon or not self.placement.reshard_after_forward
+        if not (stays and self.backward_follows):
+            return Fate.FREE
+        if self.sync is Sync.NONE:
+            # A backward that reduces nothing may run on this rank alone: it must not need an
+            # all-gather, nor see what others write into shards that are mapped.
+            return Fate.SNAPSHOT
+        return Fate.FREE if shows_shards or self._is_spare(handle) else Fate.KEEP
 
-        ``by_policy``: after backward, without what the strategy keeps.
-        """
+    def _is_spare(self, handle: FlatParamHandle) -> bool:
+        """Whether ``handle`` is freed after forward as backward does without it."""
+        reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
+        return reshards and handle not in self.for_backward
+
+    def copies_saved(self, handle: FlatParamHandle) -> bool:
+        """Whether autograd saves values instead of a place that is unsharded again."""
+        # In the root, any rank may use a parameter as it likes: backward must not need an
+        # all-gather that the other ranks do without.
+        return self.is_root and self._is_spare(handle)
+
+    def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
+        """Let the modules hold sharded parameters, and free what ``fate`` says. Any -> IDLE."""
         for handle in self.handles:
             handle.show_sharded()
             handle.grad_buffer.arrived.clear()
         self.enter(Phase.IDLE)
         self._outstanding_inputs.clear()
         for handle in self.handles:
-            if by_policy and self._is_sticky:
-                handle.snapshot()  # something saved outside our reach may need it
+            fate = self.fate(handle, moment)
+            if fate is Fate.SNAPSHOT:
+                handle.snapshot()
                 continue
             handle.gather.secondary.end_backward()
-            if not by_policy or self._reshards_after_backward(handle):
-                handle.reshard(though_held=not by_policy)
+            if fate is Fate.FREE:
+                handle.reshard(though_held=moment is Moment.STEP_LEFT)
             else:
                 # The optimizer may write the shard next, so it must not be on its way.
                 handle.wait_unshard()
-
-    def _reshards_after_backward(self, handle: FlatParamHandle) -> bool:
-        # A rank that holds everything saves nothing by keeping it, and sees no edits made through
-        # `p.data`.
-        return (
-            self.placement.reshard_after_backward
-            or self.topology.shard.size == 1
-            or handle.memory.shows_shards
-        )
 
     # ------------------------------------------------------------ forward
 
@@ -263,9 +303,9 @@ class Unit:
         self.outstanding_backwards = 0
         # A backward that reduces nothing may have run on other ranks alone. What it
         # resharded there must not stay here: they would wait for an all-gather without this rank.
-        if self.sync is Sync.NONE and self.phase is Phase.IDLE and not self._is_sticky:
+        if self.sync is Sync.NONE and self.phase is Phase.IDLE:
             for handle in self.handles:
-                if self._reshards_after_backward(handle):
+                if self.fate(handle, Moment.AFTER_BACKWARD) is Fate.FREE:
                     handle.reshard()
 
     def end_iteration(self) -> None:
@@ -281,35 +321,21 @@ class Unit:
         return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """FORWARD -> IDLE: reshard what the strategy reshards, as no call is to come."""
+        """FORWARD -> IDLE: free what ``fate`` says, as no call is to come."""
         if self.phase is not Phase.FORWARD or self.running:
             return
         for handle in self.handles:
             handle.show_sharded()
         self.enter(Phase.IDLE)
-        # Where backward begins with this unit, to reshard it would cost an all-gather.
-        stays = is_needed_soon or not self.placement.reshard_after_forward
-        stays = stays and self.backward_follows
+        self.is_needed_soon = is_needed_soon
         for handle in self.handles:
-            # A backward that reduces nothing may run on this rank alone: it must not need an
-            # all-gather, nor see what others write into shards that are mapped.
-            if self._is_sticky or (stays and self.sync is Sync.NONE):
+            fate = self.fate(handle, Moment.AFTER_FORWARD)
+            if fate is Fate.SNAPSHOT:
                 handle.snapshot()
-            elif handle.memory.shows_shards or not stays or self._reshards_anyway(handle):
+            elif fate is Fate.FREE:
                 if self.backward_follows and handle.is_current:
                     handle.gather.secondary.cut(handle.buffer, handle.version)
                 handle.reshard()
-
-    def _reshards_anyway(self, handle: FlatParamHandle) -> bool:
-        """Whether to reshard what backward does not need of a unit that else stays for it."""
-        reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
-        return reshards and handle not in self.for_backward
-
-    def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd saves values instead of a place that is unsharded again."""
-        # In the root, any rank may use a parameter as it likes: backward must not need an
-        # all-gather that the other ranks do without.
-        return self.is_root and self._reshards_anyway(handle)
 
     # ------------------------------------------------------------ backward
 

@@ -51,7 +51,7 @@ def _check_cuts(model: nn.Module, boundary: Boundary) -> None:
     for handle in handles_in(model):
         layout = handle.layout
         assert [names[id(one)] for one in handle.sharded] == [span.name for span in layout.spans]
-        for span, local in zip(layout.spans, handle.local_spans, strict=True):
+        for span, local in ((param.span, param.local) for param in handle.params):
             block = block_numel(span, boundary)
             ends = {local.offset, local.offset + local.numel} - {span.numel}
             assert not local.numel or all(end % block == 0 for end in ends)
