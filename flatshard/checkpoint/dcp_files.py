@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from flatshard.checkpoint.folder import FileRecord, Marker
-from flatshard.checkpoint.ranges import bytes_of
+from flatshard.checkpoint.ranges import Place, bytes_of, read_range
 
 # Bytes between two beginnings of writing to the disk, and of a piece that is summed up at once.
 _PIECE = 32 << 20
@@ -183,9 +183,8 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advanc
             with _opened(folder / name) as file:
                 for item in in_file:
                     info = found.storage_data[item.storage_index]
-                    file.seek(info.offset)
                     if item.type == LoadItemType.BYTE_IO:
-                        planner.load_bytes(item, io.BytesIO(_filled(file, bytearray(info.length))))
+                        planner.load_bytes(item, _content(file, info.offset, info.length))
                         continue
                     target = planner.resolve_tensor(item).detach()
                     _read(file, info, item, boxes[item.storage_index], target)
@@ -201,24 +200,22 @@ class _Planner(default_planner.DefaultLoadPlanner):
 
 
 def _read(
-    file: io.FileIO,
+    file: io.BufferedReader,
     info: Any,
     item: ReadItem,
     box: tuple[tuple[int, ...], torch.dtype],
     target: Tensor,
 ) -> None:
-    """Read a part of a saved box, at which the file is, into ``target``."""
+    """Read a part of a saved box into ``target``."""
     shape, dtype = box
     start = _run(shape, item.storage_offsets, item.lengths)
     head = b"" if start is None else _envelope(shape, dtype)[0]
-    if start is not None and _filled(file, bytearray(len(head))) == head:
-        file.seek(start * dtype.itemsize, os.SEEK_CUR)
-        is_there = target.is_cpu and target.is_contiguous() and target.dtype == dtype
-        part = target if is_there else torch.empty(item.lengths, dtype=dtype)
-        _filled(file, bytes_of(part))
+    if start is not None and _content(file, info.offset, len(head)).getbuffer() == head:
+        place = Place(file.name, info.offset + len(head), dtype, shape)
+        part = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+        read_range(file.fileno(), place, part.view(-1), range(len(shape)), start)
     else:
-        file.seek(info.offset)
-        data = io.BytesIO(_filled(file, bytearray(info.length)))
+        data = _content(file, info.offset, info.length)
         part = torch.load(data, map_location="cpu", weights_only=True)
         for dim, offset in enumerate(item.storage_offsets):
             part = part.narrow(dim, offset, item.lengths[dim])
@@ -226,9 +223,9 @@ def _read(
         target.copy_(part)
 
 
-def _opened(path: Path) -> io.FileIO:
+def _opened(path: Path) -> io.BufferedReader:
     """The file, of which the system reads ahead more than it would unasked."""
-    file = io.FileIO(path)
+    file = open(path, "rb")
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return file
@@ -246,19 +243,17 @@ def _run(box: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> 
     return start
 
 
-def _filled(file: io.FileIO, buffer: Any) -> Any:
-    """The buffer, filled from the file's position on.
+def _content(file: io.BufferedReader, offset: int, length: int) -> io.BytesIO:
+    """Bytes of a file, in memory.
 
     Raises:
         ValueError: the file ends before.
     """
-    view, done = memoryview(buffer), 0
-    while done < len(view):
-        count = file.readinto(view[done : done + (1 << 30)])
-        if not count:
-            raise ValueError(f"{file.name} ends early: it is truncated")
-        done += count
-    return buffer
+    file.seek(offset)
+    data = file.read(length)
+    if len(data) < length:
+        raise ValueError(f"{file.name} ends early: it is truncated")
+    return io.BytesIO(data)
 
 
 def check_sum(folder: Path, marker: Marker, name: str, advance: Advance) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flatshard.checkpoint.folder import sync
 from flatshard.checkpoint.ranges import Place
 
 _WORDS = """F64 float64 F32 float32 F16 float16 BF16 bfloat16 C64 complex64 BOOL bool
@@ -92,9 +93,7 @@ class Plan:
         for old in self.folder.iterdir():
             if re.fullmatch(self.replaces, old.name) and old.name not in self.headers:
                 old.unlink()
-        folder = os.open(self.folder, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        sync(self.folder)
 
     def discard(self) -> None:
         for name in self.headers:

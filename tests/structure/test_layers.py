@@ -58,6 +58,16 @@ def test_core_imports_nothing_beside_it() -> None:
     assert not beside
 
 
+def test_files_and_frameworks_do_not_read_the_engine() -> None:
+    """What is beside the core uses what ``state`` and ``module`` say publicly of shards."""
+    assert not {
+        source.name
+        for source in _sources()
+        if source.package in ("checkpoint", "integrations")
+        if _packages_used(source) & {"engine", "memory", "precision"}
+    }
+
+
 def test_only_torch() -> None:
     """All depends on torch and the standard library alone, an integration on its framework."""
     allowed = {"torch", "flatshard", *sys.stdlib_module_names}
