@@ -22,9 +22,8 @@ from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.module import join
 from flatshard.module.calls import surround
-from flatshard.module.construction import Construction
+from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
-from flatshard.module.dtensor_params import local_parts
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
 from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy

@@ -308,7 +308,7 @@ TESTS = {
     "`torch.compile` of blocks": "engine/test_compile.py",
     "Muon (a parameter on its owner)": "optimizer/test_whole_step.py",
     "LBFGS (the full model)": "optimizer/test_whole_step.py",
-    "tensor parallelism": "engine/test_tensor_parallel.py",
+    "tensor parallelism": "extras/tensor_parallel/test_tensor_parallel.py",
     "`checkpoint.save`, `load`": "checkpoint/test_checkpoint.py",
     "`save_safetensors`, `load_safetensors`": "checkpoint/test_safetensors.py",
     "`sharded_state_dict`, DCP": "state/test_sharded_state_dict.py",

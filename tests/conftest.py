@@ -7,6 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -70,7 +71,7 @@ SLOW = [
     "tutorials/test_documents.py",
     "tutorials/test_notebooks.py",
     "engine/test_compiled_units.py",
-    "engine/test_tensor_parallel.py",
+    "extras/tensor_parallel/test_tensor_parallel.py",
     "integrations/test_transformers.py",
     "integrations/test_lightning.py",
     "parity/test_strategies.py",
@@ -120,7 +121,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     def place(item: pytest.Function) -> int:
-        name = f"{item.path.parent.name}/{item.path.name}"
+        name = item.path.relative_to(Path(__file__).parent).as_posix()
         return SLOW.index(name) if name in SLOW else len(SLOW)
 
     items.sort(key=place)

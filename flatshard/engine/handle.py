@@ -36,7 +36,6 @@ from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.tensor_parallel import tensor_parallel_of
 
 # A module, the attribute under which it holds a parameter, and the parameter.
 Place = tuple[nn.Module, str, OriginalParam]
@@ -110,7 +109,8 @@ class FlatParamHandle:
             self.layout.local_span(index, topology.index),
             comm=topology.shard,
             replicas=topology.replicate,
-            tensor_parallel=tensor_parallel_of(info.param),
+            # What `extras/tensor_parallel` says of a parameter that was a DTensor.
+            tensor_parallel=getattr(info.param, "tensor_parallel", None),
             # Optimizers keep what has the parameters' shape there; None: in memory.
             state_disk=self.options.targets.state,
         )

@@ -23,7 +23,6 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import tensors_in
-from flatshard.tensor.tensor_parallel import SavedDTensor
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -37,6 +36,18 @@ class SavedView(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     version: int
+
+
+class SavedDTensor(NamedTuple):
+    """A DTensor over an unsharded buffer."""
+
+    kind: Any  # its class, which is slow to load
+    local: Any  # how the part on this rank was saved
+    layout: Any
+
+    def around(self, local: Tensor) -> Tensor:
+        """The DTensor over ``local``."""
+        return self.kind(local, self.layout, requires_grad=False)  # type: ignore[no-any-return]
 
 
 class SavedTensors:
@@ -99,7 +110,7 @@ class SavedTensors:
             if found is None:
                 return outer_pack(tensor)
             if type(tensor) not in _PLAIN:
-                return SavedDTensor(pack(tensor._local_tensor), tensor._spec)
+                return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             unit, handle = found
             # `as_strided` of the buffer would not give these back.
             reinterprets = tensor.dtype != handle.buffer.dtype

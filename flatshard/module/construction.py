@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
@@ -18,7 +19,6 @@ from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import meta_init
 from flatshard.module.calls import surround
-from flatshard.module.dtensor_params import check_units
 from flatshard.module.initial_values import InitialValues, compare_values
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
@@ -33,10 +33,23 @@ from flatshard.module.sharding import (
     units_in,
 )
 from flatshard.optimizer import step as optimizer_step
+from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
 from flatshard.plan.module_proxy import ModuleProxy, put_in_place
 from flatshard.plan.wrap import explain_no_match
 from flatshard.state.model_state import UnitStateDict
+
+_A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
+
+
+def local_parts(model: UnwrappedModel, settings: Settings) -> AbstractContextManager[None]:
+    """Inside, parameters that are DTensors are plain ones of this rank's part; see the extra."""
+    if not any(hasattr(param, "_spec") for _, param in model.params()):
+        return nullcontext()
+    parts: AbstractContextManager[None] = extra("tensor_parallel", _A_DTENSOR).local_parts(
+        model, settings
+    )
+    return parts
 
 
 class Construction:
@@ -93,7 +106,8 @@ class Construction:
         # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.settings_of.values():
             ranks.resolve(one.placement)
-        check_units(plan.units)
+        if any(hasattr(one.param, "tensor_parallel") for unit in plan.units for one in unit.owned):
+            extra("tensor_parallel", _A_DTENSOR).check_units(plan.units)
         self._reserve_offload()
         initial_values = compare_values(named, sync, ranks.world)
         if initial_values.any_missing:

@@ -13,6 +13,7 @@ FOLDER = "flatshard.extras"
 # Name of the folder: what the extra gives, in words for the error of somebody who lacks the folder.
 EXTRAS = {
     "deadlock": "finds ranks that wait for one another for ever",
+    "tensor_parallel": "trains parameters that are DTensors",
     "plan": "predicts the memory of a model",
 }
 

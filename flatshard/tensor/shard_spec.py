@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,35 @@ from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import LocalSpan, ParamSpan
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
-from flatshard.tensor.tensor_parallel import TensorParallel
+
+
+class ParamSplit(Protocol):
+    """How a parameter is one part of a larger one, of which other groups of ranks hold the rest."""
+
+    comms: tuple[Communicator, ...]  # those groups
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the larger parameter."""
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """In elements, of the larger parameter."""
+
+    def as_dtensor(self, local: Tensor) -> Tensor:
+        """What modules hold for ``local``, this group's part."""
+
+    def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
+        """The user's hook of a gradient, as a hook of this group's part of the gradient."""
+
+    def full(self, local: Tensor) -> Tensor:
+        """The larger tensor. Collective: the ranks of ``comms``."""
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This group's part of a larger tensor. No communication."""
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where this group's part begins, by dimension."""
 
 
 class ParamOwner:
@@ -61,7 +89,7 @@ class ShardSpec:
     _: KW_ONLY
     comm: Communicator  # the ranks that hold the rest
     replicas: Communicator = ALONE  # the ranks that hold the same
-    tensor_parallel: TensorParallel | None = None  # of a part of what a DTensor held
+    tensor_parallel: ParamSplit | None = None  # of a part of what a DTensor held
     state_disk: DiskMemory | None = None  # where optimizers keep state of this shape
     # Weak references: gradients and optimizer state may outlive the model, and must not keep it.
     _owner: Callable[[], ParamOwner | None] = lambda: None

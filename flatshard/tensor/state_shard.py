@@ -25,7 +25,7 @@ class StateShard(FlatShardTensor):
         if split is None:
             return FlatShardTensor.__new__(cls, local, spec)  # type: ignore[return-value]
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, split.shape, strides=split.layout.stride, dtype=local.dtype, device=local.device
+            cls, split.shape, strides=split.stride, dtype=local.dtype, device=local.device
         )
         self.local, self.spec, self.flat = local, spec, None
         self.origin = Origin()

@@ -26,11 +26,23 @@ def _memory_plan(_: ShardedWrapper) -> None:
     import flatshard.memory_plan  # noqa: F401
 
 
+def _dtensor(_: ShardedWrapper) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("dp", "tp"))
+    layer = nn.Linear(2, 2, bias=False)
+    split = distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)])
+    layer.weight = nn.Parameter(split)
+    ShardedWrapper(layer, device_mesh=mesh["dp"])
+
+
 # What asks for an extra, by its name.
 # None: nothing asks for the extra, which is used wherever it is installed.
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "deadlock": None,
     "plan": _memory_plan,
+    "tensor_parallel": _dtensor,
 }
 
 

@@ -1,14 +1,23 @@
-"""``local_parts``: parameters that are DTensors become plain ones of this rank's part."""
+"""Extra: parameters that are DTensors (tensor parallelism).
+
+The local part of a DTensor is what is flattened and sharded, over other ranks than those of its
+mesh. Modules compute with a DTensor over that part.
+
+Without this folder, wrapping a model with a DTensor among its parameters raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
 from flatshard.module.inspection import UnwrappedModel
@@ -17,10 +26,84 @@ from flatshard.module.settings import Settings
 from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo, find_params
-from flatshard.tensor.tensor_parallel import TensorParallel, tensor_parallel_of
 
 _NATIVE = TransportOptions(Collectives.NATIVE)  # for numbers alone
 _OTHERWISE = "Leave that out, or apply tensor parallelism to other parameters only."
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """The mesh and the placements of a parameter; a ``ParamSplit`` that copies share."""
+
+    layout: Any  # torch's DTensorSpec
+    comms: tuple[Communicator, ...]  # one for each dimension of the mesh that splits it
+
+    def __deepcopy__(self, _: object) -> TensorParallel:
+        return self  # process groups cannot be copied
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """In elements, of the same parameter."""
+        return tuple(self.layout.stride)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter in the model without any parallelism."""
+        return tuple(self.layout.shape)
+
+    def as_dtensor(self, local: Tensor) -> Tensor:
+        """A differentiable DTensor over ``local``, which gets the local part of its gradient.
+
+        Torch sums what ranks of the mesh have of a replicated parameter's gradient.
+        """
+        from torch.distributed.tensor import DTensor  # slow to load
+
+        with torch.inference_mode(False), torch.enable_grad():
+            shown = DTensor.from_local(
+                local,
+                self.layout.mesh,
+                self.layout.placements,
+                run_check=False,
+                shape=self.layout.shape,
+                stride=self.layout.stride,
+            )
+        shown._is_param = True  # so that it counts as an ``nn.Parameter``
+        return shown
+
+    def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
+        """``hook`` of a DTensor's gradient, as one of its local part: norms are of all parts."""
+
+        def call(grad: Tensor) -> Any:
+            result: Any = hook(self.as_dtensor(grad))
+            if result is None:
+                return None
+            return result.redistribute(self.layout.mesh, self.layout.placements).to_local()
+
+        return call
+
+    def full(self, local: Tensor) -> Tensor:
+        """The tensor whose part on this rank is ``local``. Collective: all ranks of the mesh."""
+        with torch.no_grad():
+            shown: Any = self.as_dtensor(local.to(self.layout.mesh.device_type))
+            return shown.full_tensor().to(local.device, copy=True)  # type: ignore[no-any-return]
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a tensor that all ranks of the mesh have. No communication."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        mesh, placements = self.layout.mesh, self.layout.placements
+        with torch.no_grad():
+            if not isinstance(full, DTensor):
+                full = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
+            return full.redistribute(mesh, placements).to_local()
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins, by dimension."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        layout = self.layout
+        found = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
+        return tuple(found[1])
 
 
 @contextmanager
@@ -100,7 +183,7 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     for unit in units:
         settings = unit.settings
         for kind, owned in unit.flat_params.items():
-            first = next((one for one in owned if tensor_parallel_of(one.param)), None)
+            first = next((one for one in owned if hasattr(one.param, "tensor_parallel")), None)
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",
                 f"gather_dtype={kind.precision.gather_dtype}": kind.precision.gather_dtype,
