@@ -388,7 +388,7 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     assert operations.names.count("_to_copy") < 5, "norms are cast together"
     _one_rank_casts_as_it_copies()
     with (
-        mock.patch.object(model._sharding.context.state, "device", torch.device("cuda", 1)),
+        mock.patch.object(model._sharding.context, "device", torch.device("cuda", 1)),
         mock.patch.object(torch.cuda, "current_device", return_value=1),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
