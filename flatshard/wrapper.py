@@ -7,7 +7,7 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn, Self
 
 import torch
@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
-from flatshard.diagnostics import recording
-from flatshard.diagnostics.framework_precision import FrameworkPrecision
-from flatshard.diagnostics.non_finite import watch_non_finite
-from flatshard.diagnostics.step_report import StepReport
 from flatshard.module import join
 from flatshard.module.calls import surround
 from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
+from flatshard.module.framework_precision import FrameworkPrecision
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
 from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy
@@ -40,6 +37,7 @@ from flatshard.optimizer import grad_norm, in_backward
 from flatshard.optimizer.in_backward import StepInBackward
 from flatshard.options.boundary import as_boundary
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
+from flatshard.options.extras import extra
 from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
@@ -301,14 +299,13 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         """
         self._sharding.context.give_back()
 
-    @contextmanager
-    def record_steps(self, *, memory: recording.PathLike = None) -> Iterator[list[StepReport]]:
+    def record_steps(self, *, memory: Any = None) -> Any:
         """Record the steps of the model, all its units, inside the context.
 
-        Yields the list of their reports, which grows as steps end: a step ends when the next one
-        begins, or with the context. When that ends without an exception, the first rank writes the
-        files, about all ranks; with ``{rank}`` in their name, every rank writes its own. All
-        reports are kept until then: record a few steps.
+        The context yields the list of ``StepReport``s, which grows as steps end: a step ends when
+        the next one begins, or with the context. When the context ends without an exception, the
+        first rank writes the files, about all ranks; with ``{rank}`` in their name, every rank
+        writes its own. All reports are kept until then: record a few steps.
 
         Collective: all ranks that train the model, at entry, and at the end to write a file.
 
@@ -322,18 +319,15 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             ImportError: matplotlib is not installed; at entry, on all ranks.
             RuntimeError: steps are being recorded already, or a forward or backward is running.
         """
-        context = self._sharding.check_between_steps("record_steps()")
-        settings = self._sharding.settings
-        with recording.recording(
-            context, settings.ranks.world, settings.device, memory=memory
-        ) as reports:
-            yield reports
+        recording = extra("recording", "ShardedWrapper.record_steps()")
+        return recording.record_steps(self._sharding, memory)
 
-    def step_report(self) -> StepReport:
+    def step_report(self) -> Any:
         """Report of this rank's last recorded step, or of the current one so far.
 
         ``print`` it for a table. No communication. Raises RuntimeError if no step was recorded.
         """
+        recording = extra("recording", "ShardedWrapper.step_report()")
         return recording.last_report(self._sharding.context)
 
     def warn_non_finite(self, enabled: bool = True) -> None:
@@ -345,7 +339,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ``GradScaler`` are normal. On an inner wrapper it acts on the whole model. No communication.
         """
         rank = self._sharding.settings.ranks.world.global_rank
-        watch_non_finite(self._sharding.context.observers, rank if enabled else None)
+        recording = extra("recording", "ShardedWrapper.warn_non_finite()")
+        recording.watch_non_finite(self._sharding.context.observers, rank if enabled else None)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.

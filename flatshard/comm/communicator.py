@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
 from flatshard.comm.process_groups import Tags, backend_for, control_of, new_group, ranks_text
@@ -34,6 +34,10 @@ AUTO = TransportOptions()
 HOST = torch.device("cpu")
 # Up to this many elements, a tensor is copied to a wider dtype to share a message with the marks.
 _FEW = 1 << 12
+
+LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
+"""Called for each collective that this rank starts: the kind of collective, the name of the unit or
+the purpose, bytes, and the ranks in the default group."""
 
 
 class Communicator(Tags):
@@ -153,7 +157,7 @@ class Communicator(Tags):
         if request.reduced:
             action = "all-reducing gradients in backward"
         else:  # of an all-reduce the first half was noted
-            note("gather", request.unit_fqn, out.nbytes, self.ranks)
+            self.note("gather", request.unit_fqn, out.nbytes)
         op_name = self._op_name(request.unit_fqn, action)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
@@ -169,7 +173,7 @@ class Communicator(Tags):
         if request.kind == "all_reduce":
             nbytes = (nbytes + out.nbytes * self.size) // 2
             action = "all-reducing"
-        note(request.kind, request.unit_fqn, nbytes, self.ranks)
+        self.note(request.kind, request.unit_fqn, nbytes)
         op_name = self._op_name(request.unit_fqn, f"{action} gradients in backward")
         with named(op_name):
             return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)
@@ -179,11 +183,17 @@ class Communicator(Tags):
 
         Collective: all ranks of the group, in the same order of calls.
         """
-        note("all_reduce", unit_fqn, buffer.nbytes, self.ranks)
+        self.note("all_reduce", unit_fqn, buffer.nbytes)
         op_name = self._op_name(unit_fqn, "all-reducing gradients in backward")
         with named(op_name):
             # Only the native one has it, which comes last and accepts everything.
             return self.transports[-1].all_reduce(buffer, op_name)
+
+    def note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
+        """Tell ``LISTENERS`` of a collective that this rank starts."""
+        if self.size > 1:  # one rank by itself only copies
+            for listen in LISTENERS:
+                listen(kind, unit_fqn, nbytes, self.ranks)
 
     def _op_name(self, unit_fqn: str, action: str) -> str:
         unit = unit_text(unit_fqn)
@@ -208,7 +218,7 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return values
-        note("scalars", op_name, len(values), self.ranks)
+        self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)
 
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
@@ -221,7 +231,7 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return values
-        note("scalars", op_name, values.nbytes, self.ranks)
+        self.note("scalars", op_name, values.nbytes)
         if self._stream_waits(values):
             self._reduce_on_stream(as_real(values), op, op_name)
         else:
@@ -263,7 +273,7 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return
-        note("broadcast", op_name, tensor.nbytes, self.ranks)
+        self.note("broadcast", op_name, tensor.nbytes)
         if self._stream_waits(tensor):
             with self._named_on_stream(op_name):
                 group = self.members.gather_group

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.comm.work import AsyncWork, named
 
@@ -20,7 +19,7 @@ def exchange(
 
     Collective: all ranks of the group, in the same order of calls.
     """
-    note("all_to_all", op_name, sent.nbytes, comm.ranks)
+    comm.note("all_to_all", op_name, sent.nbytes)
     wire = sent.cpu() if comm.members.is_gloo else sent
     came = wire.new_empty(sum(expected))
     group, need = comm.group_for(wire), None
@@ -39,7 +38,7 @@ def transfer(comm: Communicator, tensor: Tensor, *, source: int, to: int, op_nam
     sends = comm.rank == source
     data, action, peer = as_bytes(tensor), "receiving from", source
     if sends:
-        note("send", op_name, tensor.nbytes, comm.ranks)
+        comm.note("send", op_name, tensor.nbytes)
         action, peer = "sending to", to
     wire = data
     if comm.members.is_gloo:

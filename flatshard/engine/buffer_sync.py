@@ -41,7 +41,7 @@ class BufferSync(Voter):
         self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
         self._has_run = False  # a forward, since ranks asked each other
 
-    def before_forward(self, name: str, *, recomputes: bool, under_no_sync: bool) -> None:
+    def before_forward(self, name: str, recomputes: bool, under_no_sync: bool) -> None:
         """Broadcast the buffers, if they are due, before the forward of the root, ``name``.
 
         Collective, unless the forward ``recomputes`` one.

@@ -36,7 +36,6 @@ class RunContext(RunState):
         """
         super().__init__([one.unit for one in hooks], world, number)
         self.is_converting = False  # modules are under way to another dtype or device
-        self.last_report: object = None  # what `diagnostics.recording` keeps of the last step
         for index, unit in enumerate(self.units):
             unit.index = index
         for _, handle in self.handles:

@@ -125,9 +125,7 @@ class Forward:
                 self.begin(unit)
         recomputes = backward.is_running
         if state.buffers is not None and state.depth == 0 and unit is state.root:
-            state.buffers.before_forward(
-                unit.name, recomputes=recomputes, under_no_sync=state.under_no_sync
-            )
+            state.buffers.before_forward(unit.name, recomputes, state.under_no_sync)
         for observer in self._observers.all:
             observer.enter_forward(unit, recomputes)
         self.saved.push()
@@ -176,12 +174,11 @@ class Forward:
         if unit.phase is not Phase.FORWARD or unit.running:
             return
         self._edits.check(unit, module)
-        touched = [one for depth, one in self._touched if depth == self._state.depth]
-        if unit not in touched:
-            for one in touched:
-                if one.phase is Phase.FORWARD and not one.running:  # else its own forward is over
-                    for inner in one.modules:
-                        self._edits.check(one, inner)
+        for depth, one in self._touched:
+            # Other units have been checked at the end of their own forward.
+            if depth == self._state.depth and one.phase is Phase.FORWARD and not one.running:
+                for inner in one.modules:
+                    self._edits.check(one, inner)
 
     def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
         """After a module's forward, also one that raised: reshard what the strategy reshards."""

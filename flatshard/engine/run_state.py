@@ -49,8 +49,7 @@ class RunState:
     @property
     def voters(self) -> list[Voter]:
         """Whoever compares something in the exchange at the end of backward."""
-        buffers = () if self.buffers is None else (self.buffers,)
-        return [*buffers, *self.extensions]
+        return [*([self.buffers] if self.buffers else []), *self.extensions]
 
     @property
     def is_accumulating(self) -> bool:
@@ -73,7 +72,7 @@ class RunState:
 
     def extend(self, extension: StepExtension) -> None:
         """Let ``extension`` act in each step from now on."""
-        found = [*self.extensions, extension]
+        found = *self.extensions, extension
         self.extensions = tuple(sorted(found, key=lambda one: ORDER.index(one.name)))
 
     def drop(self, extension: StepExtension) -> None:

@@ -117,7 +117,7 @@ class Join(StepExtension):
         params = [param for handle in self._handles for param in handle.sharded]
         self._numbers = {param: number for number, param in enumerate(params)}
         self._active = list(range(self._comm.size))  # that had input at the last exchange
-        self._is_following = self._grad_enabled = False
+        self._is_following = False
         self._syncs = self._state.syncs, self._state.under_no_sync
         self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
         self._options: dict[Any, Any] = {}  # when a step began
@@ -295,25 +295,18 @@ class Join(StepExtension):
             self._buffers.broadcast("join(): buffers of the last rank that had input")
 
     def follow_forward(
-        self,
-        grad_enabled: bool,
-        syncs: tuple[str, ...],
-        under_no_sync: bool,
-        of_root: bool,
-        _: Any,
+        self, grad_enabled: bool, syncs: Any, under_no_sync: bool, of_root: bool, _: Any
     ) -> None:
         state = self._state
         state.pending_sends.wait_sends()
-        self._grad_enabled = state.expects_backward = grad_enabled
+        state.expects_backward = grad_enabled
         state.syncs, state.under_no_sync = [Sync(sync) for sync in syncs], under_no_sync
         if grad_enabled:
             state.plan_syncs()
         self._begin()
         if of_root and self._buffers is not None:
             with torch.set_grad_enabled(grad_enabled):
-                self._buffers.before_forward(
-                    state.root.name, recomputes=False, under_no_sync=under_no_sync
-                )
+                self._buffers.before_forward(state.root.name, False, under_no_sync)
 
     def follow_gather(self, number: int, purpose: str) -> None:
         handle = self._handles[number]

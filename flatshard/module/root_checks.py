@@ -29,7 +29,7 @@ class RootChecks(RootModule):
     def __init__(self, root: Sharding) -> None:
         self._root = root
         self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
-        self._num_registered = 0  # modules and parameters assigned until the last check
+        self._num_registered = -1  # modules and parameters assigned until the last check
         self._modules = list(root.wrapper.modules())
 
     def buffers(self) -> Buffers:
@@ -56,16 +56,16 @@ class RootChecks(RootModule):
         root = self._root
         if root.context.device is not None:
             _check_not_captured(root.context.device)
-        is_first = not root.context.has_run
         # Looking at all modules takes long, so only when something was assigned to one.
-        if is_first or self._num_registered != num_registered():
+        if self._num_registered != num_registered():
             self._check_all_owned()
-        self._num_registered = num_registered()
-        if is_first and any(one.is_left_empty for one in shardings_in(root.wrapper)):
-            world = root.settings.ranks.world
-            meta_init.check_loaded(root.wrapper, handles_in(root.wrapper), world)
-        if is_first and any(h.shard.device.type == "cpu" for h in handles_in(root.wrapper)):
-            prepare_allocator()
+            self._num_registered = num_registered()
+        if not root.context.has_run:
+            handles = handles_in(root.wrapper)
+            if any(one.is_left_empty for one in shardings_in(root.wrapper)):
+                meta_init.check_loaded(root.wrapper, handles, root.settings.ranks.world)
+            if any(handle.shard.device.type == "cpu" for handle in handles):
+                prepare_allocator()
 
     def _check_all_owned(self) -> None:
         """Raise if modules were added since wrapping: nothing would average their gradients."""

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from flatshard.diagnostics.unit_report import FlatParamRow, UnitRow, describe
 from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings, read_strategy
+from flatshard.module.unit_report import FlatParamRow, UnitRow, describe
 from flatshard.optimizer import whole_step
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored

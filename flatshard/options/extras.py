@@ -15,6 +15,7 @@ EXTRAS = {
     "deadlock": "finds ranks that wait for one another for ever",
     "tensor_parallel": "trains parameters that are DTensors",
     "plan": "predicts the memory of a model",
+    "recording": "records steps, collectives and non-finite gradients",
 }
 
 

@@ -323,7 +323,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(memory.values())
 
 
-BUFFERS_IN = ("flatshard.engine.grad_buffer", "flatshard.engine.gather", "flatshard.collectives")
+BUFFERS_IN = ("flatshard.engine.grad_buffer", "flatshard.engine.gather")
 
 
 def tensors_in(thing: Any) -> Iterator[Tensor]:

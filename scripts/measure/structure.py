@@ -28,7 +28,7 @@ from output_files import output_file, write_json
 
 ORDER = (
     *("options", "plan", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
-    *("diagnostics", "state", "module", "compat", "wrapper", "extras", "checkpoint"),
+    *("state", "module", "compat", "wrapper", "extras", "checkpoint"),
     "integrations",
 )
 """A package imports those before it; the modules beside them are what users import."""

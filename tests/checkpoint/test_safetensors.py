@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.checkpoint import load_safetensors, model_files, save_safetensors
-from flatshard.comm import event_log
+from flatshard.collectives import record
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same_state, snapshot, train_steps, trainable
@@ -334,7 +334,7 @@ def _shards_on_disk(rank: int, world_size: int, folder: Path) -> None:
     offload = CPUOffload(offload_params=True, path=folder)
     model = _trained("nested", "full", rank, world_size, cpu_offload=offload)
     expected = snapshot(model)
-    with event_log.record() as events:
+    with record() as events:
         save_safetensors(model, folder / "export")
         with torch.no_grad():
             for parameter in model.parameters():

@@ -43,6 +43,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "deadlock": None,
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
+    "recording": lambda model: model.record_steps(),
 }
 
 

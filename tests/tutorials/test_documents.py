@@ -474,7 +474,10 @@ def test_reference_names_all_that_is_public() -> None:
     for module in ("checkpoint", "collectives", "memory_plan", "wrap"):
         names = importlib.import_module(f"flatshard.{module}").__all__
         public |= {f"flatshard.{module}.{name}" for name in names}
-    others = ("diagnostics/step_report.py", *(f"integrations/{name}.py" for name in FRAMEWORKS))
+    others = (
+        "extras/recording/step_report.py",
+        *(f"integrations/{name}.py" for name in FRAMEWORKS),
+    )
     for path in others:
         prefix = "flatshard." + path.removesuffix(".py").replace("/", ".")
         public |= {f"{prefix}.{name}" for name in _defined(ROOT / "flatshard" / path)}
@@ -483,7 +486,7 @@ def test_reference_names_all_that_is_public() -> None:
 
 
 FRAMEWORKS = ("accelerate", "lightning", "pipelining", "transformers")
-LEFT_OUT = "flatshard.diagnostics.step_report.sum_up"  # for the library itself
+LEFT_OUT = "flatshard.extras.recording.step_report.sum_up"  # for the library itself
 
 
 # ---------------------------------------------------------------- what is not installed

@@ -16,10 +16,10 @@ from torch import nn
 
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
-from flatshard.diagnostics.unit_report import show_bytes, tabulate
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
+from flatshard.module.unit_report import show_bytes, tabulate
 from flatshard.options.boundary import as_boundary
 from flatshard.options.collectives import TransportOptions, as_coalesce_bytes
 from flatshard.options.offload import CPUOffload

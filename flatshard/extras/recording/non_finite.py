@@ -60,7 +60,7 @@ class NonFiniteWatch(StepObserver):
 
 
 def watch_non_finite(observers: Observers, rank: int | None) -> None:
-    """See ``ShardedWrapper.warn_non_finite``; ``rank`` None: stop checking."""
+    """See ``ShardedWrapper.warn_non_finite``. ``rank`` None: stop checking."""
     before = observers.find(NonFiniteWatch)
     if before is not None:
         observers.remove(before)

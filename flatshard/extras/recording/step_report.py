@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flatshard.diagnostics.memory_timeline import MemoryTimeline, plot_memory
-from flatshard.diagnostics.unit_report import show_bytes, tabulate
 from flatshard.engine.events import Kind
+from flatshard.extras.recording.memory_timeline import MemoryTimeline, plot_memory
+from flatshard.module.unit_report import show_bytes, tabulate
 
 
 class Range(NamedTuple):

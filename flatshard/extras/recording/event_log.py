@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from flatshard.comm.communicator import LISTENERS
 
 
 class Event(NamedTuple):
@@ -25,22 +27,16 @@ class Event(NamedTuple):
     ranks: tuple[int, ...]
 
 
-_recorders: list[list[Event]] = []
-
-
 @contextlib.contextmanager
 def record() -> Iterator[list[Event]]:
     """List the collectives that this rank starts inside the context, in order."""
     events: list[Event] = []
-    _recorders.append(events)
+
+    def listen(*facts: Any) -> None:
+        events.append(Event(*facts))
+
+    LISTENERS.append(listen)
     try:
         yield events
     finally:
-        # By identity: nested ones may have listed the same.
-        _recorders[:] = [one for one in _recorders if one is not events]
-
-
-def note(kind: str, unit_fqn: str, nbytes: int, ranks: tuple[int, ...]) -> None:
-    if len(ranks) > 1:  # one rank alone only copies
-        for events in _recorders:
-            events.append(Event(kind, unit_fqn, nbytes, ranks))
+        LISTENERS.remove(listen)

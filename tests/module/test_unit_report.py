@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatshard.diagnostics.unit_report import (
+from flatshard.module.unit_report import (
     FEW_ELEMENTS,
     LARGE_MODEL_NUMEL,
     LARGE_TIE_NUMEL,

@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from flatshard.comm import event_log
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed, raise_everywhere
-from flatshard.diagnostics.memory_timeline import matplotlib, plot_memory
-from flatshard.diagnostics.recorder import StepRecorder
-from flatshard.diagnostics.step_report import StepReport
 from flatshard.engine.context import RunContext
+from flatshard.extras.recording.event_log import record
+from flatshard.extras.recording.memory_timeline import matplotlib, plot_memory
+from flatshard.extras.recording.recorder import StepRecorder
+from flatshard.extras.recording.step_report import StepReport
+from flatshard.module.sharding import Sharding
 
 PathLike = str | os.PathLike[str] | None
 
 _OWN = "{rank}"  # in a file name: every rank writes a file of its own
 _PANELS = 8  # ranks in one plot; more would be too small to read
+# Of each run whose recording is over, the report of the last step.
+_last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def recording(
-    context: RunContext,
-    world: Communicator,
-    device: torch.device,
-    *,
-    memory: PathLike,
-) -> Iterator[list[StepReport]]:
+def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepReport]]:
     """See ``ShardedWrapper.record_steps``."""
+    context = sharding.check_between_steps("record_steps()")
+    world, device = sharding.settings.ranks.world, sharding.settings.device
     file = None if memory is None else os.fspath(memory)
     # Before the first step, so that no long run ends with an error.
     raise_everywhere(_problem(context, world, file), world)
     remedy = "Pass the same on every rank: the first one writes, or each where a name has '{rank}'."
     agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
-    with event_log.record() as events:
+    with record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
         context.observers.add(recorder)
         try:
@@ -45,17 +43,18 @@ def recording(
         finally:
             context.observers.remove(recorder)
             recorder.end_step()
-            context.last_report = [context.last_report, *recorder.reports][-1]
+            if recorder.reports:
+                _last_reports[context] = recorder.reports[-1]
     if file is not None:
         _write(file, recorder.reports[-1:], world)
 
 
 def last_report(context: RunContext) -> StepReport:
     """See ``ShardedWrapper.step_report``."""
-    recorder, report = context.observers.find(StepRecorder), context.last_report
+    recorder, report = context.observers.find(StepRecorder), _last_reports.get(context)
     if recorder is not None:
         report = recorder.report() or [report, *recorder.reports][-1]
-    if not isinstance(report, StepReport):
+    if report is None:
         raise RuntimeError(
             "step_report: no step was recorded. Run some inside "
             "`with model.record_steps():`, forward and backward, and ask again."

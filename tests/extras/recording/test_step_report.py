@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
-from flatshard.diagnostics.step_report import (
+from flatshard.engine.events import Kind
+from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
+from flatshard.extras.recording.step_report import (
     Range,
     StepReport,
     sum_up,
 )
-from flatshard.engine.events import Kind
 
 MIB = 2**20
 

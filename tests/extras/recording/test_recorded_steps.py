@@ -11,12 +11,12 @@ from torch import nn
 
 from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import Event
-from flatshard.diagnostics.step_report import Range, StepReport
 from flatshard.engine.events import Kind
+from flatshard.extras.recording.step_report import Range, StepReport
 from tests.harness import run_ranks
 from tests.models import CASES, loss_of
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "profiling.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "profiling.md"
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
 

@@ -1,1 +1,0 @@
-"""Whoever listens to a step: reports, plans, checks."""
