@@ -489,9 +489,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         At the end, also after an exception, each rank keeps its own slice of its own values:
         all ranks must write the same, or the model is a mixture. Values and ``requires_grad`` are
-        kept, and gradients with ``with_grads``; hooks and other attributes are not. A summon
-        inside another shows the parameters of the outer one. Forwards inside communicate nothing,
-        in the parameters' own dtype; backwards to parameters, and copies of the model, raise.
+        kept, and gradients with ``with_grads``; hooks and other attributes are not. Forwards inside
+        communicate nothing, in the parameters' own dtype; backwards to parameters, copies of the
+        model, and a summon of the same parameters inside the context raise.
 
         Collective: all ranks, at entry.
 

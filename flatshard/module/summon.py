@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -36,16 +36,15 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
 
 
 @contextlib.contextmanager
-def _inert(units: Iterable[Unit]) -> Iterator[None]:
+def _inert(units: Collection[Unit]) -> Iterator[None]:
     """Let forwards of modules that hold full parameters communicate nothing."""
-    before = {unit: unit.is_summoned for unit in units}
-    for unit in before:
+    for unit in units:
         unit.is_summoned = True
     try:
         yield
     finally:
-        for unit, was_summoned in before.items():
-            unit.is_summoned = was_summoned
+        for unit in units:
+            unit.is_summoned = False
 
 
 def _check_owns_parameters(module: nn.Module) -> None:

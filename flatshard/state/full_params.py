@@ -101,7 +101,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
     return join(handle, parts, handle.shard.dtype)
 
 
-def _check_request(handle: FlatParamHandle, request: Request) -> None:
+def _check_can_show(handle: FlatParamHandle) -> None:
     """Raise for what cannot be shown, alike on all ranks."""
     split = first_of_dtensor(param.spec for param in handle.params)
     if split is not None:
@@ -110,22 +110,13 @@ def _check_request(handle: FlatParamHandle, request: Request) -> None:
             "DTensor, and other ranks hold the rest. Read model.state_dict(), and edit with "
             "p.copy_(...)."
         )
-    if handle.summoned is None:
-        handle.check_places()
-        return
-    outer: Request = handle.summoned.request
-    needs_copy = request.offload_to_cpu and handle.device.type != "cpu"
-    lacking = {
-        "rank0_only=False": outer.rank0_only and not request.rank0_only,
-        "with_grads=True": request.with_grads and not outer.with_grads,
-        "offload_to_cpu=True": needs_copy and not outer.offload_to_cpu,
-    }
-    for argument, is_lacking in lacking.items():
-        if is_lacking:
-            raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: summon_full_params({argument}) inside another "
-                f"summon_full_params() without it. Pass {argument} to the outer one."
-            )
+    if handle.summoned is not None:
+        raise RuntimeError(
+            f"{unit_text(handle.unit_name)}: summon_full_params() inside another "
+            "summon_full_params(), which shows its parameters already. Use those, with the "
+            "arguments of the outer context, or leave that first."
+        )
+    handle.check_places()
 
 
 def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
@@ -170,10 +161,9 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
     all-gather where the request cannot be met, and at the end what cannot be kept.
     """
     for handle in handles:
-        _check_request(handle, request)
+        _check_can_show(handle)
     if request.with_grads:
-        # Those that an outer summon shows were checked there; with rank0_only, rank 0 is alone.
-        _check_grads([handle for handle in handles if handle.summoned is None])
+        _check_grads(handles)
     opened: list[Summoned] = []
     problems: list[str] = []
     try:
@@ -200,23 +190,17 @@ class Summoned:
     """The full parameters of one handle, in its modules from construction to ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
-        """Gather and show.
-
-        Collective: all ranks of the shard group, unless a summon of the handle is open already.
-        """
+        """Gather and show. Collective: all ranks of the shard group."""
         self.request = request
         # What the modules hold, by index; empty where the sharded parameters stay in place.
         self.params: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
-        self._handle, self._outer = handle, handle.summoned
-        self._shows = False
+        self._handle, self._shows = handle, False
         moves = request.offload_to_cpu and handle.shard.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            if self._outer is not None:
-                self._join(self._outer)
-            elif moves or not (handle.is_aliased and request.writeback):
-                self._gather()
             # Else the sharded parameters are full, plain, and what is to be edited.
+            if moves or not (handle.is_aliased and request.writeback):
+                self._gather()
         self._version = handle.version
         handle.summoned = self
         # What the modules of this rank hold, if that is full.
@@ -242,14 +226,6 @@ class Summoned:
             "parameters were used under summon_full_params(). Use those that the modules hold "
             "inside, with rank0_only=True on rank 0 alone, or leave the context first."
         )
-
-    def _join(self, outer: Summoned) -> None:
-        """Inside another summon: without an all-gather, share or copy what that one shows."""
-        self.is_held, self.params = outer.is_held, outer.params
-        if self.is_held and not self.request.writeback:
-            values = [param.detach().clone() for param in outer.shown]
-            grads = [None if p.grad is None else p.grad.clone() for p in outer.shown]
-            self._show(values, grads)
 
     def _gather(self) -> None:
         handle, request = self._handle, self.request
@@ -282,20 +258,17 @@ class Summoned:
     def close(self) -> list[str]:
         """Undo it, and keep what was written; returns reasons why something is not kept."""
         # No communication: every rank keeps its own slice of what it wrote itself.
-        handle, request, outer = self._handle, self.request, self._outer
+        handle, request = self._handle, self.request
         # From here on, also where something below raises, the handle is as before this summon.
-        handle.summoned = outer
+        handle.summoned = None
         if not self._shows:  # what was shown here alone keeps refusing, in graphs that are left
             for guard in self._guards:
                 guard.remove()
-        replaced = self._replaced() if request.writeback and outer is None else []
+        replaced = self._replaced() if request.writeback else []
         if self._shows or replaced:
-            if outer is not None and outer.params:
-                handle.put(outer.params)
-            else:
-                handle.put_back()
+            handle.put_back()
         was_edited = handle.version != self._version
-        if not self.is_held and was_edited and outer is None:
+        if not self.is_held and was_edited:
             rank = handle.topology.world.global_rank
             return [
                 f"{unit_text(handle.unit_name)}, rank {rank}: parameters were edited with "

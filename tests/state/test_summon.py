@@ -222,25 +222,19 @@ def test_nested() -> None:
 
 
 def _nested(rank: int, world_size: int, way: str) -> None:
-    """What the inner one undoes is only what was written in it."""
+    """The inner one raises before it changes anything; what was written in the outer one stays."""
     sharded, plain = pair(rank, world_size, way)
     with summon(sharded.model), torch.no_grad():
         sharded.submodule("fc1").weight.fill_(2)
-        with summon(sharded.model, writeback=False):
-            assert torch.all(sharded.submodule("fc1").weight == 2)
-            sharded.submodule("fc1").weight.fill_(5)
-        assert torch.all(sharded.submodule("fc1").weight == 2)
-        with summon(sharded.model, recurse=False), summon(sharded.model):
-            sharded.submodule("fc2").weight.fill_(3)
-        for options in ({"with_grads": True},):
+        for options in ({}, {"writeback": False}, {"with_grads": True}):
             with (
                 pytest.raises(RuntimeError, match="inside another summon_full"),
                 summon(sharded.model, **options),
             ):
                 pass
-        sharded.submodule("fc3").weight.fill_(4)
+        sharded.submodule("fc2").weight.fill_(3)
     with torch.no_grad():
-        for value, name in enumerate(("fc1", "fc2", "fc3"), start=2):
+        for value, name in enumerate(("fc1", "fc2"), start=2):
             plain.submodule(name).weight.fill_(value)
     assert_trains_alike(sharded, plain)
 
