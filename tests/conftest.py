@@ -87,7 +87,7 @@ SLOW = [
     "optimizer/test_whole_step.py",
     "engine/test_frozen.py",
     "engine/test_boundaries_in_training.py",
-    "comm/test_peer_memory.py",
+    "extras/shared_memory/test_peer_memory.py",
     "engine/test_checkpointing.py",
     "parity/test_parity.py",
     "plan/test_ties.py",

@@ -23,7 +23,7 @@ from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
 from flatshard.comm.process_groups import Tags, backend_for, control_of, new_group, ranks_text
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport
+from flatshard.comm.transports import LocalTransport, Members, Transport, transport_kinds
 from flatshard.comm.watch import History, WaitCondition
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
@@ -107,7 +107,7 @@ class Communicator(Tags):
             partial(self.gather_objects, op_name="meeting on one host"),
         )
         # Every rank asks every class, in the same order: ``connect`` may communicate.
-        found = [kind.connect(self.members) for kind in TRANSPORTS]
+        found = [kind.connect(self.members) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
         self.transport_reason = "; ".join(reasons) or self.transport_for().reason

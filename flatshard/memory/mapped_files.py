@@ -54,11 +54,6 @@ def _memfd() -> int:
         return os.memfd_create("flatshard")  # before Linux 6.3
 
 
-def open_of(pid: int, number: int) -> int:
-    """Open file ``number`` of another process; raises ``OSError`` where that is not permitted."""
-    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-
-
 def reserve_range(nbytes: int) -> mmap.mmap:
     """A range of addresses, of zeros that take no memory until they are written."""
     # OSError: none are left (RLIMIT_AS), or the system counts them as memory

@@ -14,6 +14,7 @@ FOLDER = "flatshard.extras"
 EXTRAS = {
     "deadlock": "finds ranks that wait for one another for ever",
     "tensor_parallel": "trains parameters that are DTensors",
+    "shared_memory": "lets ranks on one host read one another's memory",
     "plan": "predicts the memory of a model",
     "recording": "records steps, collectives and non-finite gradients",
 }

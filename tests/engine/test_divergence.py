@@ -12,9 +12,9 @@ from flatshard import ShardedWrapper
 from flatshard.wrap import CustomPolicy
 from tests.comm_hooks import Averaging
 from tests.harness import naming, run_ranks
+from tests.mapping import mapping
 from tests.models import Case, vectors
 from tests.oracle import ROWS, assert_same_gradients
-from tests.shared_memory import mapping
 from tests.side import Run, assert_same_model
 
 pytestmark = pytest.mark.by_turns

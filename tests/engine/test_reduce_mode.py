@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives, sharded_modules
-from flatshard.comm.transports import shared_memory, sockets
+from flatshard.comm.transports import sockets
 from flatshard.engine import grad_buffer, reduce_queue
+from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
@@ -112,7 +113,8 @@ def _small_limits() -> Iterator[None]:
     """As if the large unit had millions of elements: read in place, and in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_buffer, "_SMALL_BYTES", 1 << 12)
-        patch.setattr(shared_memory, "_PIECE_NUMEL", 1000)
+        if default_extra("shared_memory") is not None:
+            patch.setattr("flatshard.extras.shared_memory.transport._PIECE_NUMEL", 1000)
         patch.setattr(sockets, "PIECE_BYTES", 1 << 12)
         patch.setattr(sockets, "_ADDED_AT_ONCE", 300)
         # A parameter that a rank does not use holds up its other units' reductions.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from flatshard.engine import reduce_queue
 from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, naming, run_ranks
+from tests.mapping import mapping
 from tests.models import CASES, Case, vectors
 from tests.oracle import ROWS, local_loss
-from tests.shared_memory import mapping
 from tests.side import Run, assert_same_model
 
 pytestmark = pytest.mark.by_turns

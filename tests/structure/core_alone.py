@@ -41,6 +41,7 @@ def _dtensor(_: ShardedWrapper) -> None:
 # None: nothing asks for the extra, which is used wherever it is installed.
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "deadlock": None,
+    "shared_memory": None,
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
     "recording": lambda model: model.record_steps(),

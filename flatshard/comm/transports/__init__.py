@@ -3,14 +3,15 @@
 from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.transports.local import LocalTransport
 from flatshard.comm.transports.native import NativeTransport
-from flatshard.comm.transports.shared_memory import SharedMemoryTransport
 from flatshard.comm.transports.sockets import SocketTransport
+from flatshard.options.extras import default_extra
 
-TRANSPORTS: tuple[type[Transport], ...] = (
-    SharedMemoryTransport,
-    SocketTransport,
-    NativeTransport,
-)
-"""In order of preference: the first one that a group has and that accepts a tensor moves it."""
 
-__all__ = ["TRANSPORTS", "LocalTransport", "Members", "Transport"]
+def transport_kinds() -> list[type[Transport]]:
+    """In order of preference: the first one that a group has and that accepts a tensor moves it."""
+    shared_memory = default_extra("shared_memory")
+    first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
+    return [*first, SocketTransport, NativeTransport]
+
+
+__all__ = ["LocalTransport", "Members", "Transport", "transport_kinds"]

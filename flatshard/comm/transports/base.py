@@ -79,7 +79,7 @@ class Members:
 class Transport(abc.ABC):
     """How the ranks of one group all-gather parameters and average gradients.
 
-    A new one is a subclass in a file of its own and a line in ``transports.TRANSPORTS``.
+    A new one is a subclass in a file of its own and an entry in ``transport_kinds``.
     """
 
     name: str  # for reports and messages

@@ -21,15 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
-from flatshard.comm.transports import peer_memory, shared_memory, sockets
+from flatshard.comm.transports import sockets
 from flatshard.engine import grad_buffer
+from flatshard.extras.shared_memory import peer_memory, transport
 from flatshard.memory import mapped_files, page_pool
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, run_ranks
+from tests.mapping import mapping
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
-from tests.shared_memory import mapping
 
 pytestmark = pytest.mark.by_turns
 
@@ -79,7 +80,7 @@ def counting_reads() -> Iterator[list[int]]:
         read(pid, source, destination, nbytes)
 
     with (
-        mock.patch.object(shared_memory, "_PIECE_NUMEL", 19),
+        mock.patch.object(transport, "_PIECE_NUMEL", 19),
         mock.patch.object(peer_memory, "_read", counted),
     ):
         yield sizes
@@ -90,7 +91,7 @@ TRANSPORTS = {"shared memory": {}, "sockets": {"collectives": "sockets"}}
 
 def mapping_for(way: str) -> Any:
     """``mapping`` of what ranks map that talk so."""
-    return mapping(page_pool.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
+    return mapping(page_pool.PooledBuffer if way == "sockets" else transport.MappedShards)
 
 
 @contextmanager
@@ -138,7 +139,7 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                     actual = trained(case, rank, world_size, **keywords)
                 assert sizes, "nothing was read"
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-                with mapping() as made, counting_reads():
+                with mapping(transport.MappedShards) as made, counting_reads():
                     actual = trained(case, rank, world_size, **keywords)
                     assert made or what in ON_NODES, "nothing was mapped"
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -246,8 +247,8 @@ def mapped_for_long(rank: int, world_size: int, way: str) -> None:
             if name == "move_pages":
                 failing = mock.Mock(return_value=False)
             fails = failing if rank == rank_without else None
-            original = getattr(mapped_files, name)
-            with mock.patch.object(mapped_files, name, fails or original):
+            module = peer_memory if name == "open_of" else mapped_files
+            with mock.patch.object(module, name, fails or getattr(module, name)):
                 actual = trained(case, rank, world_size, **keywords)
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
             assert fails is None or fails.called
@@ -280,7 +281,7 @@ def many_units(rank: int, world_size: int, folder: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/proc/self/fd"))) + 24
     offload = {"cpu_offload": CPUOffload(path=folder)} if folder.name == "disk" else {}
-    with mapping() as made:
+    with mapping(transport.MappedShards) as made:
         model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
         del model
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
@@ -297,7 +298,7 @@ def many_units(rank: int, world_size: int, folder: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(made) >= 30
-    kind = shared_memory.MappedShards
+    kind = transport.MappedShards
     memories = [one for one in gc.get_objects() if isinstance(one, kind)]
     assert all(len(memory._mapped) == world_size for memory in memories if memory._has_begun)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flatshard.comm.transports import peer_memory
+from flatshard.extras.shared_memory import peer_memory
 from flatshard.memory import mapped_files
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -131,7 +130,7 @@ LACKS: dict[str, tuple[Any, str, Any, str]] = {
     ),
     "files": (mapped_files, "create", mock.Mock(side_effect=NO_MEMORY), "rank 1: it has no shared"),
     "mailbox": (
-        *(mapped_files, "open_of", mock.Mock(side_effect=PermissionError(13, "denied"))),
+        *(peer_memory, "open_of", mock.Mock(side_effect=PermissionError(13, "denied"))),
         "rank 1: .*denied; see kernel.yama.ptrace_scope",
     ),
     "host": (peer_memory, "_host", lambda: f"host {os.environ['RANK']}", "on several hosts"),
@@ -154,24 +153,3 @@ def test_what_one_rank_lacks(what: str) -> None:
     lines = run_ranks(_lacks, 2, what, fresh=True, group_timeout=10)
     assert lines[0] == lines[1], lines
     assert re.match(rf"sockets: .*{LACKS[what][3]}", lines[0]), lines
-
-
-def _no_threads(rank: int, world_size: int) -> None:
-    expected, _ = trained(rank, world_size, collectives="sockets")
-    group = torch.distributed.new_group()
-    start = threading.Thread.start
-
-    def refused(self: threading.Thread) -> None:
-        if rank == 1 and self.name.startswith("flatshard"):
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    with mock.patch.object(threading.Thread, "start", refused):
-        actual, _ = trained(rank, world_size, collectives="sockets", process_group=group)
-    names = {thread.name for thread in threading.enumerate()}
-    assert names >= {"flatshard messages", "flatshard averages"}  # of the first model
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_threads_cannot_start() -> None:
-    run_ranks(_no_threads, 2, fresh=True)

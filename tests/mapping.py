@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from flatshard.comm.transports import shared_memory
 from flatshard.engine import grad_buffer
 from flatshard.memory import page_pool
 from flatshard.plan import layout
 
 
 @contextmanager
-def mapping(kind: type = shared_memory.MappedShards) -> Iterator[list[Any]]:
+def mapping(kind: type = page_pool.PooledBuffer) -> Iterator[list[Any]]:
     """Small shards are mapped, and small gradients read in place; yields what was mapped.
 
     Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.

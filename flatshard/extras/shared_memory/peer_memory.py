@@ -106,7 +106,7 @@ class PeerProcess:
         self.name = f"process {address.pid}"  # in errors
         self.given_up = 0.0  # when it last did not answer in time
         self._alive = address.alive
-        file = mapped_files.open_of(address.pid, address.file)
+        file = open_of(address.pid, address.file)
         try:
             self.words = _mapped_words(file)
         finally:
@@ -258,6 +258,11 @@ def _try_to_read(
         except (OSError, RuntimeError) as error:
             return [], f"{error}; see kernel.yama.ptrace_scope and the container's rights"
     return processes, ""
+
+
+def open_of(pid: int, number: int) -> int:
+    """Open file ``number`` of another process; raises ``OSError`` where that is not permitted."""
+    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def _mapped_words(file: int) -> memoryview:

@@ -29,11 +29,11 @@ from torch import Tensor
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
 from flatshard.comm.process_groups import timeout_of
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports import peer_memory
 from flatshard.comm.transports.base import Members, Transport
-from flatshard.comm.transports.peer_memory import Awaited, Mailbox, PeerProcess
 from flatshard.comm.watch import History, WaitCondition, watched
 from flatshard.comm.work import AsyncWork
+from flatshard.extras.shared_memory import peer_memory
+from flatshard.extras.shared_memory.peer_memory import Awaited, Mailbox, PeerProcess
 from flatshard.memory import mapped_files
 from flatshard.memory.buffers import BufferMemory, own_pages
 from flatshard.memory.page_pool import allocate, fills_pages
@@ -330,7 +330,7 @@ class MappedShards(BufferMemory):
             # Open there until ``take``.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
-                    file = mapped_files.open_of(processes[rank].pid, record.file)
+                    file = peer_memory.open_of(processes[rank].pid, record.file)
                     self._map(rank, file)
                     os.close(file)
         self._num_copied = members.size - len(self._mapped)

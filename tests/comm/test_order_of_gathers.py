@@ -1,0 +1,81 @@
+"""Where collectives match by order, the end of a backward compares what ranks have begun."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from flatshard.comm.transports import Members
+from flatshard.comm.watch import History, first_difference
+from tests.by_order import DIFFERENT, EQUAL, step, wrapped
+from tests.harness import run_ranks
+
+
+def test_only_what_is_unusual_is_announced() -> None:
+    """Each all-gather was preceded by two small ones: a fifth of a step of small layers."""
+    run_ranks(_announced, 2)
+
+
+def _announced(rank: int, world_size: int) -> None:
+    model = wrapped(*DIFFERENT)
+    for _ in range(2):
+        step(model)
+    with mock.patch.object(History, "learn", side_effect=AssertionError):
+        step(model)
+    with torch.no_grad():
+        for _ in range(2):  # another order, on all ranks
+            model(torch.ones(2, 8))
+    for _ in range(2):
+        step(model)
+
+
+def test_before_the_optimizer_can_step() -> None:
+    """Where the host waits for nothing, as with NCCL, each had half of one and half of another."""
+    run_ranks(_after, 2, fresh=True, group_timeout=120)
+
+
+def _after(rank: int, world_size: int) -> None:
+    with mock.patch.object(Members, "announce"):
+        for order in ([0, 2, 1], [rank]):
+            model = wrapped(*EQUAL)
+            if rank == 1 or order == [rank]:
+                model.module.order = order
+            with pytest.raises(
+                RuntimeError, match=r"the first difference: .*'layers\.\d'.*'layers\.\d'"
+            ):
+                step(model)
+        model = wrapped(*EQUAL)
+        model.module.layers[1].requires_grad_(rank == 0)
+        with pytest.raises(RuntimeError, match="reduce the gradients of different parameters"):
+            step(model)
+
+
+def test_within_a_node() -> None:
+    """Each group of a hybrid strategy has an order of its own, and a rank is in one of them."""
+    run_ranks(_within_a_node, 4, fresh=True, group_timeout=120)
+
+
+def _within_a_node(rank: int, world_size: int) -> None:
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+        mock.patch.object(Members, "announce"),
+    ):
+        model = wrapped(*EQUAL, strategy="HYBRID_SHARD")
+    model.module.order = [0, 2, 1] if rank == 3 else [0, 1, 2]
+    with (
+        mock.patch.object(Members, "announce"),
+        pytest.raises(RuntimeError, match=r"rank 2 began \[.*'layers.\d'.*; rank 3 began"),
+    ):
+        step(model)
+
+
+def test_first_difference() -> None:
+    one, two = (History(name, (0, 1), 0) for name in ("one", "two"))
+    for number in range(1, 101):
+        one.begin("gather", "a")
+        two.begin("gather", "b" if number == 70 else "a")
+    assert one.digest != two.digest
+    known = first_difference({0: one.recent(), 1: two.recent(), 2: one.recent()})
+    assert known == "the first difference: rank 0, 2 began [a]; rank 1 began [b]"
+    assert first_difference({0: one.recent()[:5], 1: two.recent()[-5:]}) is None

@@ -1,0 +1,132 @@
+"""Ranks that do different things where collectives match by order: all raise, and say where."""
+
+import atexit
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from flatshard import CollectiveError, ShardedWrapper
+from flatshard.comm.transports import Members
+from flatshard.extras.deadlock import detector, watchdog
+from tests.by_order import DIFFERENT, EQUAL, Net, step, wrapped
+from tests.harness import run_ranks
+
+SECONDS = 20
+"""Far less than the groups' timeout, and more than a loaded machine needs."""
+
+QUICK = {"FIRST_LOOK_SECONDS": 0.3, "LOOK_SECONDS": 0.1, "LONGEST_LOOK_SECONDS": 0.4}
+
+
+@contextlib.contextmanager
+def _raises(expected: str, kind: type[RuntimeError] = CollectiveError) -> Iterator[None]:
+    start = time.monotonic()
+    with mock.patch.multiple(detector, **QUICK), pytest.raises(kind, match=expected):
+        yield
+    assert time.monotonic() - start < SECONDS
+
+
+def test_before_anything_is_mixed_up() -> None:
+    """gloo ended the process by SIGABRT, or the ranks waited until the group's timeout."""
+    run_ranks(_before, 2, fresh=True, group_timeout=120)
+
+
+def _before(rank: int, world_size: int) -> None:
+    for widths, order in ((DIFFERENT, [0, 2, 1]), (DIFFERENT, [0, 2]), (EQUAL, [rank])):
+        model = wrapped(*widths)
+        if rank == 1 or order == [rank]:
+            model.module.order = order
+        with _raises(r"rank 0 (began|in) \[.*'layers\.\d'.*; rank 1 (began|in) \["):
+            step(model)
+            step(model)
+    model = wrapped(*DIFFERENT)
+    model.module.order = [rank]
+    with _raises("'layers.0'.*'layers.1'"), torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 8))
+    for call in (lambda model: model.clip_grad_norm_(1.0), ShardedWrapper.state_dict, _accumulate):
+        model = wrapped(*EQUAL)
+        with _raises(r"rank 0 (began|in) \[.*; rank 1 (began|in) \["):
+            if rank == 1:
+                call(model)
+            for _ in range(2):
+                step(model)
+
+
+def test_in_evaluation() -> None:
+    """No backward compares what ranks have begun."""
+    run_ranks(_in_evaluation, 2, fresh=True, group_timeout=120)
+
+
+def _in_evaluation(rank: int, world_size: int) -> None:
+    with mock.patch.object(Members, "announce"):
+        model = wrapped(*EQUAL)
+        model.module.order = [rank]
+        with _raises(r"rank 0 began \[all-gather of .*; rank 1 began"), torch.no_grad():
+            deadline = time.monotonic() + SECONDS
+            while time.monotonic() < deadline:  # nothing is asked of other ranks here
+                model(torch.ones(2, 8))
+                time.sleep(0.01)
+
+
+def _accumulate(model: Net) -> None:
+    with model.no_sync():
+        step(model)
+
+
+# ---------------------------------------------------------------- a program that ends
+
+
+@pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
+def test_an_exception_that_ends_a_rank_is_told_at_once(collectives: str) -> None:
+    """The others heard of it when its process had ended, and of no rank."""
+    run_ranks(_ends, 2, collectives, expendable=[1], group_timeout=120)
+
+
+def _ends(rank: int, world_size: int, collectives: str) -> None:
+    model = wrapped(*EQUAL, collectives=collectives)
+    if rank == 1:
+        error = ValueError("a bad batch")
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(ValueError, error, None)
+        time.sleep(60)  # what else the program does
+    with _raises("rank 1 ended by ValueError: a bad batch"):
+        step(model)
+
+
+@pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
+def test_a_program_that_is_over_is_told_at_once(collectives: str) -> None:
+    """The others heard of it from their backend, without a reason, once its process had ended."""
+    run_ranks(_is_over, 2, collectives, expendable=[1], group_timeout=120)
+
+
+def _is_over(rank: int, world_size: int, collectives: str) -> None:
+    if rank == 1:
+        atexit.register(time.sleep, 60)  # by another library
+    model = wrapped(*EQUAL, collectives=collectives)
+    if rank == 1:
+        if os.fork() == 0:
+            watchdog._tell("a fork's end, which is nobody's")
+            os._exit(0)
+        os.wait()
+        step(model)
+        atexit._run_exitfuncs()
+    step(model)
+    with _raises(r"rank 1 ended by sys.exit\(\)"):
+        step(model)
+
+
+def test_what_was_in_the_hook_is_called() -> None:
+    called: list[str] = []
+    before: Callable[..., None] = lambda kind, error, trace: called.append(str(error))  # noqa: E731
+    with mock.patch.object(sys, "excepthook", before):
+        watchdog.tell_of_end()
+        watchdog.tell_of_end()  # once is enough
+        sys.excepthook(ValueError, ValueError("one"), None)
+    assert called == ["one"]
