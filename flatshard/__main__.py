@@ -4,4 +4,5 @@ import sys
 
 from flatshard.checkpoint.command_line import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -72,8 +72,9 @@ class ModelShards:
             if unit.topology.world.size != world.size:
                 raise NotImplementedError(
                     f"{unit_text(unit.name)} trains on ranks {unit.topology.world.ranks_text} "
-                    f"of {world.ranks_text}: other ranks hold another module of this name, and one "
-                    "file cannot hold both. Save that module by itself, on its ranks"
+                    f"of {world.ranks_text}. Other ranks hold a different module of the same "
+                    "name, and a file has one module per name. Save the module separately, on its "
+                    "ranks."
                 )
         for handle in self._handles:
             handle.absorb_replaced()
@@ -105,7 +106,7 @@ class ModelShards:
                 key: tuple[object, ...] = place if value.numel() else (id(value),)
                 entries[name] = EntryShard(value, local, order, 0, replicas, key)
             elif handle is None:
-                others.append(f"{name!r} ({type(value).__name__})")
+                others.append(f"{name!r} (replaced by a hook)")
             else:
                 spec = value.spec
                 key = id(handle), spec.name
@@ -113,7 +114,10 @@ class ModelShards:
                     value, value.local, spec.order, spec.offset, replicas, key
                 )
         if others:
-            raise ValueError(f"safetensors holds plain tensors alone, and these are none: {others}")
+            raise ValueError(
+                "a safetensors file holds only tensors, with the values of the model. The state "
+                f"dict has other entries: {', '.join(others)}"
+            )
         return entries
 
     def mark_written(self) -> None:
