@@ -2,7 +2,7 @@
 
 from flatshard.comm.work import CollectiveError
 from flatshard.module.meta_init import leave_empty
-from flatshard.optimizer.step import declare_elementwise
+from flatshard.optimizer.stepper import declare_elementwise
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy

@@ -170,11 +170,11 @@ def _step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], number:
 
 
 def _step_mode(optimizer: torch.optim.Optimizer) -> str:
-    from flatshard.optimizer import step, whole_step
+    from flatshard.optimizer.stepper import is_elementwise, stepper_of
 
-    if step.is_elementwise(optimizer):
+    if is_elementwise(optimizer):
         return "shards"
-    mode = whole_step.step_mode(optimizer)
+    mode: Any = stepper_of(optimizer).mode  # type: ignore[attr-defined]
     return {"ON_SHARDS": "sharded tensors", "ON_EVERY_RANK": "every rank"}.get(mode.name, "owners")
 
 

@@ -84,7 +84,7 @@ SLOW = [
     "tutorials/test_conformance.py",
     "comm/test_rank_failure.py",
     "engine/test_touch.py",
-    "optimizer/test_whole_step.py",
+    "whole_tensors/test_whole_step.py",
     "engine/test_frozen.py",
     "engine/test_boundaries_in_training.py",
     "extras/shared_memory/test_peer_memory.py",

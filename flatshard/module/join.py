@@ -30,7 +30,7 @@ from flatshard.engine.extension import StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
-from flatshard.optimizer import in_backward, step
+from flatshard.optimizer import in_backward, stepper
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.sharded_tensor import local_range
 
@@ -51,7 +51,7 @@ def joining(
     """See ``ShardedWrapper.join``. Collective: all ranks, at entry and at the end."""
     context = root.check_between_steps("join()")
     _check(root)
-    join = Join(root, [*optimizers, *step.stepped_optimizers()], by_initial_size, throws)
+    join = Join(root, [*optimizers, *stepper.stepped_optimizers()], by_initial_size, throws)
     hooks = (
         register_optimizer_step_pre_hook(join.before_step),
         register_optimizer_step_post_hook(join.after_step),
@@ -224,7 +224,7 @@ class Join(StepExtension):
         self._options[self._key(optimizer)] = _options_of(optimizer)
         if self._leads:
             self._check_unedited()
-            if not step.is_elementwise(optimizer):
+            if not stepper.is_elementwise(optimizer):
                 self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -17,7 +17,7 @@ from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.module.unit_report import FlatParamRow, UnitRow, describe
-from flatshard.optimizer import whole_step
+from flatshard.optimizer import stepper
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
@@ -125,7 +125,7 @@ class Sharding:
         first = {one.unit: one for one in reversed(inside)}
         rest = "what is left" if len(inside) > 1 else "the whole model"
         table = describe([first[unit].unit_row(rest) for unit in units_in(self.wrapper)])
-        return "\n".join([table, *whole_step.reports(self.wrapper.parameters())])
+        return "\n".join([table, *stepper.reports(self.wrapper.parameters())])
 
     def unit_row(self, rest: str) -> UnitRow:
         unit, topology = self.unit, self.settings.topology

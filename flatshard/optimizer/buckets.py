@@ -8,10 +8,11 @@ original. Between steps the optimizer's state is theirs one by one, as views of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,10 @@ class BucketState(dict[str, Any]):
         super().__init__(values)
         self._made_of = tuple(self.values())
 
-    def is_unchanged(self) -> bool:
-        """Whether it holds the objects that it was made of, up to edits in place."""
+    def is_unchanged(self, state: object) -> bool:
+        """Whether ``state`` is this one, and holds the objects that it was made of."""
         same = map(operator.is_, self.values(), self._made_of)
-        return len(self) == len(self._made_of) and all(same)
+        return state is self and len(self) == len(self._made_of) and all(same)
 
 
 def apart(state: State) -> State:
@@ -85,11 +86,6 @@ def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def is_sharded(param: object) -> TypeGuard[FlatShardTensor]:
-    """Whether optimizers see something else in the parameter's place."""
-    return isinstance(param, FlatShardTensor)
-
-
 def find_buckets(
     params: Sequence[Any], known: dict[int, ParamBucket]
 ) -> Iterator[ParamBucket | nn.Parameter]:
@@ -100,7 +96,7 @@ def find_buckets(
     position = 0
     while position < len(params):
         first = params[position]
-        if not is_sharded(first) or first.grad is None:
+        if not isinstance(first, FlatShardTensor) or first.grad is None:
             # What has no gradient is left alone: its state may be part of a bucket's.
             yield first
             position += 1
@@ -142,123 +138,154 @@ def _flat_grad(param: Any) -> Tensor | None:
     return None  # the user assigned it, or there is none
 
 
+def local_grad(param: FlatShardTensor) -> Tensor:
+    """This rank's range of a parameter's gradient, 1-D."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(grad, FlatShardTensor):
+        return grad.local.detach()
+    return param.spec.slice(grad.detach())  # the user assigned a full tensor
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A parameter in a bucket."""
+
+    param: FlatShardTensor
+    part: slice  # of the bucket's elements
+    state: BucketState  # its view of the bucket's state
+
+
 class ParamBucket:
     """Some neighbours, one at least, as one optimizer steps them: as ``param``, which is 1-D."""
 
-    def __init__(self, members: Sequence[FlatShardTensor]) -> None:
-        self.members = list(members)
-        self._flat = members[0].flat
-        local = local_range(members[0]).detach()
-        self._ranges = [slice(0, local.numel())]
-        if len(members) > 1:
+    def __init__(self, params: Sequence[FlatShardTensor]) -> None:
+        first = params[0]
+        self._params, self._flat, self._start = list(params), first.flat, first.spec.start
+        self._members: list[_Member] = []
+        for param in params:
+            start = param.spec.start - self._start
+            part = slice(start, start + param.spec.numel)
+            self._members.append(_Member(param, part, BucketState({})))
+        local = local_range(first).detach()
+        if len(params) > 1:
             assert self._flat is not None, "neighbours share a shard"
-            self._start = members[0].spec.start
-            starts = [member.spec.start - self._start for member in members]
-            self._ranges = [
-                slice(start, start + member.spec.numel)
-                for start, member in zip(starts, members, strict=True)
-            ]
-            local = self._flat.detach()[self._start : self._start + self._ranges[-1].stop]
-        self.param = nn.Parameter(local, members[0].requires_grad)
-        self._shared: BucketState | None = None
-        self._states: list[BucketState] = []  # the members' views of it
+            end = self._start + self._members[-1].part.stop
+            local = self._flat.detach()[self._start : end]
+        self.param = nn.Parameter(local, first.requires_grad)
+        self._shared = BucketState({})
 
-    def is_of(self, members: Sequence[Any]) -> bool:
-        """Whether these are its members, and show the memory that they showed before."""
+    def is_of(self, params: Sequence[Any]) -> bool:
+        """Whether the bucket stands for these parameters, and shows the memory that they show."""
         return (
-            len(members) == len(self.members)
-            and all(map(operator.is_, members, self.members))
-            and members[0].requires_grad == self.param.requires_grad
-            and members[0].flat is self._flat
+            len(params) == len(self._params)
+            and all(map(operator.is_, params, self._params))
+            and params[0].requires_grad == self.param.requires_grad
+            and params[0].flat is self._flat
         )
 
     @cached_property
     def divided(self) -> list[ParamBucket]:
         """A bucket for each member, where their states differ in more than values."""
-        return [ParamBucket([member]) for member in self.members]
+        return [ParamBucket([param]) for param in self._params]
 
-    # ------------------------------------------------------------ gradients
+    def swap_in(self, states: MutableMapping[Any, State]) -> bool:
+        """Show the members' gradients, and take their states out of an optimizer's ``states``.
 
-    def show_grad(self) -> None:
-        set_grad(self.param, self._grad())
+        Returns False, and changes nothing, if the members' states cannot be joined.
+        """
+        shared: State | None = self._shared
+        # Another state: this is the first step, or someone has put it in place since the last one.
+        if not all(one.state.is_unchanged(states.get(one.param)) for one in self._members):
+            shared = self._join(states)
+            if shared is None:
+                return False
+            # What was joined has been copied, and is dropped before the step makes temporaries.
+            for param in self._params:
+                states.pop(param, None)
+        if shared:
+            states[self.param] = shared
+        first = self._params[0]
+        flat = _flat_grad(first)
+        end = self._start + self.param.numel()
+        set_grad(
+            self.param, local_grad(first) if flat is None else flat.detach()[self._start : end]
+        )
         # An optimizer that writes to `p.data` would leave no trace of it, and what was unsharded
         # before would be taken for current.
         torch.autograd.graph.increment_version(self.param)
+        return True
 
-    def _grad(self) -> Tensor:
-        first: Any = self.members[0]
-        if len(self.members) > 1:
-            grad = _flat_grad(first)
-            assert grad is not None, "neighbours share a flat gradient"
-            return grad.detach()[self._start : self._start + self.param.numel()]
-        grad = first.grad
-        if isinstance(grad, FlatShardTensor):
-            return grad.local
-        return first.spec.slice(grad.detach())  # the user assigned it: a full tensor
-
-    def drop_grad(self) -> None:
-        """Take the gradient back; the members lose theirs if the optimizer dropped it."""
+    def swap_out(self, states: MutableMapping[Any, State]) -> None:
+        """Give the members views of the bucket's state, and no gradient if the step dropped it."""
         if self.param.grad is None:
-            for param in self.members:
+            for param in self._params:
                 param.grad = None
         self.param.grad = None
+        shared = states.pop(self.param, None)
+        if shared is None:
+            return
+        # Mostly the step updated the same objects in place: the views of before still show them.
+        if not self._shared.is_unchanged(shared):
+            self._split(shared)
+        if states.get(self._params[0]) is not self._members[0].state:
+            states.update({member.param: member.state for member in self._members})
 
-    # ------------------------------------------------------------ state
+    def _join(self, states: MutableMapping[Any, State]) -> State | None:
+        """The bucket's state, from this rank's parts of its members'; None if they can't be joined.
 
-    def known_state(self, states: Sequence[State | None]) -> State | None:
-        """The bucket's state, if the members' are as ``split`` left them, up to edits in place."""
-        if not self._states:
-            return None
-        for state, own in zip(states, self._states, strict=True):
-            if state is not own or not own.is_unchanged():
-                return None
-        return self._shared
-
-    def join(self, states: Sequence[State | None]) -> State | None:
-        """The bucket's state from its members' parts on this rank; None if they can't be joined."""
-        present = [state for state in states if state is not None]
-        if not present:
+        Zeros between members: the padding is stepped along, and stays finite.
+        """
+        own = {
+            member: _local_state(member.param, states[member.param])
+            for member in self._members
+            if states.get(member.param) is not None
+        }
+        if not own:
             return {}
-        if len(states) == 1:
-            return apart(present[0])
-        if len(present) < len(states) or any(
-            state.keys() != present[0].keys() for state in present
-        ):
+        first = next(iter(own.values()))
+        if len(self._members) == 1:
+            return apart(first)
+        if len(own) < len(self._members):
+            return None
+        if any(state.keys() != first.keys() for state in own.values()):
             return None
         shared: State = {}
-        for key, first in present[0].items():
-            values = [state[key] for state in present]
-            if self._has_elements(values):
-                # Zeros between members: the padding is stepped along, and stays finite.
-                shared[key] = first.new_zeros(self.param.numel())
-                for value, part in zip(values, self._ranges, strict=True):
-                    shared[key][part] = value
-            elif _all_equal(values):
-                shared[key] = first.clone() if isinstance(first, Tensor) else first
+        for key, value in first.items():
+            if all(_has_elements(state[key], member) for member, state in own.items()):
+                shared[key] = value.new_zeros(self.param.numel())
+                for member, state in own.items():
+                    shared[key][member.part] = state[key]
+            elif _all_equal([state[key] for state in own.values()]):
+                shared[key] = value.clone() if isinstance(value, Tensor) else value
             else:
                 return None
         return shared
 
-    def _has_elements(self, values: Sequence[Any]) -> bool:
-        return all(
-            isinstance(value, Tensor) and value.shape == (part.stop - part.start,)
-            for value, part in zip(values, self._ranges, strict=True)
-        )
-
-    def split(self, shared: State) -> list[BucketState]:
-        """Each member's view of the bucket's state after a step."""
-        # Mostly the step updated the same objects in place: the views of before still show them.
-        if shared is not self._shared or not self._shared.is_unchanged():
-            self._shared = BucketState(shared)
-            self._states = [
-                BucketState({key: self._view(value, part) for key, value in shared.items()})
-                for part in self._ranges
-            ]
-        return self._states
+    def _split(self, shared: State) -> None:
+        """Give each member its view of the bucket's state."""
+        target = self._params[0].spec.state_disk
+        if target is not None:
+            state_to_target(shared, self.param.shape, target)
+        self._shared = BucketState(shared)
+        for member in self._members:
+            views = {key: self._view(value, member.part) for key, value in shared.items()}
+            member.state = BucketState(views)
 
     def _view(self, value: Any, part: slice) -> Any:
-        is_divided = isinstance(value, Tensor) and value.dim() and len(self.members) > 1
+        is_divided = isinstance(value, Tensor) and value.dim() and len(self._members) > 1
         return value[part] if is_divided else value
+
+
+def state_to_target(state: State, shape: torch.Size, target: Any) -> None:
+    """Move state per element, of this shape, to the target that keeps it between steps."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+            state[key] = target.take_in(value)
+
+
+def _has_elements(value: Any, member: _Member) -> bool:
+    return isinstance(value, Tensor) and value.shape == (member.param.spec.numel,)
 
 
 def _all_equal(values: Sequence[Any]) -> bool:
@@ -266,3 +293,25 @@ def _all_equal(values: Sequence[Any]) -> bool:
     if isinstance(first, Tensor):
         return all(isinstance(v, Tensor) and torch.equal(v, first) for v in values)
     return all(type(value) is type(first) and value == first for value in values)
+
+
+def _local_state(param: FlatShardTensor, state: State) -> State:
+    """State of before wrapping, or of an unwrapped model, with this rank's part of each tensor."""
+    held = local_range(param)
+    for key, value in state.items():
+        if isinstance(value, FlatShardTensor):
+            # Made at construction, as Adagrad does; also where this rank holds all of it.
+            state[key] = value.local
+            continue
+        if not isinstance(value, Tensor) or value.shape == held.shape or key in ONE_PER_PARAMETER:
+            continue
+        if value.shape == param.shape:
+            state[key] = param.spec.slice(value).clone()
+        elif value.numel() > 1:
+            raise RuntimeError(
+                f"optimizer state {key!r} of parameter {param.spec.name!r}: "
+                f"expected shape {tuple(held.shape)} (this rank's part) or {tuple(param.shape)} "
+                f"(full), got {tuple(value.shape)}. A plain optimizer.state_dict() holds one "
+                "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
+            )
+    return state

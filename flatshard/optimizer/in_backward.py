@@ -26,10 +26,10 @@ from flatshard.engine.extension import StepExtension
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
-from flatshard.optimizer import local_state_guard, offload
-from flatshard.optimizer import step as optimizer_step
+from flatshard.optimizer import local_state_guard
 from flatshard.optimizer.consumed_grad import ConsumedGrad, drop_consumed
-from flatshard.optimizer.offload import StepPart
+from flatshard.optimizer.step import StepPart, step_parts
+from flatshard.optimizer.stepper import OptimizerExtension, extensions, is_elementwise
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.reduction_ops import OutsideUses
 
@@ -52,6 +52,16 @@ class StepInBackward:
             raise RuntimeError("step_in_backward: remove() was called in a backward. Call it after")
         self._of.optimizers = [one for one in self._of.optimizers if one is not self._optimizer]
         self._of.recover()
+
+
+class _DropConsumed(OptimizerExtension):
+    """What backward has stepped is not stepped again."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    drop_consumed(param)
 
 
 class SteppedInBackward(StepExtension):
@@ -88,7 +98,7 @@ class SteppedInBackward(StepExtension):
                 f"step_in_backward: expected a torch.optim.Optimizer, got {optimizer!r}"
             )
         kind = type(optimizer).__name__
-        if not optimizer_step.is_elementwise(optimizer):
+        if not is_elementwise(optimizer):
             raise ValueError(
                 f"{kind} may look at all parameters together, which are never there together in "
                 "backward. Use an optimizer that updates every element from that element's own "
@@ -136,7 +146,8 @@ class SteppedInBackward(StepExtension):
         try:
             for optimizer in self.optimizers:
                 local_state_guard.check_state(optimizer)
-                offload.reserve(optimizer, before_backward=True)
+                for extension in extensions:
+                    extension.before_backward(optimizer)
         except RuntimeError as error:
             self._problem = error  # other ranks may have none: raised when backward is over
         else:
@@ -253,7 +264,7 @@ class SteppedInBackward(StepExtension):
         for optimizer in self.optimizers:
             own = [part for part in parts if part.optimizer is optimizer]
             if own:
-                optimizer_step.step_parts(optimizer, own)
+                step_parts(optimizer, own)
                 # Schedulers warn where no step came before theirs.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
@@ -287,6 +298,8 @@ def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any)
     if stepped is None:
         stepped = SteppedInBackward(context)
         context.extend(stepped)
+        if not any(isinstance(one, _DropConsumed) for one in extensions):
+            extensions.append(_DropConsumed())
     remedy = "Pass the same optimizer on every rank."
     check = partial(stepped.check, optimizer, scaler)
     agreed(check, [context.world], "step_in_backward", remedy)

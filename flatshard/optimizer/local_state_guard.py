@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from flatshard.optimizer import sharded_state, whole_step
+from flatshard.optimizer import sharded_state
 from flatshard.optimizer.buckets import all_params, shown
+from flatshard.optimizer.stepper import shared_state
 from flatshard.options.torch_request import torch_request
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 # A key of the first group. Not at the top, because torch keeps the keys of groups that it loads: if
 # that happens before the optimizer's first step, when it has no hook of ours, that step finds it.
-_STAMP = "flatshard"
+STAMP = "flatshard"
 
 _ONE_RANKS = (
     "optimizer.state_dict() holds this rank's parts of sharded parameters alone, and loads nowhere "
@@ -33,9 +34,9 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Raise, before a step, for loaded state of another rank or another layout."""
     watch(optimizer)
     for group in optimizer.param_groups:
-        if _STAMP in group:
-            _check_stamp(optimizer, group[_STAMP])
-            del group[_STAMP]  # a check that failed raises the next time, too
+        if STAMP in group:
+            _check_stamp(optimizer, group[STAMP])
+            del group[STAMP]  # a check that failed raises the next time, too
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
@@ -54,11 +55,11 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     if stamp is not None and state_dict["state"]:
         asked = torch_request()
         if asked is not None:
-            shared = whole_step.shared_state(optimizer)
-            state_dict["state"] = whole_step.with_owners(optimizer, state_dict, shared)["state"]
+            shared = shared_state(optimizer)
+            state_dict["state"] = sharded_state.with_shared(optimizer, state_dict, shared)["state"]
             sharded_state.to_torch(optimizer, state_dict, asked, shared)
             return
-        state_dict["param_groups"][0][_STAMP] = stamp
+        state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
             # Otherwise users find out when they load it, and the other ranks' parts are lost.
             warnings.warn(_ONE_RANKS, stacklevel=5)  # the caller of state_dict()
@@ -72,7 +73,7 @@ def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def is_stamped(state_dict: dict[str, Any]) -> bool:
-    return any(_STAMP in group for group in state_dict["param_groups"])
+    return any(STAMP in group for group in state_dict["param_groups"])
 
 
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -85,8 +86,8 @@ def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
         return sharded_state.from_torch(optimizer, state_dict, asked) if asked else state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
-        if _STAMP in group:
-            _check_stamp(optimizer, group.pop(_STAMP))
+        if STAMP in group:
+            _check_stamp(optimizer, group.pop(STAMP))
     return {**state_dict, "param_groups": groups}
 
 

@@ -7,38 +7,27 @@ made goes to the disk, and the pages are given back. The call itself steps the o
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatshard.memory import disk
 from flatshard.memory.disk import DiskMemory
+from flatshard.optimizer.buckets import state_to_target
 from flatshard.optimizer.consumed_grad import ConsumedGrad
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.optimizer.step import StepPart, step_parts
+from flatshard.optimizer.stepper import TORCHS_OWN, OptimizerExtension, extensions, step_groups
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
 from flatshard.tensor.tensor_notes import STATE_DISKS
-
-TORCHS_OWN = frozenset(
-    inspect.unwrap(getattr(torch.optim, name).step)
-    for name in (
-        *("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax"),
-        *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
-    )
-)
 
 # Parameter bytes from which a part is full. With Adam, four times as much is in memory.
 _PART_BYTES = 8 << 20
-
-
-class StepPart(NamedTuple):
-    """Some parameters of one group, which follow one another in it."""
-
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    params: list[nn.Parameter]
 
 
 def _state_disk(param: Any) -> DiskMemory | None:
@@ -53,7 +42,37 @@ def _has_grad(param: Any) -> bool:
         return param.grad is not None
 
 
-def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
+class DiskSteps(OptimizerExtension):
+    """Steps parameters with state on a disk before the call that steps the other parameters."""
+
+    def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
+        parts = _plan_parts(optimizer)
+        for part in parts:
+            disk.fetch(*_tensors(optimizer, part.params))
+            step_parts(optimizer, [part])
+        return {id(param) for part in parts for param in part.params}
+
+    def after_part(self, optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
+        _page_out(optimizer, params)
+
+    def before_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        _reserve(optimizer, before_backward=True)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        _page_out(optimizer, group["params"])
+
+
+@functools.cache
+def install() -> None:
+    """Page in and out in the steps of all optimizers from now on, once in a process."""
+    extensions.append(DiskSteps())
+    # After users' hooks.
+    register_optimizer_step_post_hook(untraced(_after_step))
+
+
+def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
     """Parts to step one at a time, before the call that steps the other parameters.
 
     Raises ``OffloadError`` if there is no room for state; nothing was stepped.
@@ -72,35 +91,20 @@ def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
             shard = own
             parts[-1].params.append(param)
             nbytes += local_range(param).nbytes
-    return parts if parts and reserve(optimizer) else []
+    return parts if parts and _reserve(optimizer) else []
 
 
 # ------------------------------------------------------------ pages
 
 
-def fetch(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
-    """Read what a step of ``params`` touches from the disk into memory."""
-    disk.fetch(*_tensors(optimizer, params))
-
-
-def page_out(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
+def _page_out(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
     """Put the state of parameters that were stepped where it is kept, and give pages back."""
     kept = [param for param in params if _state_disk(param) is not None]
     for param in kept:
         if not isinstance(param, FlatShardTensor):  # their state is there since it was made
-            take_in(param, param.shape, optimizer.state.get(param, {}))
+            state_to_target(optimizer.state.get(param, {}), param.shape, STATE_DISKS[param])
     if kept:
         disk.release(*_tensors(optimizer, kept))
-
-
-def take_in(param: Any, shape: torch.Size, state: dict[str, Any]) -> None:
-    """Move what is per element, of this shape, to where ``param`` keeps its state."""
-    storage = _state_disk(param)
-    if storage is None:
-        return
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape == shape:
-            state[key] = storage.take_in(value)
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
@@ -119,7 +123,7 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
 # ------------------------------------------------------------ room for state
 
 
-def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
+def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
     """Reserve room for state that is still to be made; says whether steps can be in parts.
 
     Before a backward, parameters count that are still to get a gradient. Raises ``OffloadError``
@@ -164,16 +168,13 @@ def _bytes_per_element(
     """Bytes of state per element; None: a step changes the group, so it cannot be divided."""
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    probing = {**group, "params": [probe]}
     # The optimizer itself steps the probe: how to construct a second one is not known.
-    groups, optimizer.param_groups = optimizer.param_groups, [probing]
     try:
         with torch.no_grad():
-            inspect.unwrap(type(optimizer).step)(optimizer)
+            changed = step_groups(optimizer, [{**group, "params": [probe]}])
     finally:
-        optimizer.param_groups = groups
         state = optimizer.state.pop(probe, {})
-    if any(probing[key] is not group.get(key) for key in probing if key != "params"):
+    if changed is not None:
         return None
     return sum(
         value.element_size()

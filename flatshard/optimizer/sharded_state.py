@@ -102,6 +102,18 @@ def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> di
     return dict(zip(keys, all_params(optimizer), strict=False))
 
 
+def with_shared(
+    optimizer: torch.optim.Optimizer,
+    state_dict: StateDict,
+    shared: dict[FlatShardTensor, StateDict],
+) -> StateDict:
+    """A state dict of the optimizer with ``shared`` state in place of this rank's own."""
+    params = params_by_key(optimizer, state_dict)
+    theirs = {key: shared[param] for key, param in params.items() if param in shared}
+    state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
+    return {**state_dict, "state": state}
+
+
 def _sharded_params(
     optimizer: torch.optim.Optimizer, state_dict: StateDict
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:

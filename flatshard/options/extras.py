@@ -17,6 +17,7 @@ EXTRAS = {
     "shared_memory": "lets ranks on one host read one another's memory",
     "plan": "predicts the memory of a model",
     "recording": "records steps, collectives and non-finite gradients",
+    "whole_tensors": "steps optimizers that look at whole parameters",
 }
 
 

@@ -19,10 +19,9 @@ from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import local_state_guard
-from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
-from flatshard.optimizer.sharded_state import own_part
-from flatshard.optimizer.whole_step import shared_state, with_owners
+from flatshard.optimizer.sharded_state import own_part, with_shared
+from flatshard.optimizer.stepper import is_elementwise, shared_state
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
@@ -155,9 +154,9 @@ class _State:
         local_state_guard.watch(optimizer)
         own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
-        own = with_owners(optimizer, local_state_guard.unstamped(optimizer, own), shared)
+        own = with_shared(optimizer, local_state_guard.unstamped(optimizer, own), shared)
         params = OptimParams(model, optimizer, units).by_key(own)
-        is_alike = not optimizer_step.is_elementwise(optimizer)
+        is_alike = not is_elementwise(optimizer)
         entries = {
             key: _Entry(params[key], state, is_alike)
             for key, state in own["state"].items()
@@ -373,7 +372,7 @@ def _options(group: StateDict) -> StateDict:
 
 def _loaded(param: OptimParam, state: StateDict, optimizer: torch.optim.Optimizer) -> StateDict:
     """This rank's part of the full state of one parameter."""
-    elementwise = optimizer_step.is_elementwise(optimizer)
+    elementwise = is_elementwise(optimizer)
     return {
         key: _local(param, value, elementwise)
         if _is_per_element(param, key, value, elementwise)

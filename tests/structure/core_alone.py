@@ -37,6 +37,10 @@ def _dtensor(_: ShardedWrapper) -> None:
     ShardedWrapper(layer, device_mesh=mesh["dp"])
 
 
+def _whole_tensors(model: ShardedWrapper) -> None:
+    torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+
+
 # What asks for an extra, by its name.
 # None: nothing asks for the extra, which is used wherever it is installed.
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
@@ -45,6 +49,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
     "recording": lambda model: model.record_steps(),
+    "whole_tensors": _whole_tensors,
 }
 
 

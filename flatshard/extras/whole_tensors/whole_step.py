@@ -8,7 +8,6 @@ at once (LBFGS) step all of them on every rank. ``StepMode`` lists the cases.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -20,84 +19,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
-from flatshard.optimizer.buckets import ONE_PER_PARAMETER, all_params
-from flatshard.optimizer.sharded_state import params_by_key
-from flatshard.optimizer.trial import StepMode, find_step_mode, step_of
-from flatshard.optimizer.whole_tensors import (
+from flatshard.extras.whole_tensors.owners import choose_owners
+from flatshard.extras.whole_tensors.trial import StepMode
+from flatshard.extras.whole_tensors.whole_tensors import (
     HeldRange,
     OwnedParam,
     Piece,
     gather_to_owners,
     scatter_to_shards,
 )
-from flatshard.plan.owners import choose_owners
+from flatshard.optimizer.buckets import ONE_PER_PARAMETER, State, all_params, local_grad
+from flatshard.optimizer.stepper import GroupSwap, step_groups
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 
 # About how many bytes of parameters and gradients each rank gathers at a time.
 PART_BYTES = 32 << 20
 
-_logger = logging.getLogger("flatshard")
-
-_OP = "optimizer.step()"
-_REMEDY = "Every rank must step the same optimizer, with gradients of the same parameters."
-
-_modes: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[StepMode, set[int]]] = (
-    weakref.WeakKeyDictionary()
-)
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, WholeStep] = weakref.WeakKeyDictionary()
+OP = "optimizer.step()"
+REMEDY = "Every rank must step the same optimizer, with gradients of the same parameters."
 
 
-def step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
-    """How an optimizer that is not element-wise steps the parameters that have gradients now.
-
-    Collective: all ranks of its sharded parameters.
-    """
-    with_grads = {id(param) for param in _sharded(optimizer) if param.grad is not None}
-    mode, tried = _modes.get(optimizer, (StepMode.ON_SHARDS, set()))
-    if mode is StepMode.ON_SHARDS and not with_grads <= tried:
-        # The optimizer may need something else for parameters that it has not stepped yet.
-        some = [param for param in _sharded(optimizer) if param.grad is not None]
-        facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
-        comms = dict.fromkeys(param.spec.comm for param in _sharded(optimizer))
-        agreed(lambda: (True, facts), comms, _OP, _REMEDY)
-        mode = find_step_mode(optimizer)
-        split = first_of_dtensor(param.spec for param in _sharded(optimizer))
-        if split is not None and mode is not StepMode.ON_SHARDS:
-            raise NotImplementedError(
-                f"parameter {split!r} was a DTensor, and {type(optimizer).__name__} "
-                "needs full parameters: of those this rank's group holds a part. Use an "
-                "element-wise optimizer, such as AdamW, for it."
-            )
-        if with_grads:
-            # A model that is sharded because it does not fit is then full on each device.
-            level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
-            _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
-        _modes[optimizer] = mode, tried | with_grads
-    return mode
-
-
-def step_for(optimizer: torch.optim.Optimizer, mode: StepMode) -> WholeStep:
-    """Collective at the first call, and after parameters were added."""
-    step = _steps.get(optimizer)
-    if step is None or not step.is_of(optimizer):
-        step = _steps[optimizer] = WholeStep(optimizer, mode, step)
-    return step
-
-
-def reports(params: Iterable[nn.Parameter]) -> list[str]:
-    """A line for each optimizer that has stepped some of ``params`` as full tensors."""
-    ids = {id(param) for param in params}
-    return [
-        f"{type(optimizer).__name__} steps {step.mode.value}: at most {step.extra_bytes():,} "
-        "bytes beside this rank's shards, gradients and state"
-        for optimizer, step in _steps.items()
-        if any(id(param) in ids for param in step.owned)
-    ]
-
-
-def _sharded(optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
+def sharded_params(optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
     return [param for param in all_params(optimizer) if isinstance(param, FlatShardTensor)]
 
 
@@ -105,43 +48,40 @@ def _others(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for param in all_params(optimizer) if not isinstance(param, FlatShardTensor)]
 
 
-class FullParamSwap:
-    """Inside, an optimizer has full parameters in place of sharded ones, and their state."""
+class FullParamSwap(GroupSwap):
+    """Until ``undo``, an optimizer has full parameters in place of sharded ones, and their state.
+
+    Of its parameters without a full one it has only those in ``others``.
+    """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         full: dict[FlatShardTensor, nn.Parameter],
-        others: Collection[Any] | None,
+        others: Collection[Any],
     ) -> None:
-        """Of its parameters without a full one it has only those in ``others``."""
-        self._optimizer, self._groups, self._full = optimizer, optimizer.param_groups, full
-        self._before = [list(group["params"]) for group in self._groups]
-        self._others = {id(param) for param in others or ()}
-        self._states = [one.state for one in _with_inner(optimizer)]
+        super().__init__()
+        self._full = full
+        kept = {id(param) for param in others}
+        for group in optimizer.param_groups:
+            params = group["params"]
+            self.put(params, [full.get(p, p) for p in params if p in full or id(p) in kept])
+        _move_state(optimizer, full.items())
 
-    def __enter__(self) -> list[dict[str, Any]]:
-        for group in self._groups:
-            # In place: LBFGS, say, keeps the list.
-            group["params"][:] = [
-                self._full.get(param, param)
-                for param in group["params"]
-                if param in self._full or id(param) in self._others
-            ]
-        self._move_state(self._full.items())
-        return self._groups
+    def undo(self, optimizer: torch.optim.Optimizer) -> None:
+        super().undo(optimizer)
+        _move_state(optimizer, ((full, sharded) for sharded, full in self._full.items()))
 
-    def __exit__(self, *_: object) -> None:
-        self._optimizer.param_groups = self._groups
-        for group, params in zip(self._groups, self._before, strict=True):
-            group["params"][:] = params
-        self._move_state((full, sharded) for sharded, full in self._full.items())
 
-    def _move_state(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        for old, new in pairs:
-            for state in self._states:
-                if old in state:
-                    state[new] = state.pop(old)
+def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give the state of each first tensor to the second one."""
+    # Also the state of optimizers inside the optimizer, as Lookahead has one.
+    inner = (v for v in optimizer.__dict__.values() if isinstance(v, torch.optim.Optimizer))
+    states = [one.state for one in (optimizer, *inner)]
+    for old, new in pairs:
+        for state in states:
+            if old in state:
+                state[new] = state.pop(old)
 
 
 class WholeStep:
@@ -160,7 +100,7 @@ class WholeStep:
             WeakIdKeyDictionary() if before is None else before._owners
         )
         self._optimizer = weakref.ref(optimizer)
-        self._params = _sharded(optimizer)
+        self._params = sharded_params(optimizer)
         _check_attributes(optimizer)
         self.owned: dict[FlatShardTensor, OwnedParam] = {}
         by_comm: dict[Communicator, list[FlatShardTensor]] = {}
@@ -182,7 +122,7 @@ class WholeStep:
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer still has the parameters that this was made for."""
-        params = _sharded(optimizer)
+        params = sharded_params(optimizer)
         return len(params) == len(self._params) and all(
             mine is theirs and mine.spec is self.owned[theirs].spec
             for mine, theirs in zip(self._params, params, strict=True)
@@ -228,18 +168,19 @@ class WholeStep:
             if error is not None:
                 continue  # the other ranks wait for this one's parts
             try:
-                with FullParamSwap(optimizer, full, others if number == 0 else None) as groups:
+                swap = FullParamSwap(optimizer, full, others if number == 0 else ())
+                try:
+                    groups = optimizer.param_groups
                     if self.mode is StepMode.IN_PARTS:  # some optimizers take no empty group
-                        optimizer.param_groups = [group for group in groups if group["params"]]
-                    before = repr([_options(group) for group in groups])
-                    if optimizer.param_groups:
-                        step_of(optimizer)(optimizer, *arguments)
-                    is_changed = repr([_options(group) for group in groups]) != before
-                    if is_changed and self.mode is StepMode.IN_PARTS:
-                        raise NotImplementedError(
-                            f"{type(optimizer).__name__}.step() has begun to change its parameter "
-                            "groups, and would do so once for each part of the parameters."
-                        )
+                        groups = [group for group in groups if group["params"]]
+                    changed = step_groups(optimizer, groups, *arguments) if groups else None
+                finally:
+                    swap.undo(optimizer)
+                if changed is not None and self.mode is StepMode.IN_PARTS:
+                    raise NotImplementedError(
+                        f"{type(optimizer).__name__}.step() has begun to change its parameter "
+                        "groups, and would do so once for each part of the parameters."
+                    )
                 for param, stepped in full.items():
                     if stepped.grad is None:
                         raise NotImplementedError(
@@ -247,7 +188,7 @@ class WholeStep:
                             "sets its gradient to None, which other ranks would keep. Call "
                             "zero_grad() after step() instead."
                         )
-                    check_data(f"{_OP}: parameter {param.spec.name!r}", param, stepped.data)
+                    check_data(f"{OP}: parameter {param.spec.name!r}", param, stepped.data)
                     done[param] = stepped.detach()
             except Exception as raised:
                 error = raised
@@ -272,7 +213,7 @@ class WholeStep:
                 facts[f"parameter {param.spec.name!r}"] = f"gradient {grad.dtype}, {loaded}"
             return params, facts
 
-        return agreed(prepare, self.comms, _OP, _REMEDY)
+        return agreed(prepare, self.comms, OP, REMEDY)
 
     def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
         """Divided so that each rank gathers about ``PART_BYTES`` at a time."""
@@ -302,13 +243,13 @@ class WholeStep:
                 pieces.append((owned, param.local.detach()))
                 kinds.append((param, None, False))
                 if param.grad is not None:
-                    pieces.append((owned, _local_grad(param)))
+                    pieces.append((owned, local_grad(param)))
                     kinds.append((param, None, True))
                 for key, value in sorted(_sharded_state(optimizer.state.get(param)).items()):
                     pieces.append((owned, value.local))
                     kinds.append((param, key, False))
             mine = [kind for kind in kinds if self.owned[kind[0]].is_full_here]
-            waits.append((mine, gather_to_owners(comm, pieces, f"{_OP}: to the owners")))
+            waits.append((mine, gather_to_owners(comm, pieces, f"{OP}: to the owners")))
 
         def finish() -> dict[FlatShardTensor, nn.Parameter]:
             full: dict[FlatShardTensor, nn.Parameter] = {}
@@ -336,7 +277,7 @@ class WholeStep:
             return loss
         value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
         for comm in (self._params[0].spec.comm, self._params[0].spec.replicas):
-            value = comm.reduce_scalars(value.to(comm.control_device), "SUM", op_name=_OP).cpu()
+            value = comm.reduce_scalars(value.to(comm.control_device), "SUM", op_name=OP).cpu()
             value /= comm.size
         return value.to(loss) if isinstance(loss, Tensor) else value.item()
 
@@ -355,8 +296,42 @@ class WholeStep:
             pieces = [(self.owned[param], done.get(param, param.local)) for param in some]
             parts = [param.local.detach() for param in some]
             if pieces:
-                scatter_to_shards(comm, pieces, parts, f"{_OP}: to the shards")
+                scatter_to_shards(comm, pieces, parts, f"{OP}: to the shards")
         wrote(params)
+
+    def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
+        """State that owners have, on all ranks. Collective."""
+        shared: dict[FlatShardTensor, State] = {}
+        for comm in self.comms:
+            params = [param for param in self.owned if param.spec.comm is comm]
+            mine = {
+                number: _described(param, optimizer.state.get(param, {}))
+                for number, param in enumerate(params)
+                if self.owned[param].is_full_here
+            }
+            everyone = comm.gather_objects(mine, op_name="optimizer state")
+            pieces: list[Piece] = []
+            parts: list[Tensor] = []
+            for number, param in enumerate(params):
+                owned = self.owned[param]
+                # State that was loaded, and not stepped since, is sharded already.
+                if _sharded_state(optimizer.state.get(param)):
+                    continue
+                assert owned.owner is not None
+                state = everyone[owned.owner].get(number, {})
+                for key, value in state.items():
+                    if not isinstance(value, _PerElement):
+                        continue
+                    like = param.local.detach().new_empty(0, dtype=value.dtype)
+                    pieces.append(
+                        (owned, optimizer.state[param][key] if owned.is_full_here else like)
+                    )
+                    parts.append(like.new_empty(param.spec.numel))
+                    state[key] = FlatShardTensor(parts[-1], param.spec).with_role(f"{key} of")
+                shared[param] = state
+            if pieces:
+                scatter_to_shards(comm, pieces, parts, "optimizer state: to the shards")
+        return shared
 
 
 def _held_ranges(
@@ -366,7 +341,7 @@ def _held_ranges(
     specs = enumerate(param.spec for param in params)
     mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
     held: list[dict[int, HeldRange]] = [{} for _ in params]
-    for rank, ranges in enumerate(comm.gather_objects(mine, op_name=f"{_OP}: owners")):
+    for rank, ranges in enumerate(comm.gather_objects(mine, op_name=f"{OP}: owners")):
         for number, one in ranges.items():
             held[number][rank] = one
     return held
@@ -383,61 +358,6 @@ class _PerElement(NamedTuple):
     dtype: torch.dtype
 
 
-def shared_state(
-    optimizer: torch.optim.Optimizer,
-) -> dict[FlatShardTensor, dict[str, Any]]:
-    """State that owners have, on all ranks: per element sharded, all else (factors, say) full.
-
-    Empty for an optimizer that has no owners.
-
-    Collective: all ranks of its sharded parameters.
-    """
-    step = _steps.get(optimizer)
-    if step is None or step.mode is StepMode.ON_EVERY_RANK:
-        return {}
-    shared: dict[FlatShardTensor, dict[str, Any]] = {}
-    for comm in step.comms:
-        params = [param for param in step.owned if param.spec.comm is comm]
-        mine = {
-            number: _described(param, optimizer.state.get(param, {}))
-            for number, param in enumerate(params)
-            if step.owned[param].is_full_here
-        }
-        everyone = comm.gather_objects(mine, op_name="optimizer state")
-        pieces: list[Piece] = []
-        parts: list[Tensor] = []
-        for number, param in enumerate(params):
-            owned = step.owned[param]
-            # State that was loaded, and not stepped since, is sharded already.
-            if _sharded_state(optimizer.state.get(param)):
-                continue
-            assert owned.owner is not None
-            state = everyone[owned.owner].get(number, {})
-            for key, value in state.items():
-                if not isinstance(value, _PerElement):
-                    continue
-                like = param.local.detach().new_empty(0, dtype=value.dtype)
-                pieces.append((owned, optimizer.state[param][key] if owned.is_full_here else like))
-                parts.append(like.new_empty(param.spec.numel))
-                state[key] = FlatShardTensor(parts[-1], param.spec).with_role(f"{key} of")
-            shared[param] = state
-        if pieces:
-            scatter_to_shards(comm, pieces, parts, "optimizer state: to the shards")
-    return shared
-
-
-def with_owners(
-    optimizer: torch.optim.Optimizer,
-    state_dict: dict[str, Any],
-    shared: dict[FlatShardTensor, dict[str, Any]],
-) -> dict[str, Any]:
-    """A state dict of the optimizer with ``shared`` state in the place of what this rank has."""
-    params = params_by_key(optimizer, state_dict)
-    theirs = {key: shared[param] for key, param in params.items() if param in shared}
-    state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
-    return {**state_dict, "state": state}
-
-
 def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
     return {
         key: _PerElement(value.dtype)
@@ -446,16 +366,6 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
         for key, value in state.items()
         if not isinstance(value, FlatShardTensor)
     }
-
-
-class Closure:
-    """A closure that was called before: the first call returns ``loss``, others call ``again``."""
-
-    def __init__(self, again: Callable[[], Any], loss: Any) -> None:
-        self._again, self._first = again, [loss]
-
-    def __call__(self) -> Any:
-        return self._first.pop() if self._first else self._again()
 
 
 class EveryRankSwap:
@@ -468,30 +378,20 @@ class EveryRankSwap:
         self._step = step
         self._params = list(step.owned)
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
-        self._swap_in()
+        self._swap: FullParamSwap | None = None
 
-    def _swap_in(self) -> None:
-        step = self._step
-        with torch.no_grad():
-            step.agree_on_gradients()
-            for param, full in step.start_gather(self._params)().items():
-                # The same objects again: the optimizer may refer to them.
-                known = self._full.setdefault(param, full)
-                known.data = full.data
-                set_grad(known, full.grad)
-            self._swap = FullParamSwap(step.optimizer, self._full, _others(step.optimizer))
-            self._swap.__enter__()
+    @torch.no_grad()
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gather the sharded parameters and put the full ones in their place."""
+        self._step.agree_on_gradients()
+        for param, full in self._step.start_gather(self._params)().items():
+            # The same objects again: the optimizer may refer to them.
+            known = self._full.setdefault(param, full)
+            known.data = full.data
+            set_grad(known, full.grad)
+        self._swap = FullParamSwap(optimizer, self._full, _others(optimizer))
 
-    def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """The mean of what the ranks' closures return for the optimizer's current values."""
-        with torch.no_grad():
-            self.write_back()
-        self.undo()
-        with torch.enable_grad():
-            loss = closure()
-        self._swap_in()
-        return self._step.average(loss)
-
+    @torch.no_grad()
     def write_back(self) -> None:
         """Write the new values to the shards."""
         for param, full in self._full.items():
@@ -500,13 +400,11 @@ class EveryRankSwap:
         done = {param: full.detach() for param, full in self._full.items()}
         self._step.scatter(self._params, done)
 
-    def undo(self) -> None:
+    def undo(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the sharded parameters back."""
-        self._swap.__exit__()
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+        swap, self._swap = self._swap, None
+        if swap is not None:
+            swap.undo(optimizer)
 
 
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
@@ -526,17 +424,3 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
                     f"attribute {name!r}, and would not see the full one that it needs. Let it "
                     "take parameters from param_groups."
                 )
-
-
-def _local_grad(param: FlatShardTensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    if isinstance(grad, FlatShardTensor):
-        return grad.local.detach()
-    return param.spec.slice(grad.detach())  # the user assigned it, a full one
-
-
-def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizer, and those inside it, as Lookahead has one."""
-    inner = (v for v in optimizer.__dict__.values() if isinstance(v, torch.optim.Optimizer))
-    return [optimizer, *inner]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.optimizer.buckets import all_params
+from flatshard.optimizer.stepper import step_unhooked
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 Params = Sequence[Any]
@@ -62,12 +63,6 @@ def _without_side_effects() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         yield
-
-
-def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """``step`` without the wrapper of torch's that calls the hooks."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def copy_with_params(
@@ -119,7 +114,7 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
         for old, new in zip(all_params(optimizer), all_params(twin), strict=True):
             if old in optimizer.state:
                 twin.state[new] = copy.deepcopy(optimizer.state[old])
-        step_of(twin)(twin)
+        step_unhooked(twin)
     except Exception:
         return False
     # What the optimizer made for as many elements as the full parameter has (8-bit states), or to
@@ -161,7 +156,7 @@ def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
     every = [[True] * len(group) for group in shapes]
     together, *apart = (_Trial(optimizer, shapes, which) for which in (every, first, second))
     empty = _Trial(optimizer, shapes, [[] for _ in shapes])
-    step_of(optimizer)(without_params(copy_with_params(optimizer, [[] for _ in shapes])))
+    step_unhooked(without_params(copy_with_params(optimizer, [[] for _ in shapes])))
     mode = StepMode.IN_PARTS
     for scale in _SCALES:
         before = together.shared_values()
@@ -214,7 +209,7 @@ class _Trial:
         for param, grad in self._grads.items():
             param.grad = grad * scale
         torch.manual_seed(1)  # an optimizer that draws numbers draws others for fewer parameters
-        step_of(self._twin)(self._twin)
+        step_unhooked(self._twin)
 
     def shared_values(self) -> str:
         """What its copy keeps that belongs to no parameter, such as a count of steps, as text."""
