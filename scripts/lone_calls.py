@@ -1,6 +1,6 @@
 """Prints what happens when one rank alone calls something that all ranks must call.
 
-    python scripts/lone_calls.py [--only TEXT...] [--sample] [--at-once 6] [--page PATH]
+    python scripts/lone_calls.py [--only TEXT...] [--sample] [--share 1] [--at-once 6] [--page PATH]
 
 Each cell is a program of its own on two or three gloo ranks: two steps as usual, then one rank
 makes a call, as under `if rank == 0:`, and all ranks proceed to the same next thing. A cell is
@@ -10,9 +10,10 @@ program, with an error that flatshard's log explains. Everything else (wrong wei
 more than SECONDS, an abort) is a failure, and the exit status is 1. All 864 cells take about ten
 minutes on two cores.
 
-`--sample` takes few cells, in which each pair of values meets. `--quick` looks for deadlocks ten
-times sooner. `--whole-end` lets the interpreter of every rank end as after any program, which takes
-a second; otherwise ranks run what is registered with atexit, and end.
+`--sample` takes few cells, in which each pair of values meets; `--share 3` takes every third of the
+chosen cells. `--quick` looks for deadlocks ten times sooner. `--whole-end` lets the
+interpreter of every rank end as after any program, which takes a second; otherwise ranks run what
+is registered with atexit, and end.
 """
 
 from __future__ import annotations
@@ -446,6 +447,7 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="words that a cell's values contain")
     parser.add_argument("--sample", action="store_true", help="the fewest cells with all pairs")
+    parser.add_argument("--share", type=positive_number, default=1, help="take one cell in so many")
     parser.add_argument("--quick", action="store_true", help="look for deadlocks sooner")
     parser.add_argument("--whole-end", action="store_true", help="end each rank's interpreter")
     parser.add_argument("--at-once", type=positive_number, default=6, help="cells at a time")
@@ -455,7 +457,7 @@ def main() -> int:
         setting
         for setting in (sample() if options.sample else all_settings())
         if all(any(word in str(value) for value in setting) for word in options.only)
-    ]
+    ][:: int(options.share)]
     how, found = How(options.quick, options.whole_end), dict[Setting, Outcome]()
     for setting, outcome in outcomes(settings, int(options.at_once), how):
         found[setting] = outcome

@@ -7,7 +7,6 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -66,40 +65,49 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 SLOW = [
-    "tutorials/test_fuzz.py",
-    "simulated_gpu/test_simulated_gpu.py",
-    "tutorials/test_documents.py",
-    "tutorials/test_notebooks.py",
-    "engine/test_compiled_units.py",
-    "extras/tensor_parallel/test_tensor_parallel.py",
-    "integrations/test_transformers.py",
-    "integrations/test_lightning.py",
-    "parity/test_strategies.py",
-    "tutorials/test_train_mnist.py",
-    "tutorials/test_optimizer_table.py",
-    "state/test_state_dict.py",
-    "engine/test_training.py",
-    "tutorials/test_elastic.py",
-    "extras/deadlock/test_watchdog.py",
-    "tutorials/test_conformance.py",
-    "comm/test_rank_failure.py",
-    "engine/test_touch.py",
-    "whole_tensors/test_whole_step.py",
-    "engine/test_frozen.py",
-    "engine/test_boundaries_in_training.py",
-    "extras/shared_memory/test_peer_memory.py",
-    "engine/test_checkpointing.py",
-    "parity/test_parity.py",
-    "plan/test_ties.py",
-    "tutorials/test_model_zoo.py",
-    "engine/test_edits.py",
-    "plan/test_ignored.py",
-    "state/test_optim_state.py",
-    "optimizer/test_clipping.py",
-    "tutorials/test_measure_strategies.py",
-    "optimizer/test_step_in_backward.py",
-    "precision/test_precision.py",
-    "engine/test_compile.py",
+    "test_documents.py",
+    "test_simulated_gpu.py",
+    "test_watchdog.py",
+    "test_notebooks.py",
+    "test_train_mnist.py",
+    "test_compiled_units.py",
+    "test_transformers.py",
+    "test_lightning.py",
+    "test_extras.py",
+    "test_strategies.py",
+    "test_rank_failure.py",
+    "test_host_exchange.py",
+    "test_whole_step.py",
+    "test_measure_strategies.py",
+    "test_tensor_parallel.py",
+    "test_touch.py",
+    "test_state_dict.py",
+    "test_fuzz.py",
+    "test_peer_memory.py",
+    "test_boundaries_in_training.py",
+    "test_training.py",
+    "test_order_of_collectives.py",
+    "test_model_zoo.py",
+    "test_parity.py",
+    "test_clipping.py",
+    "test_checkpoint.py",
+    "test_safetensors.py",
+    "test_coalescing.py",
+    "test_optim_state.py",
+    "test_ignored.py",
+    "test_ties.py",
+    "test_conformance.py",
+    "test_recompute.py",
+    "test_step_in_backward.py",
+    "test_systems.py",
+    "test_frozen.py",
+    "test_reduce_mode.py",
+    "test_gpu_check.py",
+    "test_elastic.py",
+    "test_optimizer_table.py",
+    "test_precision.py",
+    "test_compile.py",
+    "test_meta_init.py",
 ]
 """Files that take longest. They begin first, so that no worker has one left at the end."""
 
@@ -121,7 +129,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     def place(item: pytest.Function) -> int:
-        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        name = item.path.name
         return SLOW.index(name) if name in SLOW else len(SLOW)
 
     items.sort(key=place)

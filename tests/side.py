@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming
 from tests.models import CASES, Case, loss_of
-from tests.oracle import OPTIMIZERS, ROWS, assert_same, local_loss, trainable
+from tests.oracle import OPTIMIZERS, ROWS, assert_same, local_loss, snapshot, trainable
 from tests.ways import WAYS
 
 TOLERANCE = 1e-12
@@ -127,3 +128,45 @@ def pair(
 
 def assert_same_model(sharded: Run, plain: Run) -> None:
     assert_same(sharded.model, plain.model, rtol=0.0, atol=TOLERANCE)
+
+
+SideScript = Callable[[Side], list[Any]]
+"""A training that runs on either side; returns the models and tensors that must agree."""
+
+
+def run_both(rank: int, world_size: int, script: SideScript, ways: list[str]) -> None:
+    """Run a script on the plain side and on the sharded side of each way, and compare."""
+    expected = _run_one(script, Side(rank, world_size, None))
+    for way in ways:
+        with naming(way):
+            actual = _run_one(script, Side(rank, world_size, way))
+            for mine, theirs in zip(actual, expected, strict=True):
+                assert_same(mine, theirs)
+
+
+def _run_one(script: SideScript, side: Side) -> list[Any]:
+    torch.manual_seed(3)
+    return [snapshot(value) if isinstance(value, nn.Module) else value for value in script(side)]
+
+
+def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    params = [p for model in models for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def step_and_clear(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Net(nn.Module):
+    """Two layers and a scale that the root owns."""
+
+    def __init__(self, inputs: int = 7, outputs: int = 7) -> None:
+        super().__init__()
+        self.up = nn.Linear(inputs, 9)
+        self.down = nn.Linear(9, outputs)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.scale

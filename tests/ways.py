@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 Keywords = dict[str, Any]
 
 
@@ -61,6 +63,9 @@ def select(*names: str) -> dict[str, Way]:
 
 BASIC = select("full", "grad_op", "no_shard")
 """What is told apart on any two ranks."""
+
+each_way = pytest.mark.parametrize("way", BASIC)
+"""Marks a test that takes the name of a basic way."""
 
 TOPOLOGIES = {
     name: way for name, way in WAYS.items() if name not in (*BASIC, "full-3", "no_shard-3")

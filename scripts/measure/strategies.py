@@ -362,9 +362,15 @@ def gathered(handles: list[Any]) -> dict[str, int]:
 
 def all_tensors() -> int:
     """Bytes behind every tensor that Python can reach, whoever holds it."""
-    time.sleep(0.05)  # a thread that moves bytes wakes who waits for them, and then drops them
-    gc.collect()
-    return bytes_of(one for one in gc.get_objects() if issubclass(type(one), Tensor))
+    found, before = -1, -2
+    while (
+        found != before
+    ):  # a thread that moves bytes wakes who waits for them, and then drops them
+        time.sleep(0.05)
+        gc.collect()
+        tensors = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
+        found, before = bytes_of(tensors), found
+    return found
 
 
 class Peaks(TorchDispatchMode):

@@ -21,7 +21,8 @@ from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import OPTIMIZERS, snapshot, trainable
-from tests.state.everything import CASE, Keywords, StateDict, train
+from tests.state.everything import CASE, StateDict, train
+from tests.ways import Keywords
 
 DDP = "ddp"
 ON_DISK = "shards and optimizer state in files"

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import always_wrap_policy
 from tests.harness import naming, run_ranks
+from tests.models import CASES
+
+MLP = CASES["mlp"]
 
 
 class _Statistics(nn.Module):
@@ -125,3 +129,21 @@ def _several_forwards(rank: int, world_size: int, longer: int) -> None:
             output = model(torch.randn(3 * number * (step + 1) if rank == longer else 1, 7))
             assert torch.equal(model.offset, torch.full((4,), float(number + step)))
         output.sum().backward()
+
+
+def test_two_forwards_through_batch_norm() -> None:
+    """The second forward sent rank 0's statistics in place, and backward refused to go on."""
+    run_ranks(_batch_norm, 2)
+
+
+def _batch_norm(rank: int, world_size: int) -> None:
+    layers = [nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
+    model = ShardedWrapper(nn.Sequential(*layers).double(), auto_wrap_policy=always_wrap_policy)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    plain.load_state_dict(model.state_dict())
+    x = MLP.batch(0, 8)[0].chunk(world_size)[rank]
+    for each in (model, plain):
+        (each(x).pow(2).sum() + each(2 * x).sum()).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / world_size)

@@ -12,8 +12,8 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import usual_and_every
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, vectors
-from tests.oracle import assert_same_state, snapshot
-from tests.side import Run
+from tests.oracle import assert_same, assert_same_state, snapshot
+from tests.side import Run, pair
 from tests.ways import WAYS
 
 BACKEND = "aot_eager"
@@ -159,3 +159,27 @@ def _compiled_with_a_slice(rank: int, world_size: int) -> None:
 def test_a_slice_in_a_compiled_model() -> None:
     """Dynamo traced flatshard's hook: "already tracked for mutation" (Llama slices its layers)."""
     run_ranks(_compiled_with_a_slice, 1)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "block"])
+def test_compiled_with_units_inside(whole: bool) -> None:
+    """Tracing ran into the gathering of parameters, and kept tensors that were freed later."""
+    run_ranks(_compiled, 2, whole)
+
+
+def _compiled(rank: int, world_size: int, whole: bool) -> None:
+    sharded, plain = pair(rank, world_size, "full")
+    with allow_warnings():
+        if whole:
+            forward = torch.compile(sharded.model, backend="eager")
+        else:
+            sharded.submodule("fc2").compile(backend="eager")
+            forward = sharded.model
+        for step in range(3):
+            outputs = [forward(sharded.inputs(step)), plain.model(sharded.inputs(step))]
+            torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+            outputs[0].pow(2).mean().backward()
+            plain.model(plain.inputs(step)).pow(2).mean().backward()
+            plain.step()
+            sharded.step()
+            assert_same(sharded.model, plain.model, 1e-12)

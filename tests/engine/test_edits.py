@@ -11,11 +11,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from flatshard import MixedPrecision
 from flatshard.engine.handle import FlatParamHandle
-from tests.combinations import every
+from tests.combinations import every, usual_and_every
 from tests.harness import naming, run_ranks
 from tests.oracle import assert_same
 from tests.side import Run, Script, pair
-from tests.ways import BASIC
+from tests.ways import BASIC, each_way
 
 SHARDED = set(BASIC) - {"no_shard"}
 
@@ -220,9 +220,10 @@ SCRIPTS: list[Script] = [
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script(script: Script, world_size: int) -> None:
-    # Other ranks tell what depends on their number; on two, every script meets every way.
-    some = every(2, BASIC, start=SCRIPTS.index(script))
-    run_ranks(_run_script, world_size, script, list(BASIC if world_size == 2 else some))
+    # Other ranks tell what depends on their number.
+    number = SCRIPTS.index(script)
+    ways = usual_and_every(2, BASIC, number) if world_size == 2 else every(3, BASIC, number)
+    run_ranks(_run_script, world_size, script, ways)
 
 
 def _run_script(rank: int, world_size: int, script: Script, ways: list[str]) -> None:
@@ -336,3 +337,30 @@ def _no_graph(rank: int, world_size: int) -> None:
 
 def _handles(run: Run) -> list[FlatParamHandle]:
     return [handle for unit in run.model._sharding.context.units for handle in unit.handles]
+
+
+def test_data_edited_between_two_forwards() -> None:
+    """Without no_grad, the second forward used the weights that the first had gathered."""
+    run_ranks(_edited_data, 2)
+
+
+def _edited_data(rank: int, world_size: int) -> None:
+    sharded, plain = pair(rank, world_size, "full")
+    for run in (sharded, plain):
+        run.evaluate()
+        for param in run.model.parameters():
+            param.data.mul_(0.5)
+    torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-12, atol=1e-12)
+    assert_same(sharded.model, plain.model, 1e-12)
+
+
+@each_way
+def test_moving_to_meta_is_refused(way: str) -> None:
+    """to("meta") threw the weights away and left a model that crashed later."""
+    run_ranks(_to_meta, 2, way)
+
+
+def _to_meta(rank: int, world_size: int, way: str) -> None:
+    run, _ = pair(rank, world_size, way)
+    with pytest.raises(RuntimeError, match="meta"):
+        run.model.to("meta")

@@ -23,8 +23,9 @@ from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case
-from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
-from tests.ways import WAYS
+from tests.oracle import OPTIMIZERS, assert_same, assert_same_state, train, train_steps, trainable
+from tests.side import pair
+from tests.ways import WAYS, each_way
 
 Checkpoint = Callable[..., Tensor]
 
@@ -359,3 +360,21 @@ class _NoStep:
 
     def zero_grad(self) -> None:
         pass
+
+
+@each_way
+def test_frozen_for_another_forward(way: str) -> None:
+    """Parameters frozen during a later forward, and thawed in time, got no gradients."""
+    run_ranks(_frozen_between, 2, way)
+
+
+def _frozen_between(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        loss = run.loss(0)
+        run.model.requires_grad_(False)
+        run.loss(1)
+        run.model.requires_grad_(True)
+        loss.backward()
+        run.step()
+    assert_same(sharded.model, plain.model, 1e-12)

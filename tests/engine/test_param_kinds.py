@@ -23,6 +23,7 @@ from tests.models import Case, loss_of, vectors
 from tests.oracle import (
     OPTIMIZERS,
     Trained,
+    assert_same,
     assert_same_gradients,
     assert_same_state,
     local_loss,
@@ -31,6 +32,8 @@ from tests.oracle import (
     train_steps,
     trainable,
 )
+from tests.side import pair
+from tests.ways import BASIC
 
 pytestmark = pytest.mark.by_turns
 
@@ -483,3 +486,66 @@ def test_requires_grad_is_obeyed(case: str, strategy: str, world_size: int) -> N
     for state, with_gradient in run_ranks(_train_switched, world_size, case, strategy):
         assert_same_state(state, expected, rtol=0.0, atol=1e-12)
         assert with_gradient == names
+
+
+class _Quantized(nn.Module):
+    """An integer weight that is not trained, with a scale that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.arange(21, dtype=torch.int8).view(7, 3)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype) * self.scale
+
+
+@pytest.mark.parametrize("way", BASIC)
+def test_integer_parameter(way: str) -> None:
+    """An int8 parameter was to be viewed as one that can require grad, which torch refuses."""
+    run_ranks(_integers, 2, way)
+
+
+def _integers(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way, Case("quantized", _Quantized, vectors))
+    for run in (sharded, plain):
+        run.train(0, 3)
+    assert_same(sharded.model, plain.model, 1e-12)
+
+
+@pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
+def test_lazy_conjugates(collectives: str) -> None:
+    """Views that autograd saved lost their conjugation, gradients sent or read in place, too."""
+    run_ranks(_lazy_conjugates, 2, collectives)
+
+
+def _lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
+    for numel in (6, (1 << 17) + 2):  # the larger one's gradients stay where autograd made them
+        plain, wrapped = _Complex(numel), _Complex(numel)
+        sharded = ShardedWrapper(wrapped, auto_wrap_policy=None, collectives=collectives)
+        batches = [
+            torch.randn(numel, generator=torch.Generator().manual_seed(one))
+            for one in range(world_size)
+        ]
+        torch.stack([plain(x) for x in batches]).mean().backward()
+        sharded(batches[rank]).backward()
+        with ShardedWrapper.summon_full_params(sharded, with_grads=True):
+            for param, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+                assert expected.grad is not None
+                torch.testing.assert_close(param.grad, expected.grad.resolve_conj().resolve_neg())
+
+
+class _Complex(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.phase = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
+        self.turn = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
+        self.real = nn.Parameter(torch.randn(numel, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The conjugate itself is saved, and one gradient is a conjugate, another a negative.
+        product = x * (self.phase * self.phase.conj() * self.turn.conj()).imag
+        alone = (x * self.turn.conj()).imag + torch.complex(x, self.real).conj().imag
+        return (product + alone).mean()

@@ -16,10 +16,13 @@ from flatshard import ShardedWrapper, ShardingStrategy
 from tests.combinations import usual_and_every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, loss_of, vectors
-from tests.oracle import OPTIMIZERS, ROWS, assert_same_state, snapshot, trainable
+from tests.oracle import OPTIMIZERS, ROWS, assert_same, assert_same_state, snapshot, trainable
 from tests.side import TOLERANCE, Run, Script, assert_same_model
 from tests.training_scripts import SCRIPTS
-from tests.ways import BASIC, WAYS
+from tests.ways import BASIC, WAYS, each_way
+
+MLP = CASES["mlp"]
+
 
 pytestmark = pytest.mark.by_turns
 
@@ -41,7 +44,7 @@ def _run_both(rank: int, world_size: int, script: Script, name: str, way: str) -
 
 def _combinations() -> Iterator[Any]:
     for number, (script, name) in enumerate(SCRIPTS):
-        for way in usual_and_every(2, BASIC, start=number):
+        for way in usual_and_every(4, BASIC, start=number):
             yield pytest.param(script, name, way, id=f"{script.__name__}-{name}-{way}")
 
 
@@ -219,3 +222,40 @@ def _subgroup(rank: int, world_size: int) -> None:
     plain.train(0, 3)
     sharded.train(0, 3)
     assert_same_model(sharded, plain)
+
+
+@each_way
+def test_units_nested_by_hand(way: str) -> None:
+    """An outer wrapper took the parameters of units below it a second time."""
+    run_ranks(_nested_by_hand, 2, way)
+
+
+def _nested_by_hand(rank: int, world_size: int, way: str) -> None:
+    model = MLP.model()
+    model.fc1 = ShardedWrapper(model.fc1, **WAYS[way].keywords)
+    model.fc3 = ShardedWrapper(model.fc3, **WAYS[way].keywords)
+    sharded = Run(ShardedWrapper(model, **WAYS[way].keywords), MLP, rank, world_size)
+    plain = Run(MLP.model(), MLP, rank, world_size)
+    for run in (sharded, plain):
+        run.train(0, 3)
+    assert_same(sharded.model, plain.model, 1e-12)
+    sharded.model.load_state_dict(plain.model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_optimizer_stepped_before_wrapping(name: str) -> None:
+    """Its state kept the whole shapes, and the first sharded step met it with shards."""
+    run_ranks(_stepped_before, 2, name)
+
+
+def _stepped_before(rank: int, world_size: int, name: str) -> None:
+    runs = [Run(MLP.model(), MLP, rank, world_size) for _ in range(2)]
+    for run in runs:
+        run.optimizer = OPTIMIZERS[name](run.model.parameters())
+        run.train(0, 2)
+    begun, plain = runs
+    sharded = Run(MLP.wrap(begun.model, **WAYS["full"].keywords), MLP, rank, world_size)
+    sharded.optimizer = begun.optimizer
+    for run in (sharded, plain):
+        run.train(2, 5)
+    assert_same(sharded.model, plain.model, 1e-12)

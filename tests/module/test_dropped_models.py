@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from flatshard import ShardedWrapper
 from tests.harness import run_ranks
+from tests.ways import BASIC, WAYS
 
 
 def _wrapped(collectives: str) -> ShardedWrapper:
@@ -60,3 +62,24 @@ def _drop(rank: int, world_size: int, collectives: str) -> None:
     while (after := _left()) - before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not after - before, after - before
+
+
+class _Memory(bytearray):
+    """Bytes that a tensor can lie in and a weak reference can watch."""
+
+
+@pytest.mark.parametrize("way", BASIC)
+def test_originals_are_given_back(way: str) -> None:
+    """A graph over the flattening, and the list of originals, kept a whole model on each rank."""
+    run_ranks(_originals, 2, way)
+
+
+def _originals(rank: int, world_size: int, way: str) -> None:
+    model = nn.Linear(7, 5)
+    memory = _Memory(4 * model.weight.numel())
+    watched = weakref.ref(memory)
+    model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(5, 7).fill_(1)
+    del memory
+    wrapped = ShardedWrapper(model, **WAYS[way].keywords)
+    assert watched() is None
+    assert torch.equal(wrapped.state_dict()["weight"], torch.ones(5, 7))

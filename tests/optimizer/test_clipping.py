@@ -17,14 +17,14 @@ from flatshard.tensor import reduction_ops
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
-from tests.ways import BASIC, WAYS
+from tests.oracle import assert_same
+from tests.side import pair
+from tests.ways import BASIC, WAYS, each_way
 
 pytestmark = pytest.mark.by_turns
 
 INF = math.inf
 ORDERS = (2.0, 1.0, 3.0, 0.5, INF, -INF, 0.0, -1.0)
-
-each_way = pytest.mark.parametrize("way", BASIC)
 
 
 class Part(nn.Module):
@@ -411,3 +411,19 @@ def _slope_of_a_norm(rank: int, world_size: int) -> None:
             for tensor in (param, plain):
                 torch.linalg.vector_norm(tensor, order).backward()
             _assert_close(param.grad.full_tensor(), plain.grad)
+
+
+def test_clipping_in_a_step_hook() -> None:
+    """In an optimizer's own pre-hook, clip_grad_norm_ saw the norm of this rank's part."""
+    run_ranks(_clipped_in_hook, 2)
+
+
+def _clipped_in_hook(rank: int, world_size: int) -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+    sharded, plain = pair(rank, world_size, "full")
+    for run in (sharded, plain):
+        run.optimizer.register_step_pre_hook(clip)
+        run.train(0, 3)
+    assert_same(sharded.model, plain.model, 1e-12)

@@ -73,7 +73,7 @@ def _configurations() -> Iterator[tuple[str, str, str]]:
 
 def _all_alike(rank: int, world_size: int) -> int:
     early = 0
-    for name, optimizer, strategy in every(2, _configurations(), world_size):
+    for name, optimizer, strategy in every(4, _configurations(), world_size):
         case = CASES[name]
         ends = []
         with naming((name, optimizer, strategy)):

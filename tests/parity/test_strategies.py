@@ -44,7 +44,7 @@ def test_scripts(way: str) -> None:
 def _scripts(rank: int, world_size: int, way: str, number: int) -> None:
     WAYS[way].set_nodes()
     keywords = WAYS[way].keywords
-    for script, name in every(4, SCRIPTS, start=number):
+    for script, name in every(6, SCRIPTS, start=number):
         with naming(f"{script.__name__}, {name}"):
             case = CASES[name]
             plain = Run(case.model(), case, rank, world_size)

@@ -86,7 +86,7 @@ OFFLOADED = "FULL_SHARD,fp32,offload"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 CASES = [
     f"{strategy},{'bf16' if number % 3 == 2 else 'fp32'},{variant}"
-    for number, (strategy, variant) in enumerate(diagonal(4, STRATEGIES, VARIANTS + OFFLOAD))
+    for number, (strategy, variant) in enumerate(diagonal(8, STRATEGIES, VARIANTS + OFFLOAD))
 ]
 
 

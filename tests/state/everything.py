@@ -10,7 +10,6 @@ from tests.models import Case, images, loss_of
 ROWS = 12
 """Of all ranks together: one, two, three or four of them."""
 
-Keywords = dict[str, Any]
 StateDict = dict[str, Any]
 
 

@@ -16,8 +16,8 @@ from flatshard.optimizer import local_state_guard
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import OPTIMIZERS, snapshot, trainable
-from tests.state.everything import CASE, Keywords, StateDict, loss_of_rows, train
-from tests.ways import select
+from tests.state.everything import CASE, StateDict, loss_of_rows, train
+from tests.ways import Keywords, select
 
 pytestmark = pytest.mark.by_turns
 

@@ -25,7 +25,8 @@ from flatshard.collectives import record
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, images
 from tests.oracle import OPTIMIZERS, snapshot, trainable
-from tests.state.everything import Everything, Keywords, StateDict, train
+from tests.state.everything import Everything, StateDict, train
+from tests.ways import Keywords
 
 FULL = StateDictOptions(full_state_dict=True)
 

@@ -36,7 +36,8 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, snapshot, trainable
-from tests.state.everything import CASE, Keywords, loss_of_rows, train
+from tests.state.everything import CASE, loss_of_rows, train
+from tests.ways import Keywords
 
 # ---------------------------------------------------------------- resharding
 

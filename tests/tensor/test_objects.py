@@ -26,11 +26,9 @@ from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
 from tests.side import Run, pair
-from tests.ways import BASIC
+from tests.ways import each_way
 
 pytestmark = pytest.mark.by_turns
-
-each_way = pytest.mark.parametrize("way", BASIC)
 
 
 @each_way

@@ -10,8 +10,11 @@ from conformance_idioms import IDIOMS
 from rank_processes import Raised, Said
 from verdicts import GOOD
 
+from tests.combinations import THOROUGH
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
-SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow][::12]
+SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow]
+SAMPLE = SAMPLE[:: 12 if THOROUGH else 24]
 
 
 @pytest.mark.distributed

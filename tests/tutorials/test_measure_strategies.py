@@ -32,7 +32,7 @@ def _load() -> ModuleType:
 
 
 script = _load()
-ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4 --steps 2".split()
+ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4 --steps 1".split()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from typing import Any
 import palette
 import pytest
 
+from tests.combinations import every
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "scripts" / "build" / "notebooks.py"
 NEEDED = {"huggingface": ("peft", "safetensors", "transformers")}
@@ -31,9 +33,14 @@ NAMES = [
     for path in sorted((ROOT / "tutorials").glob("*.py"))
 ]
 
+EXECUTED = every(2, NAMES)
+"""A notebook takes ten seconds; those that run only with THOROUGH=1 call scripts with own tests."""
+
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
-for package in ("jupytext", "nbclient", "ipykernel", "matplotlib", "sklearn"):
-    pytest.importorskip(package, reason='needs pip install ".[tutorials]"')
+# Not imported: that takes each worker of pytest-xdist seconds.
+PACKAGES = ("jupytext", "nbclient", "ipykernel", "matplotlib", "sklearn")
+if not all(map(importlib.util.find_spec, PACKAGES)):
+    pytest.skip('needs pip install ".[tutorials]"', allow_module_level=True)
 
 
 def build() -> ModuleType:
@@ -63,8 +70,8 @@ def kinds(notebook: Any) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All notebooks at toy size, side by side."""
-    names = [str(name.values[0]) for name in NAMES if not name.marks[0].args[0]]
+    """Notebooks at toy size, side by side."""
+    names = [str(name.values[0]) for name in EXECUTED if not name.marks[0].args[0]]
     folder = tmp_path_factory.mktemp("notebooks")
     environment = {
         **os.environ,
@@ -94,7 +101,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: json.loads((folder / f"{name}.ipynb").read_text()) for name in names}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXECUTED)
 def test_runs_at_toy_size(name: str, executed: dict[str, Any]) -> None:
     assert [output for output in outputs(executed[name]) if output["output_type"] == "error"] == []
     # As many outputs of each kind as in the one that is committed, so that no cell says nothing.

@@ -1,4 +1,7 @@
-"""The main job, scripts/train_mnist.py, started as its reader would start it."""
+"""The main job, scripts/train_mnist.py.
+
+`test_documents.py` starts it as its reader would, with scripts/demo.sh.
+"""
 
 import contextlib
 import gzip
@@ -8,10 +11,10 @@ import os
 import re
 import signal
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,45 +27,15 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from tests.harness import allow_warnings, run_ranks
-from tests.scripts import Started, run_script
+from tests.scripts import Started, run_script, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_mnist.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 NUM_STEPS = 14  # two steps into the second epoch
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
-for package in ("rich", "sklearn", "tqdm"):
-    pytest.importorskip(package, reason='needs pip install ".[examples]"')
-
-
-def start(*arguments: str, cwd: Path) -> subprocess.Popen:
-    """Starts Python on the arguments, in a process group of its own."""
-    path = [ROOT, os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(entry) for entry in path if str(entry)),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, list[str], list[str]]:
-    """Returns exit status, output lines and error lines; leaves none of its processes behind."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, out.splitlines(), err.splitlines()
+if not all(map(find_spec, ("rich", "sklearn", "tqdm"))):
+    pytest.skip('needs pip install ".[examples]"', allow_module_level=True)
 
 
 def run(*options: str, cwd: Path, first: Sequence[Path] = ()) -> list[str]:
@@ -85,11 +58,11 @@ def records(path: Path) -> list[dict[str, Any]]:
 class Job:
     """A finished run on two ranks: what it printed and wrote."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, num_steps: int = NUM_STEPS) -> None:
         self.saved = folder / "net.pt"
         files = ["--json", str(folder / "results.json"), "--save", str(self.saved)]
         files += ["--log-file", str(folder / "log.jsonl")]
-        steps = ["--max-steps", str(NUM_STEPS)]
+        steps = ["--max-steps", str(num_steps)]
         self.lines = run("--world-size", "2", *steps, *files, *options, cwd=folder)
         self.results = json.loads((folder / "results.json").read_text())
         self.log = records(folder / "log.jsonl")
@@ -181,15 +154,15 @@ def test_same_losses_as_ddp(sharded: Job, replicated: Job) -> None:
 
 def test_goes_on_sharded_where_ddp_was_left(replicated: Job, tmp_path: Path) -> None:
     options = ["--ddp", "--data", "digits", "--max-steps", "1", "--save", "one.pt"]
-    status, lines, err = finish(start(*TORCHRUN, SCRIPT, *options, cwd=tmp_path))
-    assert status == 0, "\n".join(lines + err)
-    assert lines[0] == "Data: scikit-learn digits, enlarged to 28x28 (1,437 / 360)"
+    status, out, err = torchrun(2, SCRIPT, *options, environment=os.environ, cwd=tmp_path)
+    assert status == 0, out + err
+    assert out.splitlines()[0] == "Data: scikit-learn digits, enlarged to 28x28 (1,437 / 360)"
     # The options change where the parameters are, not what they become.
     (tmp_path / "job").mkdir()
     spread = "--strategy SHARD_GRAD_OP --min-num-params 0 --offload-path .".split()
-    job = Job(tmp_path / "job", *spread, "--resume", "../one.pt")
+    job = Job(tmp_path / "job", *spread, "--resume", "../one.pt", num_steps=4)
     assert "Resumed after epoch 0 and 1 steps" in job.lines
-    expected = replicated.results["step_losses"][1:]
+    expected = replicated.results["step_losses"][1:4]
     assert job.results["step_losses"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -374,11 +347,13 @@ def test_missing_data_end_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
 def test_a_dead_rank_ends_the_job(tmp_path: Path) -> None:
-    script = Started(SCRIPT, "--world-size", "2", "--ddp", "--epochs", "1000", cwd=tmp_path)
+    log = tmp_path / "log.jsonl"
+    options = ["--world-size", "2", "--ddp", "--epochs", "1000", "--log-file", str(log)]
+    script = Started(SCRIPT, *options, cwd=tmp_path)
     try:
-        while "\nTrain Epoch: 1 " not in script.read():
+        while not log.exists() or not log.read_text():  # rank 0 writes first as training begins
+            ranks = script.ranks()  # raises where the script has ended
             time.sleep(0.01)
-            ranks = script.ranks()
         os.kill(ranks[1], signal.SIGKILL)
         start_time = time.monotonic()
     finally:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import every
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same
 
@@ -129,7 +130,7 @@ def test_training(sequence: bool) -> None:
 
 def _training(rank: int, world_size: int, sequence: bool) -> None:
     mesh = _mesh()
-    for make in (_sgd, _adamw):
+    for make in every(2, (_sgd, _adamw), sequence):
         with naming(make.__name__):
             model = _wrap(mesh, sequence=sequence)
             if make is _sgd:
@@ -187,7 +188,7 @@ def _ways(rank: int, world_size: int, path: str) -> None:
     mesh = _mesh()
     number = mesh["dp"].get_local_rank()
     plain = _trained(_sgd)[0]
-    for name, options in WAYS.items():
+    for name, options in every(2, WAYS.items(), 1):
         # Dynamo's own warnings.
         quiet = allow_warnings() if name == "compiled" else contextlib.nullcontext()
         with naming(name), quiet:

@@ -1,4 +1,4 @@
-"""Defects of strategies and accumulation that were found and fixed; each script tells its story.
+"""Models that change, and passes that fail, between the steps of every strategy.
 
 A script runs with the plain model on the rows of all ranks and with the sharded one on this rank's,
 and has to come to the same end.

@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,13 +30,14 @@ from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
     OPTIMIZERS,
+    assert_same,
     assert_same_state,
     local_loss,
     snapshot,
     train_rank_by_rank,
 )
-from tests.side import Run
-from tests.ways import BASIC, WAYS
+from tests.side import Run, pair
+from tests.ways import BASIC, WAYS, each_way
 
 Checkpoint = Callable[..., Tensor]
 
@@ -122,7 +124,6 @@ KINDS: dict[str, Checkpoint] = {
 }
 
 both_kinds = pytest.mark.parametrize("kind", ["reentrant", "saved"])
-each_way = pytest.mark.parametrize("way", BASIC)
 
 
 def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
@@ -397,3 +398,57 @@ def _failing(layer: nn.Module) -> Iterator[None]:
     handle = layer.up.register_forward_hook(fail)
     yield
     handle.remove()
+
+
+class _Box:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@dataclass
+class _Record:
+    hidden: Tensor
+    extra: object = None
+
+
+class _Boxing(nn.Module):
+    """Computes again in backward, and returns its output in an object."""
+
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 9)
+        self.down = nn.Linear(9, 7)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind(checkpoint(self._inner, x, use_reentrant=False))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class _Boxes(nn.Module):
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first = _Boxing(kind)
+        self.second = _Boxing(kind)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x).hidden
+        return self.head(x + self.second(x).hidden)
+
+
+@pytest.mark.parametrize("kind", [_Box, _Record])
+@each_way
+def test_checkpoint_in_a_unit_that_returns_an_object(way: str, kind: type) -> None:
+    """Outputs were not found in the object, so nothing was gathered for the recomputation."""
+    run_ranks(_boxed, 2, way, kind)
+
+
+def _boxed(rank: int, world_size: int, way: str, kind: type) -> None:
+    case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
+    sharded, plain = pair(rank, world_size, way, case)
+    for run in (sharded, plain):
+        run.train(0, 3)
+    assert_same(sharded.model, plain.model, 1e-12)

@@ -1,38 +1,21 @@
-"""Scripts, each for a `Side`, in which several models train one another, and what they share."""
+"""Several models that train one another; each script runs on both sides of `tests/side.py`."""
 
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.combinations import usual_and_every
+from tests.harness import run_ranks
 from tests.models import Mlp
-from tests.side import Side
+from tests.side import Net, Side, SideScript, run_both, sgd, step_and_clear
+from tests.ways import BASIC
 
-
-def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    params = [p for model in models for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(params, lr=lr, momentum=0.9)
-
-
-def step_and_clear(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class Net(nn.Module):
-    """Two layers and a scale that the root owns."""
-
-    def __init__(self, inputs: int = 7, outputs: int = 7) -> None:
-        super().__init__()
-        self.up = nn.Linear(inputs, 9)
-        self.down = nn.Linear(9, outputs)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x))) * self.scale
+pytestmark = pytest.mark.by_turns
 
 
 def adversarial(side: Side) -> list[Any]:
@@ -201,3 +184,23 @@ def copies_as_targets(side: Side) -> list[Any]:
         (side.loss(model, step) + F.mse_loss(model(x), old(x + 1))).backward()
         step_and_clear(optimizer)
     return [model, old]
+
+
+SCRIPTS: list[SideScript] = [
+    adversarial,
+    adversarial_with_frozen_critic,
+    critic_with_gradient_penalty,
+    chained,
+    chained_in_a_cycle,
+    parts_wrapped_one_by_one,
+    teacher,
+    perceptual_loss,
+    momentum_encoder,
+    averaged_model,
+    copies_as_targets,
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_script(script: SideScript) -> None:
+    run_ranks(run_both, 2, script, usual_and_every(4, BASIC, SCRIPTS.index(script)))

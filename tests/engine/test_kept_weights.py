@@ -1,0 +1,163 @@
+"""Units that return or keep their weights, or views of them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import run_ranks
+from tests.models import Case, vectors
+from tests.oracle import assert_same
+from tests.scripts import torchrun
+from tests.side import pair
+
+
+class _Box:
+    """An object that holds a tensor, where no hook finds the tensor."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Giver(nn.Module):
+    """Returns a view of its weight."""
+
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 3))
+        self.kind = kind
+
+    def forward(self) -> Any:
+        return self.kind(self.weight.t())
+
+
+class _Taker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.giver = _Giver(lambda view: view)
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ self.giver().t()
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op"])
+def test_unit_returns_a_view_of_its_weight(way: str) -> None:
+    """The view's memory was freed after forward, and whoever read it got a crash."""
+    run_ranks(_returned_view, 2, way)
+
+
+def _returned_view(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way, Case("taker", _Taker, vectors, (_Giver,)))
+    for run in (sharded, plain):
+        run.train(0, 3)
+    assert_same(sharded.model, plain.model, 1e-12)
+
+
+class _Keeper(nn.Sequential):
+    """Keeps its weight, for a penalty, as if it stayed the same object."""
+
+    def __init__(self, numel: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(7, numel))
+        self.kept: list[Tensor] = []
+        self[0].register_forward_hook(self._keep)
+
+    def _keep(self, linear: nn.Linear, *_: Any) -> None:
+        assert type(linear.weight) is nn.Parameter
+        self.kept[:] = [linear.weight]
+
+
+@pytest.mark.parametrize("collectives", ["auto", "sockets"])
+@pytest.mark.parametrize("numel", [7, 100_000])
+def test_a_weight_kept_from_forward(collectives: str, numel: int) -> None:
+    """Its memory was freed with its unit: whoever read it got a crash, or others' next step."""
+    run_ranks(_kept_weight, 2, collectives, numel)
+
+
+def _kept_weight(rank: int, world_size: int, collectives: str, numel: int) -> None:
+    plain, x = _Keeper(numel), torch.ones(3, 7)
+
+    (plain(x).pow(2).mean() + plain.kept[0].pow(2).sum()).backward()
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        keeper = _Keeper(numel)
+        model = ShardedWrapper(
+            keeper,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=strategy,
+            collectives=collectives,
+            backward_prefetch="BACKWARD_PRE",
+        )
+        for _ in range(2):
+            out = model(x).pow(2).mean()
+            (kept,) = keeper.kept
+            assert kept.shape == (numel, 7)
+            is_mapped = any(
+                h.memory.shows_shards
+                for unit in model._sharding.context.units
+                for h in unit.handles
+            )
+            assert is_mapped is (numel > 7 and collectives == "auto")
+            if strategy == "SHARD_GRAD_OP" and not is_mapped:
+                (out + kept.pow(2).sum()).backward()
+            else:
+                assert "FreedParameter('0.weight')" in repr(kept)
+                assert kept.requires_grad
+                for use in (torch.sum, Tensor.t, lambda weight: x @ weight, lambda w: w.data):
+                    with pytest.raises(RuntimeError, match=r"'0.weight': .* in forward, which"):
+                        use(kept)
+                # What the error recommends.
+                (out + model[0].weight.pow(2).sum()).backward()
+            for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+            model.zero_grad()
+
+
+READS_A_VIEW = """
+import torch, torch.distributed as dist
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from torch import nn
+
+dist.init_process_group("gloo")
+kept = []
+linear = nn.Linear(7, 7)
+linear.register_forward_pre_hook(lambda module, _: kept.append(module.weight[0]))
+model = nn.Sequential(linear, nn.Linear(7, 7))
+model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+model(torch.ones(3, 7))
+if dist.get_rank() == 0:  # or both would write at once
+    kept[0].sum()  # the last line
+"""
+
+
+_CLEARS = "_clear_storage_data_ptr_access_error_msg"
+
+
+@pytest.mark.skipif(not hasattr(torch._C, _CLEARS), reason="torch cannot let reads raise")
+def test_a_view_kept_from_forward(tmp_path: Path) -> None:
+    """The process ended without a word."""
+    script = tmp_path / "reads_a_view.py"
+    script.write_text(READS_A_VIEW)
+    done = torchrun(2, script, environment=dict(os.environ), cwd=tmp_path)
+    last = READS_A_VIEW[: READS_A_VIEW.index("# the last line")].count("\n") + 1
+    assert f'File "{script}", line {last}, in <module>' in done.err
+    assert ": a view of its unsharded parameters was read that forward" in done.err
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_view_of_a_weight_in_an_object_is_refused(grad: bool) -> None:
+    """An object can't be copied in its owner's place, so its view was of freed memory."""
+    run_ranks(_hidden_view, 2, grad)
+
+
+def _hidden_view(rank: int, world_size: int, grad: bool) -> None:
+    model = ShardedWrapper(nn.Sequential(_Giver(_Box)), auto_wrap_policy=ModuleWrapPolicy({_Giver}))
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"clone\(\)"):
+        model[0]()
