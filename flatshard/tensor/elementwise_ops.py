@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import (
+    ABOVE_AUTOGRAD,
     HANDLERS,
     FlatShardTensor,
     digest_of,
@@ -67,6 +69,9 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
         if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
+    is_drawn = digest is None and _is_drawn((*args, *kwargs.values()))
+    if is_drawn:
+        _refuse_draws_in_a_loss(func, args)
     _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
@@ -76,14 +81,31 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place:
         wrote(args[:1])
         args[0].origin.write(digest)
+        args[0].origin.is_drawn |= is_drawn and not args[0].origin.is_parameter
         return args[0]
     storage = spec.state_disk
     if storage is not None and func._schema.name.endswith("_like"):
         # ``zeros_like`` and the like: what optimizers make their state with.
         result = storage.take_in(result) if result.device == like.local.device else result
     computed = FlatShardTensor(result, spec).with_role(_role_of(func, args))
-    computed.origin.digest = digest
+    computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
     return computed
+
+
+def _is_drawn(operands: Iterable[Any]) -> bool:
+    """Whether random numbers went into one of these operands."""
+    return any(isinstance(v, FlatShardTensor) and v.origin.is_drawn for v in operands)
+
+
+def _refuse_draws_in_a_loss(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise if autograd is to differentiate a function of a parameter and of random numbers.
+
+    Under DistributedDataParallel each rank draws for the full parameter, and the gradients are
+    averaged. Here each rank would draw for its range only, and nothing would be averaged.
+    """
+    for value in args:
+        if isinstance(value, FlatShardTensor) and value.requires_grad and torch.is_grad_enabled():
+            value.refuse(f"the gradient of {func._schema.name} with random numbers")
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
@@ -181,10 +203,13 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
         # A clone, as the range alone would keep the full tensor alive.
-        return FlatShardTensor(part.clone(), spec).with_role(_role_of(func, args))
+        drawn = FlatShardTensor(part.clone(), spec).with_role(_role_of(func, args))
+        drawn.origin.is_drawn = True
+        return drawn
     local.copy_(part)
     wrote((tensor,))
     tensor.origin.write(None)
+    tensor.origin.is_drawn = not tensor.origin.is_parameter
     return tensor
 
 
@@ -204,6 +229,15 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     origin.aliases[id(twin)] = twin
     return twin
 
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Dropout on a parameter in a loss needs the full parameter, for which each rank draws."""
+    if training and isinstance(input, FlatShardTensor) and input.requires_grad:
+        input.refuse("the gradient of dropout")
+    return NotImplemented
+
+
+ABOVE_AUTOGRAD.update(dict.fromkeys((nn.functional.dropout, torch.dropout), _dropout))
 
 _DRAWS = """normal_ uniform_ bernoulli_ random_ log_normal_ cauchy_ exponential_ bernoulli
     rand_like randn_like""".split()

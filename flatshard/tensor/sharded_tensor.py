@@ -71,10 +71,12 @@ class Origin:
             digests.
         is_parameter: whether the tensor is a parameter. All ranks write the same tensors into a
             parameter, so the ranges of a parameter always belong together.
+        is_drawn: whether random numbers of this rank's generator went into the values.
     """
 
     digest: int | None = None
     is_parameter: bool = False
+    is_drawn: bool = False
     # By id, tensors over the same memory that users may hold.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
@@ -150,6 +152,9 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
+        # The tensor has no memory of its own. Without this, C++ code that bypasses dispatch (a
+        # collective whose tensors lie in nested lists) would read address 0; now torch raises.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         self.local, self.spec, self.flat = local, spec, flat
         self.origin = Origin(0, is_parameter=True) if self.is_parameter else Origin()
         return self  # type: ignore[no-any-return]

@@ -23,9 +23,7 @@ from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
-from tests.ways import BASIC, WAYS
-
-each_way = pytest.mark.parametrize("way", BASIC)
+from tests.ways import BASIC, WAYS, each_way
 
 D = 6
 Use = Callable[["Parent", Tensor], Tensor]
@@ -495,6 +493,51 @@ def _steps_in_backward(rank: int, world: int) -> None:
 
 def test_uses_outside_of_forward_in_a_loss() -> None:
     run_ranks(_penalties, 2)
+
+
+def _dropped(rank: int, world: int) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        result = model(x).pow(2).mean()
+        torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
+        apart = F.dropout(model.child.weight, 0.3).pow(3).sum()
+        return result + apart + nn.Dropout(0.5)(model.other.weight).pow(2).sum()
+
+    for way in ("full", "no_shard"):
+        _compare(rank, world, way, lambda: Parent(_again), loss)
+
+
+def test_dropout_outside_of_forward_in_a_loss() -> None:
+    """Each rank drew for its own part of the parameter, not for all of it."""
+    run_ranks(_dropped, 2)
+
+
+NOISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a sum": lambda p: p + 0.1 * torch.randn_like(p),
+    "a product": lambda p: p * torch.empty_like(p).uniform_(),
+    "a mask": lambda p: torch.where(torch.rand_like(p) > 0.5, p, 0 * p),
+    "a copy": lambda p: p.sub(torch.zeros_like(p).copy_(torch.rand_like(p))),
+}
+
+
+def _noise(rank: int, world: int, way: str) -> None:
+    model = _wrap(Parent(_again), way)
+    weight = model.child.weight
+    for name, draw in NOISE.items():
+        with naming(name), pytest.raises(RuntimeError, match=r"'child.weight'.*random numbers"):
+            draw(weight)
+    before = weight.full_tensor()
+    weight.data.add_(torch.randn_like(weight))  # not in a loss: noise for the parameter itself
+    with torch.no_grad():
+        weight.add_(0.1 * torch.randn_like(weight))
+    assert not torch.equal(weight.full_tensor(), before)
+    with _quiet():
+        (model(_batch(0, rank)).mean() + weight.pow(2).sum()).backward()
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op"])  # under NO_SHARD each rank draws all of it
+def test_noise_outside_of_forward_in_a_loss(way: str) -> None:
+    """Each element had one rank's noise; under DDP it has the mean over ranks, by the gradients."""
+    run_ranks(_noise, 2, way)
 
 
 def _penalties(rank: int, world: int) -> None:

@@ -468,6 +468,26 @@ def _writes(schema: Any) -> bool:
     )
 
 
+def test_nested_lists() -> None:
+    """Torch's dispatcher does not see the tensors in them: ranks ended by SIGSEGV."""
+    run_ranks(_nested_lists, 2)
+
+
+def _nested_lists(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([each]) for each in range(world_size)]
+    model = ShardedWrapper(nn.Linear(8, 8))
+    weight, alone = model.module.weight, groups[rank]
+    other = torch.zeros(8, 8)
+    calls: list[Callable[[], object]] = [
+        lambda: dist.scatter(other, [weight], rank, alone),
+        lambda: alone.scatter([other], [[weight]]).wait(),
+        lambda: alone.reduce_scatter([other], [[weight]]).wait(),
+    ]
+    for number, call in enumerate(calls):
+        with naming(number), pytest.raises(RuntimeError, match=r"data pointer|'weight'"):
+            call()
+
+
 def test_operators_that_write() -> None:
     """In place or with ``out=``: what the plain tensor then has, or a named error."""
     operators, num_right = _operators(_writes), 0
