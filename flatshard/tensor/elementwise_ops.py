@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -69,9 +68,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
         if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
-    is_drawn = digest is None and _is_drawn((*args, *kwargs.values()))
-    if is_drawn:
-        _refuse_draws_in_a_loss(func, args)
+    is_drawn = digest is None and _has_draws(func, args)
     _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
@@ -92,20 +89,20 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return computed
 
 
-def _is_drawn(operands: Iterable[Any]) -> bool:
-    """Whether random numbers went into one of these operands."""
-    return any(isinstance(v, FlatShardTensor) and v.origin.is_drawn for v in operands)
+def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether random numbers went into an operand.
 
-
-def _refuse_draws_in_a_loss(func: Any, args: tuple[Any, ...]) -> None:
-    """Raise if autograd is to differentiate a function of a parameter and of random numbers.
-
+    Raises where autograd would differentiate a function of a parameter and of random numbers.
     Under DistributedDataParallel each rank draws for the full parameter, and the gradients are
     averaged. Here each rank would draw for its range only, and nothing would be averaged.
     """
-    for value in args:
-        if isinstance(value, FlatShardTensor) and value.requires_grad and torch.is_grad_enabled():
-            value.refuse(f"the gradient of {func._schema.name} with random numbers")
+    sharded = [value for value in args if isinstance(value, FlatShardTensor)]
+    is_drawn = any(value.origin.is_drawn for value in sharded)
+    if is_drawn and torch.is_grad_enabled():
+        for value in sharded:
+            if value.requires_grad:
+                value.refuse(f"the gradient of {func._schema.name} with random numbers")
+    return is_drawn
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:

@@ -30,7 +30,7 @@ def _left() -> Counter[str]:
     ours = (type(one) for one in gc.get_objects())
     left = Counter(kind.__name__ for kind in ours if kind.__module__.startswith("flatshard."))
     # Of a tag's last publication, some hundred bytes: a slow rank may still read it.
-    for kept in ("Publication", "Awaited"):
+    for kept in ("Publication", "Awaited", "WaitCondition"):
         left.pop(kept, None)
     left["files"] = len(os.listdir("/proc/self/fd"))
     left["threads"] = threading.active_count()

@@ -299,7 +299,7 @@ def test_accumulation(way: str) -> None:
 def _accumulation(rank: int, world_size: int, way: str, number: int | None) -> None:
     WAYS[way].set_nodes()
     keywords = WAYS[way].keywords
-    some = every(2, ACCUMULATIONS.items(), start=number or 0)
+    some = every(4, ACCUMULATIONS.items(), start=number or 0)
     for mode, accumulation in some if number is not None else ACCUMULATIONS.items():
         case = CASES["mlp"]
         sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)

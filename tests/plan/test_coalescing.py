@@ -91,7 +91,7 @@ def _equals(rank: int, world_size: int) -> None:
         {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "sockets"},
         {"sharding_strategy": "NO_SHARD", "collectives": "native"},
     ]
-    for keywords, name, accumulates in diagonal(2, settings, list(ORDERS), (False, True)):
+    for keywords, name, accumulates in diagonal(4, settings, list(ORDERS), (False, True)):
         with naming(f"{keywords}, {name}, accumulates={accumulates}"):
             model = wrapped(**keywords)
             _train(model, ORDERS[name], rank, world_size, accumulates)
