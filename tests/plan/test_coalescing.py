@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.memory_plan import predict
-from flatshard.plan import coalescing
+from flatshard.module import model_plan
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, run_ranks
@@ -141,7 +141,7 @@ def _tiny(rank: int, world_size: int) -> None:
     for name, case in CASES.items():
         with naming(name):
             apart, together = case.wrap(case.model()), case.wrap(case.model(), coalesce_bytes=4096)
-            with mock.patch.object(coalescing, "LARGE_BYTES", 1):
+            with mock.patch.object(model_plan, "LARGE_BYTES", 1):
                 parted = case.wrap(case.model(), sharding_strategy="SHARD_GRAD_OP")
             for model in (apart, together, parted):
                 optimizer = optimizer_of(model)
@@ -190,7 +190,7 @@ def test_large_parameters_of_the_root() -> None:
 def _large_parameters(rank: int, world_size: int) -> None:
     """The head is reduced before the blocks, the embedding after them."""
     case = CASES["transformer"]
-    with mock.patch.object(coalescing, "LARGE_BYTES", 8 * 11 * 8):
+    with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 11 * 8):
         model = case.wrap(case.model())
         planned = predict(case.model(), world_size=2, auto_wrap_policy=ModuleWrapPolicy(case.units))
     root = model._sharding.context.root
@@ -236,7 +236,7 @@ def test_the_roots_embedding_is_freed_after_forward(strategy: str) -> None:
 def _embedding(rank: int, world_size: int, strategy: str) -> None:
     """Backward gathers it only where it looks up again, not for what one rank may have saved."""
     plain, model = Looking(), Looking()
-    with mock.patch.object(coalescing, "LARGE_BYTES", 8 * 9 * 6):
+    with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 9 * 6):
         model = ShardedWrapper(
             model,
             sharding_strategy=strategy,

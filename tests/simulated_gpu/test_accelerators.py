@@ -23,10 +23,10 @@ from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, offload, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.module import model_plan
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.precision import GradDtypes
-from flatshard.plan import coalescing
 from flatshard.plan.layout import FlatLayout
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -379,7 +379,7 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     transfer(comm, torch.ones(2), source=0, to=1, op_name="weights")
     transfer(comm, torch.ones(2), source=1, to=0, op_name="weights")
     case = CASES["transformer"]
-    with mock.patch.object(coalescing, "LARGE_BYTES", 1):
+    with mock.patch.object(model_plan, "LARGE_BYTES", 1):
         model = case.wrap(case.model(), coalesce_bytes=0)
     _reductions_under_way_take_as_much_as_two_large_ones(model)
     local_loss(model, case, 0, 0, 4).backward()
