@@ -291,7 +291,7 @@ TESTS = {
     "bf16": "precision/test_precision.py",
     "float8 all-gathers": "precision/test_float8.py",
     "`wire_dtype=torch.bfloat16`": "comm/test_collectives.py",
-    "offload to files": "engine/test_offload.py",
+    "offload to files": "extras/disk/test_offload.py",
     "`step_in_backward`": "optimizer/test_step_in_backward.py",
     '`boundary="row"`': "engine/test_boundaries_in_training.py",
     "`reshard_after_forward=2`": "parity/test_strategies.py",

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.engine.offload import DeviceToHost, OffloadTarget
+from flatshard.engine.offload import DeviceToHost
 from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import storage_bytes
+from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.original_param import OriginalParam
-from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
-from flatshard.tensor.tensor_notes import UNREDUCED
+from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor, local_range
 
 
 class UnreducedGrads:

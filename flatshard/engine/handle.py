@@ -26,7 +26,6 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.run_link import RunLink
-from flatshard.memory import disk
 from flatshard.memory.buffer_cache import BufferCache, num_uses
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.options.precision import GradDtypes
@@ -112,7 +111,7 @@ class FlatParamHandle:
             # What `extras/tensor_parallel` says of a parameter that was a DTensor.
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
             # Optimizers keep what has the parameters' shape there; None: in memory.
-            state_disk=self.options.targets.state,
+            state_target=self.options.targets.state,
         )
         return OriginalParam(info, index, spec)
 
@@ -150,7 +149,7 @@ class FlatParamHandle:
     def show_shard(self) -> None:
         """Let the sharded parameters show the shard."""
         for param in self.params:
-            param.show_chunk(self.shard, self._targets.state, is_whole=self.is_whole)
+            param.show_chunk(self.shard, is_whole=self.is_whole)
 
     def make_buffer(self) -> None:
         """Make the unsharded buffer and the full parameters over it; views are made once."""
@@ -179,7 +178,8 @@ class FlatParamHandle:
 
     def page_out(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
-        self._targets.shard.page_out(self.shard)
+        if not self._targets.shard.is_device:
+            self._targets.shard.page_out(self.shard)
 
     # ------------------------------------------------------------ unshard and reshard
 
@@ -241,7 +241,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
             self.gather.fill(shard.detach().to(self.device), flat)
-        disk.release(shard)  # its pages were read for the all-gather alone
+        self._targets.shard.page_out(shard)  # its pages were read for the all-gather alone
         return flat
 
     def reshard(self, *, though_held: bool = True) -> None:

@@ -1,6 +1,6 @@
-"""``OffloadTarget``: device, host or disk, where a shard, its gradient and its state live.
+"""Moves shards and gradients between a unit's device and the ``OffloadTarget``s where they live.
 
-In the target are the tensors that users and optimizers hold. An all-gather copies the shard to
+In a target are the tensors that users and optimizers hold. An all-gather copies the shard to
 where the unit computes (``HostToDevice``), the result of a reduction is copied back
 (``DeviceToHost``). Who asks does not know which target it is.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -24,53 +24,39 @@ from flatshard.comm.work import AsyncWork
 from flatshard.engine.run_link import RunLink
 from flatshard.memory import mapped_files
 from flatshard.memory.buffer_cache import BufferCache
-from flatshard.memory.disk import DiskMemory, fetch, release, rounded
-from flatshard.memory.mapped_files import Files
+from flatshard.memory.offload_target import OffloadTarget
+from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload
 from flatshard.plan.layout import PAGE_BYTES
 from flatshard.plan.module_tree import unit_text
 
 
-@dataclass(frozen=True)
-class OffloadTarget:
-    """Memory in which tensors live between uses; without arguments: where they are made."""
+class HostMemory(OffloadTarget):
+    """The host's, for a unit on an accelerator, which copies to and from pinned memory itself."""
 
-    is_device: bool = True  # nothing is copied
-    # Makes a tensor there, ``(numel,)``; its values are undefined.
-    new: Callable[[int, torch.dtype], Tensor] | None = None
-    # A tensor's values there; the tensor itself if it is there.
-    take_in: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    # Prepares for writing all of a tensor there, in one go.
-    page_in: Callable[[Tensor], object] = lambda _: None
-    # Gives memory back that tensors do not need until their next use; values stay.
-    page_out: Callable[..., object] = lambda *_: None
-    # Makes the file of a shard that an unsharded buffer shows.
-    files: Files = mapped_files
+    is_device = False
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+
+    def take_in(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and tensor.is_pinned() is self._pinned:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned).copy_(tensor)
 
 
 DEVICE = OffloadTarget()
-
-
-def host_memory(*, pinned: bool) -> OffloadTarget:
-    """The host's, for a unit on an accelerator, which copies to and from pinned memory itself."""
-
-    def new(numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
-
-    def take_in(tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" and tensor.is_pinned() is pinned:
-            return tensor
-        return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
-
-    return OffloadTarget(is_device=False, new=new, take_in=take_in)
 
 
 @dataclass(frozen=True)
 class OffloadTargets:
     shard: OffloadTarget = DEVICE
     gradient: OffloadTarget = DEVICE
-    # Makes files for optimizers; None where their state lives with the shard.
-    state: DiskMemory | None = None
+    # Keeps what optimizers make; None where it lives with the shard.
+    state: OffloadTarget | None = None
     # Whether the device keeps a copy of the shard to all-gather from.
     keeps_copy: bool = False
 
@@ -81,20 +67,18 @@ class OffloadTargets:
         if not offload.is_on or (not is_apart and offload.path is None):
             return cls()
         if offload.path is None:
-            host = host_memory(pinned=offload.pin_memory)
+            host = HostMemory(pinned=offload.pin_memory)
             return cls(host, host, keeps_copy=not offload.takes_params)
-        memory = DiskMemory(offload.path)
+        disk = extra("disk", "CPUOffload(path=...)").DiskMemory(offload.path)
         if offload.takes_params or is_apart:
-            # Paged in, as a fault for every page would take longer.
-            disk = OffloadTarget(False, memory.new, memory.take_in, fetch, release, memory)
-            return cls(disk, disk, memory, keeps_copy=not offload.takes_params)
-        return cls(state=memory)
+            return cls(disk, disk, disk, keeps_copy=not offload.takes_params)
+        return cls(state=disk)
 
     def reserve(self, unit: str, nbytes: Iterable[int]) -> None:
         """Keep room on the disk for a unit's shards and gradients. Raises OffloadError."""
         if self.state is None or self.shard.is_device:
             return
-        total = sum(rounded(one) + 2 * PAGE_BYTES for one in nbytes)
+        total = sum((-(-one // PAGE_BYTES) + 2) * PAGE_BYTES for one in nbytes)
         self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
 
     def trim(self) -> None:
@@ -150,7 +134,7 @@ class HostToDevice:
 class DeviceToHost:
     def __init__(self, target: OffloadTarget) -> None:
         self.target = target
-        self._cache = BufferCache(new=target.new)
+        self._cache = BufferCache(new=None if target.is_device else target.new)
         self._copies: list[torch.cuda.Event] = []
 
     def copy(self, reduced: Tensor) -> Tensor:

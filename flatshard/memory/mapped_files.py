@@ -23,7 +23,7 @@ _MFD_NOEXEC_SEAL = 8
 
 
 class Files(Protocol):
-    """What makes files to be mapped: this module, or ``DiskMemory``."""
+    """What makes files to be mapped: this module, or an ``OffloadTarget``."""
 
     def create(self, nbytes: int) -> int: ...
 

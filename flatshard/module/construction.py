@@ -31,7 +31,6 @@ from flatshard.module.sharding import (
     shardings_in,
     units_in,
 )
-from flatshard.optimizer import offload as optimizer_offload
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
@@ -87,7 +86,6 @@ class Construction:
         messages = [*notes, *self._warnings()] if is_first else []
         self._make_units(root, kind, initial_values)
         optimizer_step.install()
-        optimizer_offload.install()
         # After the last collective: where warnings are errors, no other rank waits for rank 0.
         for message in [*initial_values.warnings(), *messages] if is_first else []:
             warnings.warn(message, stacklevel=3)

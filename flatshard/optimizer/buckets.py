@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.layout import ALIGNMENT_BYTES
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
@@ -264,7 +265,7 @@ class ParamBucket:
 
     def _split(self, shared: State) -> None:
         """Give each member its view of the bucket's state."""
-        target = self._params[0].spec.state_disk
+        target = self._params[0].spec.state_target
         if target is not None:
             state_to_target(shared, self.param.shape, target)
         self._shared = BucketState(shared)
@@ -277,7 +278,7 @@ class ParamBucket:
         return value[part] if is_divided else value
 
 
-def state_to_target(state: State, shape: torch.Size, target: Any) -> None:
+def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
     """Move state per element, of this shape, to the target that keeps it between steps."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == shape:

@@ -26,8 +26,7 @@ from flatshard.optimizer.stepper import (
 )
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import check_dtype
-from flatshard.tensor.sharded_tensor import FlatShardTensor, untraced
-from flatshard.tensor.tensor_notes import UNREDUCED
+from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, untraced
 
 
 @functools.cache

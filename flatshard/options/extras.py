@@ -12,6 +12,7 @@ from typing import Any
 FOLDER = "flatshard.extras"
 # Name of the folder: what the extra gives, in words for the error of somebody who lacks the folder.
 EXTRAS = {
+    "disk": "keeps shards, gradients and optimizer state in files",
     "deadlock": "finds ranks that wait for one another for ever",
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",

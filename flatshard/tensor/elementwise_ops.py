@@ -80,10 +80,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args[0].origin.write(digest)
         args[0].origin.is_drawn |= is_drawn and not args[0].origin.is_parameter
         return args[0]
-    storage = spec.state_disk
-    if storage is not None and func._schema.name.endswith("_like"):
+    target = spec.state_target
+    if target is not None and func._schema.name.endswith("_like"):
         # ``zeros_like`` and the like: what optimizers make their state with.
-        result = storage.take_in(result) if result.device == like.local.device else result
+        result = target.take_in(result) if result.device == like.local.device else result
     computed = FlatShardTensor(result, spec).with_role(_role_of(func, args))
     computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
     return computed

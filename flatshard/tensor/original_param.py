@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo
@@ -24,7 +23,6 @@ from flatshard.tensor.sharded_tensor import (
     FlatShardTensor,
     attributes_of,
 )
-from flatshard.tensor.tensor_notes import STATE_DISKS
 
 # Makes what a full parameter calls once autograd has filled its ``.grad``.
 GradHook = Callable[["OriginalParam"], Callable[[Tensor], None]]
@@ -80,10 +78,10 @@ class OriginalParam:
 
     # ------------------------------------------------------------ the sharded parameter
 
-    def show_chunk(self, chunk: Tensor, disk: DiskMemory | None, *, is_whole: bool) -> None:
+    def show_chunk(self, chunk: Tensor, *, is_whole: bool) -> None:
         """Let the sharded parameter show ``chunk``, ``(shard_numel,)``, of a flat parameter.
 
-        ``is_whole``: the chunk is all of it. ``disk``: where optimizers keep state of this shape.
+        ``is_whole``: the chunk is all of it.
         """
         if not is_whole:
             sharded = FlatShardTensor.parameter(chunk, self.spec, self.requires_grad)
@@ -95,8 +93,8 @@ class OriginalParam:
         else:
             # Hooks and attributes stay where they are: only the memory moves.
             self.sharded.data = view_of(chunk, self.span)
-        if disk is not None:  # the spec of a ``FlatShardTensor`` names the disk
-            STATE_DISKS[self.sharded] = disk
+        if self.spec.state_target is not None:
+            self.spec.state_target.keep_state_of(self.sharded)
 
     @property
     def requires_grad(self) -> bool:

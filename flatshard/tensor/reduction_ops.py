@@ -17,6 +17,7 @@ from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
     HANDLERS,
+    UNREDUCED,
     FlatShardTensor,
     first_sharded,
     local_range,
@@ -24,7 +25,6 @@ from flatshard.tensor.sharded_tensor import (
     untraced,
     wrote,
 )
-from flatshard.tensor.tensor_notes import UNREDUCED
 
 aten = torch.ops.aten
 Comms = Sequence[Communicator]

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.memory.disk import DiskMemory
+from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.layout import LocalSpan, ParamSpan
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
@@ -90,7 +90,7 @@ class ShardSpec:
     comm: Communicator  # the ranks that hold the rest
     replicas: Communicator = ALONE  # the ranks that hold the same
     tensor_parallel: ParamSplit | None = None  # of a part of what a DTensor held
-    state_disk: DiskMemory | None = None  # where optimizers keep state of this shape
+    state_target: OffloadTarget | None = None  # where optimizers keep state of this shape
     # Weak references: gradients and optimizer state may outlive the model, and must not keep it.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None

@@ -12,7 +12,7 @@ import functools
 import importlib
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any, NoReturn, Self
@@ -20,9 +20,9 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.flat_chunks import as_bytes
-from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.checkpoint_chunks import CheckpointChunks
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 
@@ -53,6 +53,8 @@ ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # The attributes of a ``FlatShardTensor`` that are no user's.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 GRADIENT = "gradient of"  # the role of a parameter's gradient
+# Gradients, plain ones too, that are not reduced or lack a part that is not: their unit's name.
+UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 # Modules in which torch defines collectives. Modules, not names: schemas of collectives do not mark
 # written tensors, and a collective of a newer torch must raise too.
 _COLLECTIVE_MODULES = (
@@ -237,8 +239,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
         if id(self) not in memo:
             spec, local = self.spec.detached(), self.local.detach()
-            storage = spec.state_disk
-            copied = storage.copy(local) if storage and is_on_disk(local) else local.clone()
+            target = spec.state_target
+            copied = local.clone() if target is None else target.copy(local)
             twin = type(self)(copied, spec, self.requires_grad).with_role(self.role)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin

@@ -303,7 +303,7 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
 
 def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
-    unit = offload.DeviceToHost(offload.host_memory(pinned=False))
+    unit = offload.DeviceToHost(offload.HostMemory(pinned=False))
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
         mock.patch.object(Tensor, "record_stream") as record_stream,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from flatshard import ShardedWrapper
+from flatshard import CPUOffload, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.models import CASES
 from tests.oracle import ROWS, train_rank_by_rank, train_steps
@@ -50,6 +50,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "tensor_parallel": _dtensor,
     "recording": lambda model: model.record_steps(),
     "whole_tensors": _whole_tensors,
+    "disk": lambda _: ShardedWrapper(nn.Linear(2, 2), cpu_offload=CPUOffload(path=".")),
 }
 
 

@@ -13,25 +13,33 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.memory import mapped_files
+from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.offload import OffloadError
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 _mapped: dict[int, int] = {}  # where files are mapped: first address, length in bytes
+# For plain parameters with state on a disk.
+_state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
-class DiskMemory:
-    """Makes tensors over files in one directory."""
+class DiskMemory(OffloadTarget):
+    """Tensors over files in one directory."""
+
+    is_device = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Try whether files can be made there: else ``ValueError`` or ``NotImplementedError``."""
         self._folder = os.fspath(folder)
         self._reserve: int | None = None
+        self.files = self
         if not mapped_files.CAN_MAP:
             raise NotImplementedError("CPUOffload: path is supported on Linux alone; leave it out")
         try:
@@ -118,10 +126,12 @@ class DiskMemory:
 
     def take_in(self, tensor: Tensor) -> Tensor:
         """A tensor without gaps in a file: itself, or a copy with its strides."""
-        return self.copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
+        return self._copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy in a file, also of one that is in a file already."""
+        return self._copy(tensor) if is_on_disk(tensor) else tensor.clone()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         # Both: else each copied tensor would stay in RSS.
@@ -137,6 +147,15 @@ class DiskMemory:
             "when the process does, or with the model and its optimizer."
         )
 
+    def page_in(self, *tensors: Tensor) -> None:
+        fetch(*tensors)
+
+    def page_out(self, *tensors: Tensor) -> None:
+        release(*tensors)
+
+    def keep_state_of(self, param: Tensor) -> None:
+        _state_disks[param] = self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
         return self  # each tensor has a file of its own
 
@@ -151,13 +170,13 @@ def is_on_disk(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() in _mapped
 
 
-def fetch(*tensors: Tensor | None) -> None:
+def fetch(*tensors: Tensor) -> None:
     """Read the pages of ordinary tensors that are about to be written, in one go."""
     for address in _addresses(tensors):
         mapped_files.want_pages(address, _mapped[address])
 
 
-def release(*tensors: Tensor | None) -> None:
+def release(*tensors: Tensor) -> None:
     """Give back the pages of ordinary tensors, those in files, and of what shares their memory."""
     # What is touched takes memory. The system's cache of files gets it, and writes it when it needs
     # the room: releasing costs little, and what is used again soon comes from that cache.
@@ -165,5 +184,13 @@ def release(*tensors: Tensor | None) -> None:
         mapped_files.drop_pages(address, _mapped[address])
 
 
-def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors if t is not None} & _mapped.keys()
+def state_disk(param: Any) -> DiskMemory | None:
+    """The files that keep a parameter's state; None: the state is in memory."""
+    if not isinstance(param, FlatShardTensor):
+        return _state_disks.get(param) if _state_disks else None  # asked for each parameter, often
+    target = param.spec.state_target
+    return target if isinstance(target, DiskMemory) else None
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors} & _mapped.keys()

@@ -7,7 +7,6 @@ made goes to the disk, and the pages are given back. The call itself steps the o
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,24 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatshard.memory import disk
-from flatshard.memory.disk import DiskMemory
+from flatshard.extras.disk import disk
+from flatshard.extras.disk.disk import state_disk
 from flatshard.optimizer.buckets import state_to_target
-from flatshard.optimizer.consumed_grad import ConsumedGrad
 from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.optimizer.stepper import TORCHS_OWN, OptimizerExtension, extensions, step_groups
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
-from flatshard.tensor.tensor_notes import STATE_DISKS
 
 # Parameter bytes from which a part is full. With Adam, four times as much is in memory.
 _PART_BYTES = 8 << 20
-
-
-def _state_disk(param: Any) -> DiskMemory | None:
-    """The files that keep a parameter's state; None: it is in memory."""
-    if isinstance(param, FlatShardTensor):
-        return param.spec.state_disk
-    return STATE_DISKS.get(param) if STATE_DISKS else None  # asked for each parameter, often
 
 
 def _has_grad(param: Any) -> bool:
@@ -59,17 +49,10 @@ class DiskSteps(OptimizerExtension):
         _reserve(optimizer, before_backward=True)
 
 
+@untraced
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         _page_out(optimizer, group["params"])
-
-
-@functools.cache
-def install() -> None:
-    """Page in and out in the steps of all optimizers from now on, once in a process."""
-    extensions.append(DiskSteps())
-    # After users' hooks.
-    register_optimizer_step_post_hook(untraced(_after_step))
 
 
 def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
@@ -81,7 +64,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
     for group in optimizer.param_groups:
         shard, nbytes = None, 0
         for param in group["params"]:
-            if _state_disk(param) is None or not _has_grad(param):
+            if state_disk(param) is None or not _has_grad(param):
                 continue
             # Neighbours stay together: they are stepped as one.
             own = getattr(param, "flat", param)
@@ -97,25 +80,25 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
 # ------------------------------------------------------------ pages
 
 
-def _page_out(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
+def _page_out(optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
     """Put the state of parameters that were stepped where it is kept, and give pages back."""
-    kept = [param for param in params if _state_disk(param) is not None]
-    for param in kept:
-        if not isinstance(param, FlatShardTensor):  # their state is there since it was made
-            state_to_target(optimizer.state.get(param, {}), param.shape, STATE_DISKS[param])
-    if kept:
-        disk.release(*_tensors(optimizer, kept))
+    for param in params:
+        storage = state_disk(param)
+        if storage is not None and not isinstance(param, FlatShardTensor):
+            # That of a sharded parameter is there since it was made.
+            state_to_target(optimizer.state.get(param, {}), param.shape, storage)
+    disk.release(*_tensors(optimizer, params))
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
     """Tensors that a step of ``params`` touches; only of those with state on the disk."""
     for param in params:
-        if _state_disk(param) is None:
+        if state_disk(param) is None:
             continue
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad
         values = [param, *optimizer.state.get(param, {}).values()]
-        if not isinstance(grad, ConsumedGrad):
+        if type(grad) in (Tensor, FlatShardTensor):  # a consumed gradient has no memory
             values.append(grad)
         yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
@@ -135,7 +118,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     # is full: some parameters would be stepped and others not.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
-        kept = [param for param in group["params"] if _state_disk(param) is not None]
+        kept = [param for param in group["params"] if state_disk(param) is not None]
         stepped = [
             one for one in kept if (one.requires_grad if before_backward else _has_grad(one))
         ]
@@ -144,7 +127,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
         if per_element is None:
             return False
         for param in stepped:
-            needed[_state_disk(param)] += _bytes_to_come(optimizer, param, per_element)
+            needed[state_disk(param)] += _bytes_to_come(optimizer, param, per_element)
     name = type(optimizer).__name__
     for storage, nbytes in needed.items():
         storage.reserve(max(0, nbytes - storage.reserved_bytes), f"the state of {name}")
@@ -181,3 +164,8 @@ def _bytes_per_element(
         for value in state.values()
         if isinstance(value, Tensor) and value.shape == probe.shape
     )
+
+
+# From the first model on that keeps something on a disk, in the steps of all optimizers.
+extensions.append(DiskSteps())
+register_optimizer_step_post_hook(_after_step)  # after users' hooks
