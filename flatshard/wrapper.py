@@ -23,7 +23,13 @@ from flatshard.module.conversion import convert, copy_model
 from flatshard.module.framework_precision import FrameworkPrecision
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
-from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy
+from flatshard.module.settings import (
+    ProcessGroups,
+    Settings,
+    as_flags,
+    ranks_or_alone,
+    read_strategy,
+)
 from flatshard.module.sharding import (
     Sharding,
     handles_in,
@@ -35,14 +41,13 @@ from flatshard.module.sharding import (
 from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm, in_backward
 from flatshard.optimizer.in_backward import StepInBackward
-from flatshard.options.boundary import as_boundary
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.extras import extra
-from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
 from flatshard.options.torch_request import is_getting_shards
+from flatshard.plan.boundary import as_boundary
 from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy

@@ -25,8 +25,7 @@ from flatshard.comm.topology import Topology
 from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.engine.grad_buffer import zero
 from flatshard.engine.run_link import RunLink
-from flatshard.memory.buffer_cache import BufferCache
-from flatshard.memory.buffers import storage_bytes
+from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.plan.layout import FlatLayout
 
 

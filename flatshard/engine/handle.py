@@ -26,8 +26,7 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.run_link import RunLink
-from flatshard.memory.buffer_cache import BufferCache, num_uses
-from flatshard.memory.buffers import BufferMemory, ShardItself
+from flatshard.memory.buffers import BufferCache, BufferMemory, ShardItself, num_uses
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, view_of
 from flatshard.plan.param_info import ParamInfo

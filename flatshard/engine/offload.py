@@ -23,7 +23,7 @@ from torch import Tensor
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.run_link import RunLink
 from flatshard.memory import mapped_files
-from flatshard.memory.buffer_cache import BufferCache
+from flatshard.memory.buffers import BufferCache
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 
 from flatshard.engine.buffer_sync import Buffers
 from flatshard.engine.forward import RootModule
-from flatshard.memory.buffer_cache import prepare_allocator
+from flatshard.memory.buffers import prepare_allocator
 from flatshard.module import meta_init
 from flatshard.module.sharding import Sharding, handles_in, modules_apart, shardings_in
 from flatshard.optimizer import step

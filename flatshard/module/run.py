@@ -12,8 +12,8 @@ from flatshard.engine.divergence import DivergentUnits
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.module.root_checks import RootChecks
+from flatshard.module.settings import as_flags
 from flatshard.module.sharding import Sharding, outermost_shardings, sharding_of, shardings_in
-from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
 

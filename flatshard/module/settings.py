@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.comm.ranks import Ranks, read_ranks
 from flatshard.comm.topology import Topology
-from flatshard.options.boundary import Boundary, as_boundary
 from flatshard.options.collectives import TransportOptions, check_launch_without_group
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
@@ -23,10 +23,20 @@ from flatshard.options.strategy import (
     as_strategy,
     resharding,
 )
+from flatshard.plan.boundary import Boundary, as_boundary
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.wrap import UnitPlan
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+def as_flags(**given: Any) -> dict[str, bool | None]:
+    """Read what is True, False (or equals one of them, such as 0 from a command line) or None."""
+    for keyword, value in given.items():
+        # Any other value has a truth too, and "no" has the wrong one.
+        if value is not None and value not in (True, False):
+            raise TypeError(f"{keyword}: expected True or False, got {value!r}")
+    return {keyword: None if value is None else bool(value) for keyword, value in given.items()}
 
 
 @dataclass(frozen=True)

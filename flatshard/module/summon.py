@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from flatshard.engine.unit import Unit
+from flatshard.module.settings import as_flags
 from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in
-from flatshard.options.flags import as_flags
 from flatshard.plan.module_tree import unit_text
 from flatshard.state import full_params
 from flatshard.tensor.sharded_tensor import FlatShardTensor

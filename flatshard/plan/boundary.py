@@ -15,9 +15,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flatshard.options.boundary import Boundary
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, ParamSpan
 from flatshard.plan.module_tree import unit_text
+
+# "element", "row", "tensor", or a number of elements; see `ShardedWrapper`.
+Boundary = str | int
+
+_CHOICES = "element", "row", "tensor"
 
 # The most padding that a unit may have, as a fraction of its elements ...
 MAX_PADDING = 0.25
@@ -28,6 +32,17 @@ FREE_PADDING = 1 << 18
 # boundaries. Whole parameters in bins need more in rare cases alone.
 _TRIES = 64
 _FINENESS = 512
+
+
+def as_boundary(value: object) -> Boundary:
+    """Read ``boundary``. Raises TypeError, or ValueError, for what is none."""
+    expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
+    # True is an int: it would mean one element.
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"{expected}, got {value!r}")
+    if value not in _CHOICES if isinstance(value, str) else value < 1:
+        raise ValueError(f"{expected}, at least 1, got {value!r}")
+    return "element" if value == 1 else value
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from flatshard.options.boundary import Boundary
-from flatshard.plan.boundary import move
+from flatshard.plan.boundary import Boundary, move
 from flatshard.plan.layout import FlatLayout, memory_order
 from flatshard.plan.module_tree import paths
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +24,16 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.engine.write_through import WriteThrough
-from flatshard.memory.free import free_bytes
 from flatshard.options.torch_request import torch_request
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, original_of
 from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.tensor.state_shard import state_shard
+
+_HOST = Path("/proc/meminfo")
+# What a container may use, and uses; "max" where it has no limit.
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True)
@@ -312,3 +317,25 @@ def as_torch(options: StateDictOptions) -> Any:
         api.FullStateDictConfig(options.offload_to_cpu, options.rank0_only),
         api.FullOptimStateDictConfig(options.optim_offload_to_cpu, options.optim_rank0_only),
     )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can be allocated on the device now; None where that cannot be known."""
+    if device.type == "cuda":
+        # What torch's allocator keeps for reuse is free as well.
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    if device.type != "cpu":
+        return None
+    found = re.search(r"^MemAvailable: +(\d+) kB", _read(_HOST), re.MULTILINE)
+    if found is None:
+        return None
+    free, limit = int(found[1]) * 1024, _read(_LIMIT).strip()
+    return min(free, int(limit) - int(_read(_USED))) if limit.isdecimal() else free
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # no Linux, or no container
+        return ""

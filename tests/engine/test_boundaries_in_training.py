@@ -19,8 +19,7 @@ from flatshard.checkpoint import (
 )
 from flatshard.memory_plan import predict
 from flatshard.module.sharding import handles_in
-from flatshard.options.boundary import Boundary
-from flatshard.plan.boundary import block_numel
+from flatshard.plan.boundary import Boundary, block_numel
 from flatshard.plan.layout import PAGED_BYTES
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy

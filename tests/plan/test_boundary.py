@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.options.boundary import Boundary, as_boundary
-from flatshard.plan.boundary import FREE_PADDING, MAX_PADDING, block_numel, check_padding, move
+from flatshard.plan.boundary import (
+    FREE_PADDING,
+    MAX_PADDING,
+    Boundary,
+    as_boundary,
+    block_numel,
+    check_padding,
+    move,
+)
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout
 
 PARAMS = st.lists(

@@ -20,11 +20,11 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.module.unit_report import show_bytes, tabulate
-from flatshard.options.boundary import as_boundary
 from flatshard.options.collectives import TransportOptions, as_coalesce_bytes
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.plan.boundary import as_boundary
 from flatshard.plan.wrap import Policy
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flatshard.memory import buffer_cache as cache_module
-from flatshard.memory.buffer_cache import BufferCache
+from flatshard.memory import buffers as cache_module
+from flatshard.memory.buffers import BufferCache
 
 CPU = torch.device("cpu")
 
