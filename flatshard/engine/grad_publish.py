@@ -14,7 +14,7 @@ from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import storage_bytes
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.module_tree import unit_text
-from flatshard.precision.casts import set_grad
+from flatshard.precision.casts import get_grad, set_grad
 from flatshard.tensor.original_param import OriginalParam
 from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor, local_range
 
@@ -196,9 +196,10 @@ class GradPublish:
 
     def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
         """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
-        if param.grad is not None:
-            grad.add_(param.grad)
-            self._to_host.target.page_out(local_range(grad), local_range(param.grad))
+        before = get_grad(param)
+        if before is not None:
+            grad.add_(before)
+            self._to_host.target.page_out(local_range(grad), local_range(before))
         set_grad(param, grad)
 
     def published(self, wanted: Collection[int]) -> list[Tensor]:

@@ -153,7 +153,8 @@ class GradReduce:
             self._stages = [self._work]
             # Of all models: which first stage is over first may differ between ranks.
             self._queue = across.second_stages
-            self._must_cross = across.size > 1 and not hold
+            # Whether others follow the first stage.
+            self.has_stages = self._must_cross = across.size > 1 and not hold
             self._must_gather = False  # what the second stage gives of the replicas' average
             self._read_behind: list[object] = []
             if not self._must_cross:

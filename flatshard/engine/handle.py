@@ -351,7 +351,8 @@ class FlatParamHandle:
     def put(self, shown: Sequence[nn.Parameter]) -> None:
         """Let the modules hold full parameters, one for each original."""
         for param in self.params:
-            param.hold(shown[param.index])
+            held, split = shown[param.index], param.spec.tensor_parallel
+            param.held = held if split is None else split.as_dtensor(held)
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.held
         self._rebuild_rnns()
@@ -379,7 +380,7 @@ class FlatParamHandle:
         # Whether the full parameters have memory.
         if self._may_read is not may_read and not self.is_aliased:
             self._may_read = may_read
-            freed_parameter.set_accessible((param.full for param in self.params), may_read)
+            freed_parameter.set_accessible([param.full for param in self.params], may_read)
 
     # ------------------------------------------------------------ gradients
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,7 +38,10 @@ class ReduceBucket:
     unit: Unit
     handles: list[FlatParamHandle]
     index: int
-    bytes_in_flight: int = 0  # what its reduction holds until it is finished
+    # Its reductions that are not finished, and the bytes that they hold until then.
+    under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
+    bytes_in_flight: int = 0
+    has_stages: bool = False  # whether one of them goes on after its first stage
 
     @property
     def trainable_handles(self) -> list[FlatParamHandle]:
@@ -55,7 +58,7 @@ class ReduceBucket:
 
         Collective: all ranks of the unit, in the same order of calls.
         """
-        sync, self.bytes_in_flight = self.unit.sync, 0
+        sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
             # Its result would be lost: a handle keeps one reduction.
             assert not handle.is_reducing, "the reduction before was not finished"
@@ -65,29 +68,28 @@ class ReduceBucket:
                 handle.grad_publish.add(plan.reduce_by_hook(chunks))
                 continue
             held = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
-            handle.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
+            reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
+            handle.grad_reduce = reduce
+            self.under_way.append((handle, reduce))
             self.bytes_in_flight += plan.bytes_in_flight
-
-    def under_way(self) -> list[GradReduce]:
-        reduces = (handle.grad_reduce for handle in self.handles)
-        return [reduce for reduce in reduces if reduce is not None and not reduce.is_finished]
+            self.has_stages |= reduce.has_stages
 
     def is_reduced(self) -> bool:
-        return all(reduce.done() for reduce in self.under_way())
+        return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
-        """Begin second stages whose first is over; False when one must wait."""
-        return all(reduce.advance() for reduce in self.under_way())
+        """Begin later stages whose turn has come; False when one must wait."""
+        return all(reduce.advance() for _, reduce in self.under_way)
 
     def wait_until_reduced(self) -> bool:
         """Wait a while; False when a peer seems unable to take part yet."""
-        if not all(reduce.tells_when_done() for reduce in self.under_way()):
+        if not all(reduce.tells_when_done() for _, reduce in self.under_way):
             return False
         # Wait on the host, not the stream: all-gathers queued after a stream wait would deadlock
         # with a peer that issues this reduction only at the end of its backward.
         deadline = time.monotonic() + _STALL_SECONDS
         while not (self.advance() and self.is_reduced()):
-            if not all(reduce.is_computed() for reduce in self.under_way()):
+            if not all(reduce.is_computed() for _, reduce in self.under_way):
                 deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
             elif time.monotonic() > deadline:
                 return False
@@ -99,14 +101,13 @@ class ReduceBucket:
 
         Collective where a second stage was not started: in the same order on all ranks.
         """
-        for handle in self.handles:
-            reduce = handle.grad_reduce
-            if reduce is not None and not reduce.is_finished:
-                out = reduce.finish()
-                if reduce.hold:
-                    handle.grad_buffer.add_intra_reduced(out)
-                else:
-                    handle.grad_publish.add(out)
+        under_way, self.under_way = self.under_way, []
+        for handle, reduce in under_way:
+            out = reduce.finish()
+            if reduce.hold:
+                handle.grad_buffer.add_intra_reduced(out)
+            else:
+                handle.grad_publish.add(out)
 
 
 class ReduceQueue:
@@ -121,6 +122,7 @@ class ReduceQueue:
         self._is_order_agreed = False
         self._uneven = UnevenUnits()
         self._in_flight: list[ReduceBucket] = []
+        self._bytes_in_flight = 0
         self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
         self._must_wait = False  # whether nothing starts before the end of backward
         self._hooked: list[Unit] = []  # with hooks to call; none once a rank is at its end
@@ -191,8 +193,9 @@ class ReduceQueue:
             return
         with self._observers.starting("reduce", unit):
             bucket.start(bucket.trainable_handles if handles is None else handles)
-        if bucket.under_way():
+        if bucket.under_way:
             self._in_flight.append(bucket)
+            self._bytes_in_flight += bucket.bytes_in_flight
         elif bucket.trainable_handles:  # a hook has reduced it
             self._note_reduced(unit)
 
@@ -207,14 +210,16 @@ class ReduceQueue:
         self._state.pending_sends.drop_sent()
         with self._observers.starting("reduce", None):
             for bucket in self._in_flight:
-                if not bucket.advance():  # second stages begin in the order of the first
+                # Second stages begin in the order of the first.
+                if bucket.has_stages and not bucket.advance():
                     break
         while self._in_flight:
             bucket = self._in_flight[0]
-            over = sum(one.bytes_in_flight for one in self._in_flight) > self.max_bytes_in_flight
+            over = self._bytes_in_flight > self.max_bytes_in_flight
             if not bucket.is_reduced() and not (over and self._wait_until_reduced(bucket)):
                 return
             del self._in_flight[0]
+            self._bytes_in_flight -= bucket.bytes_in_flight
             self._finish(bucket)
             self._note_reduced(bucket.unit)
 
@@ -255,11 +260,14 @@ class ReduceQueue:
         # All second stages start before any is waited for.
         for bucket in self._in_flight:
             with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-                for reduce in bucket.under_way():
+                for _, reduce in bucket.under_way:
                     reduce.cross()
         for bucket in self._in_flight:
             self._finish(bucket)
-        self._in_flight.clear()
+        self._forget_in_flight()
+
+    def _forget_in_flight(self) -> None:
+        self._in_flight, self._bytes_in_flight = [], 0
 
     def _agree_on_order(self) -> None:
         """Adopt the order in which rank 0's units became ready. Collective, once."""
@@ -280,7 +288,9 @@ class ReduceQueue:
             # All ranks began these; where one left out a second stage, the next would meet it.
             self._finish_all()
         finally:
-            self._in_flight.clear()
+            for bucket in self._in_flight:
+                bucket.under_way = []
+            self._forget_in_flight()
 
 
 def split(units: Sequence[Unit]) -> list[ReduceBucket]:

@@ -148,7 +148,9 @@ class Unit:
 
     def count_trainable(self) -> None:
         """Look again which parameters require a gradient: users may freeze some between steps."""
-        self.num_trainable = {h: sum(p.full.requires_grad for p in h.params) for h in self.handles}
+        self.num_trainable = {
+            h: sum([p.full.requires_grad for p in h.params]) for h in self.handles
+        }
 
     def plan_sync(self, wanted: Sync) -> None:
         """Do with gradients what ``wanted`` means for the groups of this unit."""

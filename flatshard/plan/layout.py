@@ -66,7 +66,7 @@ class ParamSpan:
         """In elements, of a view of the range."""
         return strides_of(self.shape, self.order)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.end - self.start
 
@@ -79,7 +79,7 @@ class LocalSpan:
     end: int
     offset: int  # index of the element at `start` among the parameter's, in memory order
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.end - self.start
 
@@ -133,7 +133,7 @@ class FlatLayout:
         """Elements of all original parameters, without padding."""
         return sum(span.numel for span in self.spans)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the unsharded buffer."""
         return self.shard_numel * self.world_size

@@ -190,11 +190,6 @@ class OriginalParam:
                 param.register_post_accumulate_grad_hook(self._grad_hook(self))
                 param.requires_grad_(is_trained)
 
-    def hold(self, param: nn.Parameter) -> None:
-        """Note that modules hold ``param`` from now on, as a DTensor if they held one."""
-        split = self.spec.tensor_parallel
-        self.held = param if split is None else split.as_dtensor(param)
-
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
         """The same parameter of modules that were deep-copied."""
         places = [replace(place, module=memo[id(place.module)]) for place in self.locations]

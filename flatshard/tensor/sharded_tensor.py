@@ -52,6 +52,7 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # The attributes of a ``FlatShardTensor`` that are no user's.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
+_GRAD: Any = Tensor.grad
 GRADIENT = "gradient of"  # the role of a parameter's gradient
 # Gradients, plain ones too, that are not reduced or lack a part that is not: their unit's name.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
@@ -231,6 +232,24 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
                 if alias.local.untyped_storage()._cdata == storage:
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
+
+    # Read and written for each parameter in each step, by clipping and zero_grad(): without this,
+    # each access would go through ``__torch_function__``.
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__delete__(self)
 
     def data_ptr(self) -> int:
         """The address of this rank's range."""
