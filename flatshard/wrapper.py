@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
-from flatshard.module import join
 from flatshard.module.calls import surround
 from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
@@ -39,8 +38,7 @@ from flatshard.module.sharding import (
     units_between_steps,
 )
 from flatshard.module.summon import summon
-from flatshard.optimizer import grad_norm, in_backward
-from flatshard.optimizer.in_backward import StepInBackward
+from flatshard.optimizer import grad_norm
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload, as_cpu_offload
@@ -48,7 +46,6 @@ from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
 from flatshard.options.torch_request import is_getting_shards
 from flatshard.plan.boundary import as_boundary
-from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
@@ -179,7 +176,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
-        allow_divergence: Divergence = False,
+        allow_divergence: Any = False,
         boundary: str | int = "element",
         **extra: Any,
     ) -> None:
@@ -268,7 +265,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         throw_on_early_termination: bool = False,
         *,
         optimizers: Iterable[torch.optim.Optimizer] = (),
-    ) -> AbstractContextManager[None]:
+    ) -> Any:
         """Train on inputs that end sooner on some ranks, as DistributedDataParallel's ``join``.
 
         A rank that leaves the loop inside follows those still in it, with gradients of zero: their
@@ -295,7 +292,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         if not enable:
             return nullcontext()
         how = divide_by_initial_world_size, throw_on_early_termination
-        return join.joining(self._sharding, optimizers, *how)
+        return extra("join", "ShardedWrapper.join()").joining(self._sharding, optimizers, *how)
 
     def free_buffers(self) -> None:
         """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
@@ -394,7 +391,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
-    ) -> StepInBackward:
+    ) -> Any:
         """Let ``optimizer`` step in each backward, every unit once its gradients are reduced.
 
         The results are bitwise those of ``optimizer.step()`` and ``zero_grad()`` after backward.
@@ -438,6 +435,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             RuntimeError: a forward or backward of the model is running.
         """
         context = self._sharding.check_between_steps("step_in_backward()")
+        in_backward = extra("step_in_backward", "ShardedWrapper.step_in_backward()")
         return in_backward.register(context, optimizer, scaler)
 
     def clip_grad_norm_(
@@ -471,7 +469,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
                 unit inside trains on fewer ranks.
         """
         context, world = self._sharding.context, self._sharding.settings.topology.world
-        in_backward.refuse(context, "clip_grad_norm_()")
+        for extension in context.extensions:
+            extension.needs_gradients("clip_grad_norm_()")
         handles = handles_in(self)
         grad_norm.check_alike(handles, world)
         limits = max_norm, norm_type, error_if_nonfinite, foreach

@@ -1,7 +1,7 @@
 """``StepExtension``: an extra that acts in a step.
 
 ``forward``, ``backward``, and ``reduce_queue`` where a reduction ends, name the moments. Several
-extensions act at one moment in the order of the table ``ORDER``.
+extensions act at one moment in the order of the table ``EXTRAS`` in ``flatshard.options.extras``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-
-ORDER = ("join", "divergence", "step_in_backward")
 
 
 class Voter:
@@ -34,7 +32,10 @@ class StepExtension(Voter):
     """Subclasses override the moments at which they act."""
 
     name: str
-    """The extension's name in ``ORDER``."""
+    """The extra's name in ``EXTRAS``."""
+
+    is_made_anew = False
+    """Whether the run of a module around the model, which is wrapped later, has it too."""
 
     # A forward, or something between steps, begins; the last step may have failed.
     def recover(self) -> None: ...
@@ -55,6 +56,10 @@ class StepExtension(Voter):
     def reduced_late(self, units: Sequence[Unit]) -> None: ...
     # `.grad` is complete; `has_gradients`: this backward brought some, on any rank.
     def end_backward(self, has_gradients: bool) -> None: ...
+
+    # `caller`, a method such as "join()", needs all gradients after backward. May raise, on all
+    # ranks.
+    def needs_gradients(self, caller: str) -> None: ...
 
     def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Around ``module.clip_grad_norm_(*arguments)``, where ``module`` is a wrapper."""

@@ -11,11 +11,12 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Observers
-from flatshard.engine.extension import ORDER, StepExtension, Voter
+from flatshard.engine.extension import StepExtension, Voter
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.engine.write_through import WriteThrough
+from flatshard.options.extras import EXTRAS
 
 
 class RunState:
@@ -25,7 +26,7 @@ class RunState:
         self.number = number  # below 256, tells models apart; the same on all ranks
         self.has_run = False  # whether a forward has begun
         self.observers = Observers()
-        self.extensions: tuple[StepExtension, ...] = ()  # in the order of `ORDER`
+        self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: each rank keeps its own buffers
         self.writes = WriteThrough()
         self.pending_sends = PendingSends()  # what other ranks may still be reading from this one
@@ -72,13 +73,13 @@ class RunState:
 
     def extend(self, extension: StepExtension) -> None:
         """Let ``extension`` act in each step from now on."""
-        found = *self.extensions, extension
-        self.extensions = tuple(sorted(found, key=lambda one: ORDER.index(one.name)))
+        found, places = (*self.extensions, extension), list(EXTRAS)
+        self.extensions = tuple(sorted(found, key=lambda one: places.index(one.name)))
 
     def drop(self, extension: StepExtension) -> None:
         """Let ``extension`` act no more."""
         self.extensions = tuple(one for one in self.extensions if one is not extension)
 
     def extension(self, name: str) -> Any:
-        """The extension ``name`` of ``ORDER``; None if the run has none."""
+        """The extension of the extra ``name``; None if the run has none."""
         return next((one for one in self.extensions if one.name == name), None)

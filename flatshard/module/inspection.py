@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.process_groups import current_cuda
 from flatshard.module.sharding import handles_in, shardings_in
-from flatshard.optimizer import in_backward
-from flatshard.plan.divergence import Divergence, find_divergent
+from flatshard.options.extras import extra
 from flatshard.plan.ignored import NOTHING, Ignored, find_ignored
 from flatshard.plan.wrap import Policy, check_policy
 
@@ -34,7 +34,7 @@ class UnwrappedModel:
         policy: Policy | None,
         ignored_modules: Iterable[nn.Module] | None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None,
-        allow_divergence: Divergence,
+        allow_divergence: Any,
     ) -> UnwrappedModel:
         """See what is ignored and may diverge. Raises if the module cannot be wrapped so."""
         _check_module(module, policy)
@@ -43,7 +43,10 @@ class UnwrappedModel:
         ignored = find_ignored(
             module, ignored_modules, ignored_states, nested=nested, sharded=owned
         )
-        divergent = find_divergent(module, allow_divergence)
+        divergent: Set[nn.Module] = frozenset()
+        if allow_divergence is not False:
+            divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
+            divergent = divergence.find_divergent(module, allow_divergence)
         return cls(module, policy, ignored, owned | ignored.ids(), divergent)
 
     def params(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -177,11 +180,12 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
                 "would reduce gradients by itself. Pass what it wraps: its .module."
             )
     inside = shardings_in(module)
-    if any(in_backward.is_active(one.context) for one in inside):
-        raise ValueError(
-            "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
-            "step_in_backward() on the outermost wrapper, once it is made."
-        )
+    for extension in (extension for one in inside for extension in one.context.extensions):
+        if not extension.is_made_anew:
+            raise ValueError(
+                f"ShardedWrapper: {extension.name}() was called on a part of the module. Call it "
+                "on the outermost wrapper, once that wrapper is made."
+            )
     if inside and policy is not None:
         first = inside[0]
         name = next(name for name, one in module.named_modules() if one is first.wrapper)

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from flatshard.engine.context import RunContext
-from flatshard.engine.divergence import DivergentUnits
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.module.root_checks import RootChecks
 from flatshard.module.settings import as_flags
 from flatshard.module.sharding import Sharding, outermost_shardings, sharding_of, shardings_in
+from flatshard.options.extras import extra
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
 
@@ -46,7 +46,8 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
         broadcast_buffers=settings.broadcast_buffers,
     )
     if divergent := [unit for unit in units if unit.may_diverge]:
-        context.extend(DivergentUnits(context, divergent))
+        divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
+        context.extend(divergence.DivergentUnits(context, divergent))
     for one in shardings_in(root.wrapper):
         one.context, one.state_dict.writes = context, context.writes
         one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size

@@ -11,7 +11,11 @@ from typing import Any
 
 FOLDER = "flatshard.extras"
 # Name of the folder: what the extra gives, in words for the error of somebody who lacks the folder.
+# Extras that act in a step do so in this order.
 EXTRAS = {
+    "join": "lets ranks that have no input left follow the others",
+    "divergence": "lets ranks skip units, or run them in another order",
+    "step_in_backward": "steps each unit as soon as its gradients are reduced",
     "disk": "keeps shards, gradients and optimizer state in files",
     "deadlock": "finds ranks that wait for one another for ever",
     "tensor_parallel": "trains parameters that are DTensors",

@@ -9,10 +9,13 @@ from torch import nn
 
 from flatshard.engine import backward, forward, handle, unit
 from flatshard.engine.events import Kind, Observers, StepObserver
-from flatshard.engine.extension import ORDER, StepExtension
+from flatshard.engine.extension import StepExtension
 from flatshard.engine.unit import Phase, Unit
+from flatshard.options.extras import EXTRAS
 from tests.harness import run_ranks
 from tests.models import CASES
+
+NAMES = list(EXTRAS)
 
 
 class _Listener(StepObserver):
@@ -70,10 +73,10 @@ def _votes(rank: int, world_size: int) -> None:
     model = case.wrap(case.model())
     acts: list[str] = []
     context = model._sharding.context
-    second, first = _Voter(ORDER[1], rank, acts), _Voter(ORDER[0], 3 * (1 - rank), acts)
+    second, first = _Voter(NAMES[1], rank, acts), _Voter(NAMES[0], 3 * (1 - rank), acts)
     context.extend(second)
     context.extend(first)
-    assert context.extension(ORDER[0]) is first
+    assert context.extension(NAMES[0]) is first
     for one in (model, model.module):  # the second one is not called as the root
         one(case.batch(rank, 2)[0]).sum().backward()
     assert (second.maxima, first.maxima) == ([1, 7], [3, 7])
@@ -81,7 +84,7 @@ def _votes(rank: int, world_size: int) -> None:
     context.drop(second)
     model(case.batch(rank, 2)[0]).sum().backward()
     begin, end = "begins a forward True", "ends a backward True"
-    once = [f"{name} {what}" for what in (begin, end) for name in ORDER[:2]]
+    once = [f"{name} {what}" for what in (begin, end) for name in NAMES[:2]]
     assert acts == [*once, *once]
 
 

@@ -58,8 +58,3 @@ class ConsumedGrad(torch.Tensor):
             "step_in_backward() returned. To read or change one parameter's gradient before its "
             "step, use p.register_post_accumulate_grad_hook."
         )
-
-
-def drop_consumed(param: Tensor) -> None:
-    if isinstance(param.grad, ConsumedGrad):
-        param.grad = None

@@ -1,4 +1,6 @@
-"""``Join``: ranks that have no input left follow the steps of those that have.
+"""Extra: ranks that have no input left follow the steps of the ranks that have.
+
+Without this folder, ``ShardedWrapper.join()`` raises an error that names it.
 
 [Note: what a rank without input does]
 It computes nothing, but takes part in all that needs every rank. The others say, on a group apart,
@@ -30,7 +32,7 @@ from flatshard.engine.extension import StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
-from flatshard.optimizer import in_backward, stepper
+from flatshard.optimizer import stepper
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.sharded_tensor import local_range
 
@@ -86,7 +88,8 @@ def _check(root: Sharding) -> None:
     """Raise where a rank could not follow; alike on all ranks."""
     if not root.wrapper.check_is_root():
         raise RuntimeError(f"join(): {unit_text(root.unit.name)} is not the outermost wrapper.")
-    in_backward.refuse(root.context, "join()")
+    for extension in root.context.extensions:
+        extension.needs_gradients("join()")
     for unit in root.context.units:
         reasons = {
             "may be skipped by some ranks (allow_divergence)": unit.may_diverge,

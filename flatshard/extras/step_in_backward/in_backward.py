@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,8 @@ from flatshard.engine.extension import StepExtension
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
+from flatshard.extras.step_in_backward.consumed_grad import ConsumedGrad
 from flatshard.optimizer import local_state_guard
-from flatshard.optimizer.consumed_grad import ConsumedGrad, drop_consumed
 from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.optimizer.stepper import OptimizerExtension, extensions, is_elementwise
 from flatshard.plan.module_tree import unit_text
@@ -52,16 +52,16 @@ class StepInBackward:
             raise RuntimeError("step_in_backward: remove() was called in a backward. Call it after")
         self._of.optimizers = [one for one in self._of.optimizers if one is not self._optimizer]
         self._of.recover()
+        if not self._of.optimizers:
+            self._of.state.drop(self._of)
 
 
 class _DropConsumed(OptimizerExtension):
     """What backward has stepped is not stepped again."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    drop_consumed(param)
+        for group in optimizer.param_groups:
+            _drop_consumed(group["params"])
 
 
 class SteppedInBackward(StepExtension):
@@ -70,7 +70,7 @@ class SteppedInBackward(StepExtension):
     name = "step_in_backward"
 
     def __init__(self, state: RunState) -> None:
-        self._state, self._units = state, state.units
+        self.state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
         # Of the backward that runs, by the unit's index: what to step, and whether it was.
         self._owned: dict[int, tuple[Unit, str]] = {}
@@ -127,9 +127,7 @@ class SteppedInBackward(StepExtension):
         if torch._C._current_graph_task_id() == -1:
             self._drop_failed()
         showing, self._showing = self._showing, []
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in showing:
-                drop_consumed(param)
+        _drop_consumed(showing)
 
     def begin_backward(self) -> None:
         """Look at the optimizers' groups. The gradients of this backward are still to come."""
@@ -137,9 +135,7 @@ class SteppedInBackward(StepExtension):
         self.recover()
         self._problem = None
         self._stepped_anywhere = b""
-        if not self.optimizers:
-            return
-        if self._state.accumulates:
+        if self.state.accumulates:
             self._has_accumulated = True
             return
         self._waits_for_end = OutsideUses.count != self._outside_uses
@@ -173,7 +169,7 @@ class SteppedInBackward(StepExtension):
     def between_units(self) -> None:
         """Step the units whose gradients are reduced and whose parameters nobody needs any more."""
         # Graphs that autograd runs inside this backward may add gradients.
-        if not self._reduced or self._waits_for_end or self._state.has_inner_backward:
+        if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
             self._reduced.remove(unit)
@@ -204,7 +200,7 @@ class SteppedInBackward(StepExtension):
             # Of frozen ones, others may have accumulated gradients before they were frozen.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may be receiving the shard of before.
-            and not self._state.pending_sends.is_sending(handle.shard)
+            and not self.state.pending_sends.is_sending(handle.shard)
             # Users' hooks see gradients when backward is over.
             and not _has_hooks(handle)
             for handle in unit.handles
@@ -212,8 +208,7 @@ class SteppedInBackward(StepExtension):
 
     def votes(self) -> bytes:
         """Per unit, whether it was stepped here."""
-        units = self._units if self.optimizers else ()
-        return bytes(unit.index in self._stepped for unit in units)
+        return bytes(unit.index in self._stepped for unit in self._units)
 
     def tally(self, maxima: bytes) -> None:
         self._stepped_anywhere = maxima
@@ -226,7 +221,7 @@ class SteppedInBackward(StepExtension):
 
     def end_backward(self, has_gradients: bool) -> None:
         """Step what is left; users' hooks have run. Raises what an early step raised, too."""
-        if self._state.depth > 0:  # a backward inside a forward, which another one follows
+        if self.state.depth > 0:  # a backward inside a forward, which another one follows
             return
         parts, self._parts = self._parts, {}
         has_outside, self._outside_uses = OutsideUses.count != self._outside_uses, OutsideUses.count
@@ -258,6 +253,13 @@ class SteppedInBackward(StepExtension):
                 stacklevel=5,
             )
 
+    def needs_gradients(self, caller: str) -> None:
+        raise RuntimeError(
+            f"{caller} needs all gradients after backward, but an optimizer of the model steps "
+            "in backward, which drops them unit by unit. Call remove() on what "
+            "step_in_backward() returned, and optimizer.step() after this."
+        )
+
     # ------------------------------------------------------------ the step
 
     def _step(self, parts: Sequence[StepPart]) -> None:
@@ -286,6 +288,13 @@ class SteppedInBackward(StepExtension):
                 param.grad = consumed
 
 
+def _drop_consumed(params: Iterable[nn.Parameter]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            if isinstance(param.grad, ConsumedGrad):
+                param.grad = None
+
+
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """By the parameter's id, the number of its group."""
     groups = enumerate(optimizer.param_groups)
@@ -294,33 +303,17 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
     """See ``ShardedWrapper.step_in_backward``. Collective."""
-    stepped = context.extension(SteppedInBackward.name)
-    if stepped is None:
-        stepped = SteppedInBackward(context)
-        context.extend(stepped)
-        if not any(isinstance(one, _DropConsumed) for one in extensions):
-            extensions.append(_DropConsumed())
+    found = context.extension(SteppedInBackward.name)
+    stepped = SteppedInBackward(context) if found is None else found
     remedy = "Pass the same optimizer on every rank."
     check = partial(stepped.check, optimizer, scaler)
     agreed(check, [context.world], "step_in_backward", remedy)
     stepped.optimizers.append(optimizer)
+    if found is None:
+        context.extend(stepped)
+        if not any(isinstance(one, _DropConsumed) for one in extensions):
+            extensions.append(_DropConsumed())
     return StepInBackward(stepped, optimizer)
-
-
-def is_active(context: RunContext) -> bool:
-    """Whether optimizers step in the backwards of a model; alike on all ranks."""
-    stepped = context.extension(SteppedInBackward.name)
-    return stepped is not None and bool(stepped.optimizers)
-
-
-def refuse(context: RunContext, what: str) -> None:
-    """Raise for what needs all gradients after backward; alike on all ranks."""
-    if is_active(context):
-        raise RuntimeError(
-            f"{what} needs all gradients after backward, but an optimizer of the model steps "
-            "in backward, which drops them unit by unit. Call remove() on what "
-            "step_in_backward() returned, and optimizer.step() after this."
-        )
 
 
 def _got_more(what: str) -> RuntimeError:

@@ -1,0 +1,1 @@
+"""Tests of `flatshard.extras.step_in_backward`."""
