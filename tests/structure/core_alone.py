@@ -1,7 +1,8 @@
 """A program that the core alone runs: `python -m tests.structure.core_alone [EXTRA]`.
 
-Two ranks train the MLP of the tests under FULL_SHARD, clip, save and load state dicts, and have the
-numbers of the unwrapped model. Then each asks for what ``EXTRA`` gives and prints the error.
+Two ranks train the MLP of the tests under each strategy that needs no nodes, clip, save and load
+state dicts, and have the numbers of the unwrapped model. Then each asks for what ``EXTRA`` gives
+and prints the error.
 """
 
 import sys
@@ -14,12 +15,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from flatshard import CPUOffload, ShardedWrapper
-from flatshard.wrap import ModuleWrapPolicy
+from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
 from tests.models import CASES
 from tests.oracle import ROWS, train_rank_by_rank, train_steps
 
 WORLD_SIZE = 2
+STRATEGIES = [one for one in ShardingStrategy if not one.placement.hybrid]
 
 
 def _memory_plan(_: ShardedWrapper) -> None:
@@ -68,13 +69,14 @@ def _rank(rank: int, store: str, extra: str | None = None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store, rank=rank, world_size=WORLD_SIZE)
     case = CASES["mlp"]
-    model = case.wrap(case.model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = train_steps(model, optimizer, case, rank, WORLD_SIZE)
     expected = train_rank_by_rank(case, WORLD_SIZE)
-    total = torch.tensor(losses, dtype=torch.float64)
-    dist.all_reduce(total)
-    assert (total / WORLD_SIZE).tolist() == expected.losses
+    for strategy in STRATEGIES:
+        model = case.wrap(case.model(), sharding_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = train_steps(model, optimizer, case, rank, WORLD_SIZE)
+        total = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(total)
+        assert (total / WORLD_SIZE).tolist() == expected.losses, strategy
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in expected.state.items())
     model.load_state_dict(state)
