@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.compat import comm_hook, torch_names
+from flatshard.compat import torch_names
 from flatshard.module.calls import surround
 from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
@@ -386,7 +386,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         self._sharding.check_has_all_modules("given a hook")
         precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
         is_late = context.has_run and not self.check_is_root()
-        comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
+        reduction = extra("reduction", "ShardedWrapper.register_comm_hook()")
+        reduction.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
     def step_in_backward(

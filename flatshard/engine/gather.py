@@ -14,6 +14,7 @@ node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from flatshard.comm.work import AsyncWork
 from flatshard.engine.offload import HostToDevice, OffloadTargets
 from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import BufferMemory
+from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
-from flatshard.precision.float8 import Float8Shard
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,10 @@ class ParamGather:
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
         # rank sends for its forward.
         self.full_tags = intra_group.new_tag(), inter_group.new_tag()
-        self._float8: Float8Shard | None = None
+        self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
-            self._float8 = Float8Shard(gather_dtype, shard_numel)
+            reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
+            self._float8 = reduction.Float8Shard(gather_dtype, shard_numel)
         self.secondary = SecondaryShard(topology, link)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None

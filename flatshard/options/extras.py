@@ -17,6 +17,7 @@ EXTRAS = {
     "divergence": "lets ranks skip units, or run them in another order",
     "step_in_backward": "steps each unit as soon as its gradients are reduced",
     "disk": "keeps shards, gradients and optimizer state in files",
+    "reduction": "reduces by a communication hook, and all-gathers in float8",
     "deadlock": "finds ranks that wait for one another for ever",
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",

@@ -45,6 +45,7 @@ def _whole_tensors(model: ShardedWrapper) -> None:
 # What asks for an extra, by its name.
 # None: nothing asks for the extra, which is used wherever it is installed.
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
+    "reduction": lambda model: model.register_comm_hook(None, lambda *_: None),
     "join": lambda model: model.join(),
     "divergence": lambda _: ShardedWrapper(nn.Linear(2, 2), allow_divergence=True),
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),

@@ -1,4 +1,8 @@
-"""``register_comm_hook``: checks a communication hook, and gives it to flat parameters."""
+"""Extra: users' communication hooks in the place of reductions, and all-gathers in float8.
+
+Without this folder, ``ShardedWrapper.register_comm_hook()`` and
+``MixedPrecision(gather_dtype=...)`` raise an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,11 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.watch import watched
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.unit import Unit
+from flatshard.extras.reduction.float8 import Float8Shard
 from flatshard.options.precision import MixedPrecision, ReduceMode
 from flatshard.plan.module_tree import unit_text
+
+__all__ = ["Float8Shard", "register"]
 
 _DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _FSDP_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
