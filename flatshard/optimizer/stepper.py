@@ -38,25 +38,29 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
-# The optimizers in whose groups other parameters stand now.
+# Optimizers in the middle of a step, or whose last step raised: their groups may still hold the
+# stepper's parameters.
 stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
 
 
 class OptimizerExtension:
-    """What an extra does in the steps of all optimizers, once it is in ``extensions``."""
+    """The part of an extra in the steps of all optimizers, from its entry in ``extensions`` on."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """First in ``step()``, and after each call of its closure: gradients are checked next."""
+        """At the start of ``step()``, and after each call of the closure; then come the checks."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
-        """Step some parameters of an element-wise optimizer; returns their ids."""
+        """Step some parameters before ``step()`` steps the others; returns the ids of the first.
+
+        Only for element-wise optimizers.
+        """
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
-        """After a step of these parameters only, by ``step.step_parts``."""
+        """After ``step.step_parts`` has stepped ``params``."""
 
     def before_backward(self, optimizer: Optimizer) -> None:
-        """Before a backward in which the optimizer steps."""
+        """Before a backward in which the optimizer steps (``step_in_backward``)."""
 
 
 extensions: list[OptimizerExtension] = []
@@ -115,9 +119,10 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
-    """What steps an optimizer, found when the optimizer first steps sharded parameters.
+    """The stepper of an optimizer, chosen when the optimizer first steps sharded parameters.
 
-    Raises MissingExtraError for an optimizer that is not element-wise, without the extra.
+    Raises:
+        MissingExtraError: the optimizer is not element-wise, and the extra is not installed.
     """
     stepper = _steppers.get(optimizer)
     if stepper is None:
