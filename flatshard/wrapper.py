@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import torch_names
-from flatshard.module.calls import surround
+from flatshard.engine.hooks import surround
 from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.framework_precision import FrameworkPrecision

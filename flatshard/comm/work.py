@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -174,3 +174,16 @@ class PendingSends:
     def drop_sent(self) -> None:
         """Give back what other ranks have taken meanwhile."""
         self._pending = [pending for pending in self._pending if not pending.is_sent()]
+
+
+@dataclass(eq=False)
+class RunLink:
+    """What the collectives of one flat parameter know of the run that it takes part in.
+
+    Shared by all parts of the flat parameter, as it changes when a module around the unit is
+    wrapped.
+    """
+
+    unit_name: str  # for errors
+    # What other ranks may still be reading; one list for all flat parameters of a run.
+    pending_sends: PendingSends = field(default_factory=PendingSends)

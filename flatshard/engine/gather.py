@@ -21,9 +21,8 @@ from torch import Tensor
 
 from flatshard.comm.requests import BufferRequest, Gather
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork
+from flatshard.comm.work import AsyncWork, RunLink
 from flatshard.engine.offload import HostToDevice, OffloadTargets
-from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision

@@ -22,9 +22,8 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, CollectiveError
+from flatshard.comm.work import AsyncWork, CollectiveError, RunLink
 from flatshard.engine.grad_buffer import zero
-from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.plan.layout import FlatLayout
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from flatshard.comm.work import RunLink
 from flatshard.engine.gather import HandleOptions, ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
-from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import BufferCache, BufferMemory, ShardItself, num_uses
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, view_of

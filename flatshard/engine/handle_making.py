@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flatshard.comm.exchange import transfer
 from flatshard.comm.topology import Topology
+from flatshard.comm.work import RunLink
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.run_link import RunLink
 from flatshard.plan.layout import FlatLayout, memory_order, part_of, strides_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo

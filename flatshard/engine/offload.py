@@ -20,8 +20,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from flatshard.comm.work import AsyncWork
-from flatshard.engine.run_link import RunLink
+from flatshard.comm.work import AsyncWork, RunLink
 from flatshard.memory import mapped_files
 from flatshard.memory.buffers import BufferCache
 from flatshard.memory.offload_target import OffloadTarget

@@ -13,11 +13,10 @@ from flatshard.comm import consistency
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import make_handle
-from flatshard.engine.hooks import UnitHooks
+from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import meta_init, unit_report
-from flatshard.module.calls import surround
 from flatshard.module.initial_values import InitialValues, compare_values
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit

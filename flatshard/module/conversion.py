@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from flatshard.comm.process_groups import copying
 from flatshard.engine import handle_making
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import UnitHooks
+from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
-from flatshard.module.calls import surround
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.plan.module_proxy import ModuleProxy

@@ -10,6 +10,7 @@ torch cannot, the read ends the process, and ``python -X faulthandler`` prints t
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -88,12 +89,16 @@ _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None
 def forbid(buffer: Tensor, unit: str, rank: int) -> None:
     """Let torch raise for what reads a buffer that was freed, or a view of it, if it can."""
     if _forbid is not None and _allow is not None:
-        message = (
-            f"{unit_text(unit)}, rank {rank}: a view of its unsharded parameters was read that "
-            "forward, a hook or a torch.autograd.Function kept (weight[0], weight.detach()). They "
-            "were resharded since. Keep a clone(), or use ctx.save_for_backward()."
-        )
-        _forbid(buffer.untyped_storage()._cdata, message)
+        _forbid(buffer.untyped_storage()._cdata, _message(unit, rank))
+
+
+@functools.cache  # every unit of every step asks
+def _message(unit: str, rank: int) -> str:
+    return (
+        f"{unit_text(unit)}, rank {rank}: a view of its unsharded parameters was read that "
+        "forward, a hook or a torch.autograd.Function kept (weight[0], weight.detach()). They "
+        "were resharded since. Keep a clone(), or use ctx.save_for_backward()."
+    )
 
 
 def allow(buffer: Tensor) -> None:
