@@ -1,5 +1,7 @@
 """``Communicator``: the ranks of a group; picks the transport that moves a tensor between them.
 
+``Topology``: the communicators over which one unit shares its parameters and gradients.
+
 [Note: sums]
 All transports but the native one add here, in rank order and in no less than fp32, whatever dtype
 the gradients travel in. A backend adds as it likes, in the dtype that it is given; where a fixed
@@ -12,7 +14,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,9 +25,16 @@ from torch import Tensor
 from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
 from flatshard.comm.process_groups import Tags, backend_for, control_of, new_group, ranks_text
-from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports import LocalTransport, Members, Transport, transport_kinds
-from flatshard.comm.watch import History, WaitCondition
+from flatshard.comm.transports import (
+    BufferRequest,
+    Gather,
+    LocalTransport,
+    Members,
+    ReduceScatter,
+    Transport,
+    transport_kinds,
+)
+from flatshard.comm.watch import WaitCondition
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
@@ -70,6 +80,7 @@ class Communicator(Tags):
         self.second_stages: deque[Any] = deque()
         # Where a few numbers must lie to be sent.
         self.control_device = HOST
+        self.host = HostExchange(None, HOST)
         if group is not None and self.size > 1:
             self._meet(group)
 
@@ -93,19 +104,19 @@ class Communicator(Tags):
             # which nobody announced share a group with nothing else.
             control = new_group(group) if is_gloo and not is_apart else gather_group
             control_group, self.control_device = control_of(control)
-        history = History(reduce_group.group_name, self.ranks, self.global_rank)
-        self.host = HostExchange(control_group, self.control_device, history)
+        self.host = HostExchange(control_group, self.control_device, reduce_group.group_name)
         self.members = Members(
             self.rank,
             self.ranks,
             gather_group,
             reduce_group,
-            history,
+            self.host,
             self.options,
             is_gloo,
-            self.host.meet,
-            partial(self.gather_objects, op_name="meeting on one host"),
         )
+        # A cycle, so that only the garbage collector frees the groups. Freed where the last
+        # reference goes, a group of gloo waits there for collectives that other ranks never begin.
+        self._itself = self
         # Every rank asks every class, in the same order: ``connect`` may communicate.
         found = [kind.connect(self.members) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]
@@ -216,8 +227,6 @@ class Communicator(Tags):
 
         Collective: all ranks of the group, in the same order of calls; otherwise all raise.
         """
-        if self.size == 1:
-            return values
         self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)
 
@@ -232,7 +241,7 @@ class Communicator(Tags):
         if self.size == 1:
             return values
         self.note("scalars", op_name, values.nbytes)
-        if self._stream_waits(values):
+        if self.transport_for(values.device).stream_waits(values.device):
             self._reduce_on_stream(as_real(values), op, op_name)
         else:
             on_host = values.to(self.control_device)
@@ -240,9 +249,6 @@ class Communicator(Tags):
             if on_host is not values:
                 values.copy_(on_host)
         return values
-
-    def _stream_waits(self, tensor: Tensor) -> bool:
-        return self.transport_for(tensor.device).stream_waits(tensor.device)
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
         # Comparing names on the host would make the host wait for the stream. So the reduction also
@@ -274,7 +280,7 @@ class Communicator(Tags):
         if self.size == 1:
             return
         self.note("broadcast", op_name, tensor.nbytes)
-        if self._stream_waits(tensor):
+        if self.transport_for(tensor.device).stream_waits(tensor.device):
             with self._named_on_stream(op_name):
                 group = self.members.gather_group
                 dist.broadcast(as_bytes(tensor), src=self.ranks[source], group=group)
@@ -284,19 +290,47 @@ class Communicator(Tags):
         if on_host is not tensor:
             tensor.copy_(on_host)
 
-    def gather_objects(self, value: Any, *, op_name: str) -> list[Any]:
-        """Every rank's ``value`` (picklable), in rank order, on every rank.
+    def exchange(
+        self, sent: Tensor, lengths: list[int], expected: list[int], *, op_name: str
+    ) -> tuple[AsyncWork, Tensor]:
+        """Begin to send each rank, in their order, so many ``lengths`` of the bytes ``sent``.
 
-        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        Returns what fills the bytes that come from each rank, as many as ``expected``, and those.
+
+        Collective: all ranks of the group, in the same order of calls.
         """
-        return [value] if self.size == 1 else self.host.gather(value, op_name)
+        self.note("all_to_all", op_name, sent.nbytes)
+        wire = sent.cpu() if self.members.is_gloo else sent
+        came = wire.new_empty(sum(expected))
+        group, need = self.group_for(wire), None
+        name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
+        if group is self.host.group:
+            self.host.meet(op_name)
+        else:
+            need = self.begin(op_name)
+        with named(name, need):
+            work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
+        return AsyncWork([work], name, [wire, came], need=need), came
 
-    def gather_unless_equal(self, value: Any, *, op_name: str) -> list[Any]:
-        """Every rank's ``value`` (picklable), in rank order; one value if all are equal.
-
-        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
-        """
-        return [value] if self.size == 1 else self.host.gather_unless_equal(value, op_name)
+    def transfer(self, tensor: Tensor, *, source: int, to: int, op_name: str) -> None:
+        """Overwrite a contiguous tensor of rank ``to`` with that of rank ``source``; both wait."""
+        sends = self.rank == source
+        data, action, peer = as_bytes(tensor), "receiving from", source
+        if sends:
+            self.note("send", op_name, tensor.nbytes)
+            action, peer = "sending to", to
+        wire = data
+        if self.members.is_gloo:
+            wire = data.cpu()
+        elif data.device.type == "cpu":
+            # An offloaded shard's. The current device may be another rank's.
+            wire = data.to(self.control_device)
+        group = self.group_for(wire)
+        # No WaitCondition: point-to-point messages are not counted, so no deadlock is proved.
+        with named(f"{op_name!r}, rank {self.global_rank}: {action} rank {self.ranks[peer]}"):
+            (group.send if sends else group.recv)([wire], peer, 0).wait()
+        if not sends and wire.device != data.device:
+            data.copy_(wire)
 
 
 def _marks(op_name: str, op: str) -> list[int]:
@@ -314,3 +348,59 @@ def _marks(op_name: str, op: str) -> list[int]:
 
 # The group of one.
 ALONE = Communicator(None)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The groups of one unit.
+
+    Every rank holds one part of the flat parameter in ``shard.size``, number ``index``. Parameters
+    are all-gathered over ``intra_group``, and gradients reduced over it first, then over
+    ``inter_group`` (parts become smaller) or ``replicate`` (parts stay).
+    """
+
+    world: Communicator  # every rank that trains the model
+    shard: Communicator  # the ranks that split the flat parameter
+    replicate: Communicator  # the ranks that hold the same shard
+    # `shard` itself unless only gradients and optimizer state are split over all of it.
+    intra_group: Communicator
+    # One rank of each `intra_group` of `shard`; they split its part further.
+    inter_group: Communicator = ALONE
+    # Over which backward all-gathers what `reshard_after_forward=n` left.
+    regather: Communicator | None = None
+
+    @property
+    def index(self) -> int:
+        """Which shard this rank holds."""
+        return self.intra_group.rank * self.inter_group.size + self.inter_group.rank
+
+    @property
+    def across(self) -> Communicator:
+        """The ranks over which gradients are reduced after ``intra_group``; perhaps this alone."""
+        return self.inter_group if self.inter_group.size > 1 else self.replicate
+
+    def connect(self, device: torch.device, *, fixed_order: bool) -> None:
+        """Open connections for reductions on ``device``, where streams wait for them. Collective.
+
+        With ``fixed_order`` gradients are only exchanged, and added here.
+        """
+        for group in (self.intra_group, self.inter_group, self.replicate):
+            transport, replicas = group.transport_for(device), group is self.replicate
+            if transport.stream_waits(device):
+                with named(group.meeting):
+                    transport.warm_up(device, fixed_order=fixed_order, replicas=replicas)
+
+    @property
+    def transport(self) -> str:
+        """What moves its parameters and gradients, in words."""
+        groups = (self.intra_group, self.inter_group)
+        ways = [group.transport_for().name for group in groups if group.size > 1]
+        if self.replicate.size > 1:
+            ways.append(self.replicate.transports[-1].name)  # all-reduces
+        return " + ".join(dict.fromkeys(ways)) or ALONE.transport_for().name
+
+    @property
+    def transport_reason(self) -> str:
+        """Why ``transport`` is what it is, where ranks found that out."""
+        reasons = [group.transport_reason for group in (self.intra_group, self.inter_group)]
+        return "; ".join(dict.fromkeys(filter(None, reasons)))

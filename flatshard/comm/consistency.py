@@ -65,7 +65,7 @@ def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
     Collective: all ranks of ``comm``.
     """
     mine = None if error is None else (type(error), str(error))
-    everyone = comm.gather_unless_equal(mine, op_name="comparing errors")
+    everyone = comm.host.gather_unless_equal(mine, "comparing errors")
     for rank, theirs in enumerate(everyone):
         if theirs is not None:
             kind, message = theirs
@@ -101,14 +101,14 @@ def agreed(
     problems: list[str] = []
     for comm in comms:
         # Also with a problem: a rank that raised before this would leave the others waiting.
-        answers = comm.gather_unless_equal(mine, op_name=op_name)
+        answers = comm.host.gather_unless_equal(mine, op_name)
         problems += [
             f"{op_name}, rank {rank}: {text}"
             for rank, (text, _) in zip(comm.ranks, answers, strict=False)
             if text is not None
         ]
         if not problems and len(answers) > 1:
-            everyone = comm.gather_objects(facts, op_name=op_name)
+            everyone = comm.host.gather(facts, op_name)
             _, first = differing_fact(everyone, comm.ranks)
             problems.append(f"{op_name}: {differ}: {first}. {remedy}")
     if problem is not None and not isinstance(problem, ValueError):

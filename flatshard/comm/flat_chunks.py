@@ -132,4 +132,4 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, ``(nbytes,)`` uint8."""
-    return as_real(tensor).view(-1).view(torch.uint8)
+    return tensor.view(-1).view(torch.uint8)

@@ -19,7 +19,7 @@ import ctypes
 import pickle
 import re
 from collections.abc import Iterable
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, NoReturn
 
@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.flat_chunks import as_bytes
-from flatshard.comm.process_groups import abort, backend_for
-from flatshard.comm.transports.native import all_gather_single
+from flatshard.comm.process_groups import abort, all_gather_single, backend_for
 from flatshard.comm.watch import History, describe_difference, watch
 from flatshard.comm.work import CollectiveError, named
 
@@ -74,23 +73,25 @@ class HostExchange:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        history: History | None = None,
+        self, group: dist.ProcessGroup | None, device: torch.device, name: str = ""
     ) -> None:
         """Exchange over ``group``, which nothing else may use for collectives.
 
         Args:
-            group: the ranks.
+            group: the ranks; None is this rank alone.
             device: where the group's backend can send from; host memory if it can.
-            history: of this rank's collectives; None: a new one.
+            name: of the history of this rank's collectives; "" is the group's name.
         """
-        self.group, self._device = group, device
-        self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
-        self._history = history or History(group.group_name, self._ranks, self._rank)
+        self._device, self._abort = device, None
+        if group is None:
+            self._ranks = [0]
+            return
+        self.group, self._rank = group, dist.get_rank()
+        self._ranks = dist.get_process_group_ranks(group)
+        self.history = History(name or group.group_name, self._ranks, self._rank)
         # The host waits in these collectives. Another thread can end the wait only on gloo.
-        self._abort = partial(abort, group) if backend_for(group, "cpu") == "gloo" else None
+        if backend_for(group, "cpu") == "gloo":
+            self._abort = partial(abort, group)
 
     def meet(self, op_name: str) -> None:
         """Wait until all ranks are at ``op_name``."""
@@ -98,6 +99,8 @@ class HostExchange:
 
     def maxima(self, values: bytes, op_name: str) -> bytes:
         """For each byte, the maximum over the ranks."""
+        if len(self._ranks) == 1:
+            return values
         found = self._frame(f"{len(values)} maxima", op_name, values[:_ROOM])
         if len(values) > _ROOM:
             found += self._all_reduce_bytes(values[_ROOM:], op_name)
@@ -137,6 +140,8 @@ class HostExchange:
 
     def gather(self, value: Any, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in the group's order."""
+        if len(self._ranks) == 1:
+            return [value]
         row = pickle.dumps(value)
         # All rows are padded to a power of two, whose exponent fits into one byte.
         exponent = (len(row) + _LENGTH_BYTES).bit_length()
@@ -158,11 +163,10 @@ class HostExchange:
 
     def _frame(self, kind: str, op_name: str, value: bytes) -> bytes:
         """Compare names, and return the maximum of each byte of ``value``; see the note."""
-        name = compared_name(op_name)
-        start = with_complements(digest_of(f"{kind}, {len(value)}, {name}"))
+        start = _start_of(f"{kind}, {len(value)}", op_name)
         frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
         if frame[: len(start)] != start:
-            self._refuse(f"{name} ({kind})")
+            self._refuse(f"{compared_name(op_name)} ({kind})")
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:
@@ -179,31 +183,34 @@ class HostExchange:
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
         """The maximum of each byte, for ``data`` of the same length on all ranks."""
-        wire = self._on_wire(data)
+        sent = bytearray(data)
+        mine = torch.frombuffer(sent, dtype=torch.uint8)
+        wire = mine.to(self._device)  # the same tensor in host memory
         with self._waiting(op_name):
             dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
-        return _to_bytes(wire)
+        if wire is not mine:
+            mine.copy_(wire)
+        return bytes(sent)
 
     def _all_gather_bytes(self, row: bytes, op_name: str) -> list[bytes]:
         """Each rank's ``row``, of the same length on all ranks."""
-        mine = self._on_wire(row)
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
         everything = mine.new_zeros(len(self._ranks) * len(row))
         with self._waiting(op_name):
             all_gather_single(everything, mine, group=self.group)
-        data = _to_bytes(everything)
+        everything = everything.cpu()
+        data = ctypes.string_at(everything.data_ptr(), everything.numel())
         return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
-
-    def _on_wire(self, data: bytes) -> Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
     def _waiting(self, op_name: str) -> named:
         words = f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
-        return named(words, self._history.begin(self.group.group_name, "", self._abort))
+        return named(words, self.history.begin(self.group.group_name, "", self._abort))
 
 
-def _to_bytes(wire: Tensor) -> bytes:
-    data = wire.cpu()
-    return ctypes.string_at(data.data_ptr(), data.numel())
+@lru_cache(maxsize=256)  # a step repeats few names
+def _start_of(kind: str, op_name: str) -> bytes:
+    """The start of a frame, by which ranks compare the name of their exchange."""
+    return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
 
 
 def _unpacked(row: bytes) -> Any:

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from flatshard.comm.communicator import ALONE, AUTO, Communicator
-from flatshard.comm.end_of_program import come_to_rest
+from flatshard.comm.communicator import ALONE, AUTO, Communicator, Topology
 from flatshard.comm.host_exchange import HostExchange
-from flatshard.comm.process_groups import control_of, made_here, new_group, ranks_text
-from flatshard.comm.topology import Topology
+from flatshard.comm.process_groups import come_to_rest, control_of, made_here, new_group, ranks_text
 from flatshard.comm.work import named
 from flatshard.options.collectives import TransportOptions
 from flatshard.options.strategy import Placement

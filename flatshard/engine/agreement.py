@@ -166,7 +166,7 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
     histories = [group.members.history for group in gathering_groups(state)]
     mine = {history.name: history.recent() for history in histories}
     of_group: dict[str, dict[int, list[Begun]]] = {}
-    said = state.world.gather_objects(mine, op_name="what was all-gathered")
+    said = state.world.host.gather(mine, "what was all-gathered")
     for rank, groups in zip(state.world.ranks, said, strict=True):
         for name, recent in groups.items():
             of_group.setdefault(name, {})[rank] = recent

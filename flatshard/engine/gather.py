@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.requests import BufferRequest, Gather
-from flatshard.comm.topology import Topology
+from flatshard.comm.communicator import Topology
+from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork, RunLink
 from flatshard.engine.offload import HostToDevice, OffloadTargets
 from flatshard.memory.buffers import BufferMemory

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Communicator
+from flatshard.comm.communicator import Communicator, Topology
 from flatshard.comm.flat_chunks import FlatChunks
-from flatshard.comm.requests import Gather, ReduceScatter
-from flatshard.comm.topology import Topology
+from flatshard.comm.transports import Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError, RunLink
 from flatshard.engine.grad_buffer import zero
 from flatshard.memory.buffers import BufferCache, storage_bytes

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.exchange import transfer
-from flatshard.comm.topology import Topology
+from flatshard.comm.communicator import Topology
 from flatshard.comm.work import RunLink
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
@@ -28,7 +27,7 @@ class BroadcastSource:
         self._world, self._replicate = world, topology.replicate
         # A shard group of one is no group, and does not know its rank.
         first = topology.shard.ranks[0] if topology.shard.size > 1 else world.global_rank
-        everyone = world.gather_objects((topology.index, first), op_name="meeting")
+        everyone = world.host.gather((topology.index, first), "meeting")
         # Keys are parts, values are places in the world: the holders in the shard group of rank 0.
         # In a simulated world all ranks answer as rank 0, so the first answer counts.
         self._places = {
@@ -49,7 +48,7 @@ class BroadcastSource:
         span, world, places = layout.spans[index], self._world, self._places
         if world.rank != 0:
             if self._receives and part.numel():
-                transfer(world, part, source=0, to=world.rank, op_name=span.name)
+                world.transfer(part, source=0, to=world.rank, op_name=span.name)
             return
         assert value is not None, "rank 0 has the values"
         # One parameter at a time: receivers ask for parts in the order of parameters.
@@ -60,7 +59,7 @@ class BroadcastSource:
                 part.copy_(theirs)
             elif place is not None:
                 wire = theirs.to(part.device, part.dtype).contiguous()
-                transfer(world, wire, source=0, to=place, op_name=span.name)
+                world.transfer(wire, source=0, to=place, op_name=span.name)
 
     def replicate(self, shard: Tensor) -> None:
         """Give the replicas of a filled shard the same. Collective: all ranks."""

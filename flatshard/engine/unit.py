@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from flatshard.comm.topology import Topology
+from flatshard.comm.communicator import Topology
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.options.strategy import Placement

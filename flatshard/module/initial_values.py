@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from flatshard.comm.communicator import Communicator
+from flatshard.comm.communicator import Communicator, Topology
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
-from flatshard.comm.topology import Topology
 from flatshard.engine.handle_making import BroadcastSource
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard.comm.communicator import Topology
 from flatshard.comm.ranks import Ranks, read_ranks
-from flatshard.comm.topology import Topology
 from flatshard.options.collectives import TransportOptions, check_launch_without_group
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision

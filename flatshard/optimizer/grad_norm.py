@@ -36,7 +36,7 @@ def check_reduced(
     found = {world.rank: mine}
     if not is_reducing:
         # Ranks may have used different parameters since, and tell each other.
-        found = dict(enumerate(world.gather_unless_equal(mine, op_name="clip_grad_norm_")))
+        found = dict(enumerate(world.host.gather_unless_equal(mine, "clip_grad_norm_")))
     for rank, unit in found.items():
         if unit is not None:
             raise RuntimeError(

@@ -44,7 +44,7 @@ def _all_reduce(
         _refuse(tensor, "all_reduce")
     spec, asked = tensor.spec, (name, tensor.origin.digest)
     for comm in (spec.comm, spec.replicas):
-        if len(comm.gather_unless_equal(asked, op_name=f"all-reduce of {spec.name!r}")) > 1:
+        if len(comm.host.gather_unless_equal(asked, f"all-reduce of {spec.name!r}")) > 1:
             raise RuntimeError(
                 f"{spec.where()}: all_reduce() of a sharded tensor, into which the ranks computed "
                 "different numbers; each rank has only a range of its own result. Expected the "

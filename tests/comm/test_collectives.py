@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.ranks import communicator
-from flatshard.comm.requests import Gather
+from flatshard.comm.transports import Gather
 from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy

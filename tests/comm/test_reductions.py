@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.ranks import communicator
-from flatshard.comm.requests import Gather, ReduceScatter
-from flatshard.comm.transports import sockets
+from flatshard.comm.transports import Gather, ReduceScatter, sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.wrap import ModuleWrapPolicy
@@ -140,9 +139,9 @@ def _late(rank: int, world_size: int) -> None:
         pending = comm.reduce_scatter(request)
         time.sleep(0.05)
         assert not pending.done()
-        comm.gather_objects(None, op_name="not before")
+        comm.host.gather(None, "not before")
     else:
-        comm.gather_objects(None, op_name="not before")
+        comm.host.gather(None, "not before")
         pending = comm.reduce_scatter(request)
     pending.finish()
     assert out.tolist() == [1.0] * 5

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flatshard.comm import communicator
 from flatshard.comm.flat_chunks import as_bytes, average
-from flatshard.comm.requests import Gather, ReduceScatter
-from flatshard.comm.transports import Members, Transport, transport_kinds
+from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, transport_kinds
 from flatshard.comm.work import AsyncWork
 from tests.harness import run_ranks
 from tests.models import CASES

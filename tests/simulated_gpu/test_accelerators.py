@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
-from flatshard.comm.exchange import transfer
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
@@ -376,8 +375,8 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cuda:fake")
     comm = communicator(group)
     # An offloaded shard's values: the current device may be another rank's.
-    transfer(comm, torch.ones(2), source=0, to=1, op_name="weights")
-    transfer(comm, torch.ones(2), source=1, to=0, op_name="weights")
+    comm.transfer(torch.ones(2), source=0, to=1, op_name="weights")
+    comm.transfer(torch.ones(2), source=1, to=0, op_name="weights")
     case = CASES["transformer"]
     with mock.patch.object(model_plan, "LARGE_BYTES", 1):
         model = case.wrap(case.model(), coalesce_bytes=0)

@@ -1,7 +1,13 @@
 """One class for each way of moving bytes between ranks, with one interface."""
 
-from flatshard.comm.transports.base import Members, Transport
-from flatshard.comm.transports.local import LocalTransport
+from flatshard.comm.transports.base import (
+    BufferRequest,
+    Gather,
+    LocalTransport,
+    Members,
+    ReduceScatter,
+    Transport,
+)
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.comm.transports.sockets import SocketTransport
 from flatshard.options.extras import default_extra
@@ -14,4 +20,12 @@ def transport_kinds() -> list[type[Transport]]:
     return [*first, SocketTransport, NativeTransport]
 
 
-__all__ = ["LocalTransport", "Members", "Transport", "transport_kinds"]
+__all__ = [
+    "BufferRequest",
+    "Gather",
+    "LocalTransport",
+    "Members",
+    "ReduceScatter",
+    "Transport",
+    "transport_kinds",
+]

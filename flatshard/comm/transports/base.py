@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import sum_dtype
+from flatshard.comm.flat_chunks import FlatChunks, sum_dtype
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import abort, is_fake
-from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.watch import History, WaitCondition
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
+from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import allocate
 from flatshard.options.collectives import TransportOptions
 
@@ -30,13 +31,14 @@ class Members:
     ranks: tuple[int, ...]  # the members by their ranks in the default group
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # the same ranks; reductions have an order of their own
-    history: History  # what this rank has begun
+    host: HostExchange  # exchanges small values between the ranks
     options: TransportOptions
     is_gloo: bool  # the backend for tensors in host memory
-    # Waits until all ranks are at an operation of this name. Collective.
-    meet: Callable[[str], None]
-    # Every rank's picklable value. Collective.
-    gather_objects: Callable[[Any], list[Any]]
+
+    @cached_property
+    def history(self) -> History:
+        """What this rank has begun."""
+        return self.host.history
 
     @property
     def size(self) -> int:
@@ -72,8 +74,55 @@ class Members:
         # leaves the usual order waits here, the others in the usual: deadlock detection ends both.
         is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
         if what and not is_safe:
-            self.meet(what)
+            self.host.meet(what)
             self.history.learn(what)
+
+
+class Gather(NamedTuple):
+    """An all-gather of parameters, or of what a ``ReduceScatter`` gave."""
+
+    shard: Tensor  # (shard_numel,); must not be written before it is sent
+    out: Tensor  # (shard_numel * size,), same dtype and device
+    unit_fqn: str
+    tag: int  # the flat parameter's, from ``Communicator.new_tag``
+    purpose: str  # what for, in errors
+    memory: BufferMemory | None = None  # of ``allocate_unsharded``, if ``out`` is its buffer
+    exact: bool = False  # do not round, whatever the wire dtype
+    reduced: bool = False  # the second half of an all-reduce; in the order of reductions
+
+    @property
+    def what(self) -> str:
+        """Which one it is, alike on all ranks; "": they may begin it in another order."""
+        # Without the purpose: what ranks gather for different ones is the same.
+        if self.reduced:
+            return ""
+        return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
+
+
+class ReduceScatter(NamedTuple):
+    """An average over the ranks, of which each gets its part."""
+
+    # ``shard_numel * size`` elements, in one chunk unless ``min_chunk_bytes`` allows more. A single
+    # chunk is undefined afterwards; of several none is written.
+    chunks: FlatChunks
+    # (shard_numel,), in the dtype to add in. What no range of ``chunks`` covers is left as it is.
+    out: Tensor
+    unit_fqn: str
+    tag: int
+    fixed_order: bool = False  # add in rank order also where the backend would add
+    kind: str = "reduce"  # "all_reduce": a ``reduced`` all-gather follows
+
+
+class BufferRequest(NamedTuple):
+    """Memory that an unsharded buffer needs."""
+
+    numel: int  # over all ranks
+    dtype: torch.dtype  # also while it is all-gathered
+    device: torch.device
+    tag: int  # the flat parameter's
+    # What makes files, if this rank's shard may live in the memory too, so that all-gathers need
+    # not copy it.
+    shard_files: Files | None = None
 
 
 class Transport(abc.ABC):
@@ -145,3 +194,32 @@ class Transport(abc.ABC):
         ``fixed_order``: they are only exchanged, and added here. ``replicas``: each rank needs the
         average of all.
         """
+
+
+class LocalTransport(Transport):
+    """A rank that is alone: copies on the current stream, and sends nothing."""
+
+    name = "nothing"
+
+    @classmethod
+    def connect(cls, members: Members) -> LocalTransport:
+        return cls()
+
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        return True
+
+    def stream_waits(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
+        return dtype  # nothing is added
+
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
+        request.out.copy_(request.shard)
+        return AsyncWork([], op_name)
+
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
+        raise NotImplementedError("one rank's gradients are their average")
+
+    def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
+        return AsyncWork([], op_name, [buffer])

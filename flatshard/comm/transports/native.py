@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.flat_chunks import as_bytes, as_real, average
-from flatshard.comm.process_groups import backend_for
-from flatshard.comm.requests import Gather, ReduceScatter
-from flatshard.comm.transports.base import Members, Transport
+from flatshard.comm.process_groups import all_gather_single, backend_for
+from flatshard.comm.transports.base import Gather, Members, ReduceScatter, Transport
 from flatshard.comm.work import AsyncWork
 
-# Newer names of the same collectives; some versions warn of the older ones.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Newer name of the same collective; some versions warn of the older one.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Elements of a reduction for which no backend uses its algorithm for small ones.
@@ -32,6 +30,9 @@ class NativeTransport(Transport):
     def __init__(self, members: Members) -> None:
         self._members = members
         self.name = str(dist.get_backend(members.gather_group))
+        group = members.reduce_group
+        types = (device.type for device in group._device_types)
+        self._on_gloo = {one for one in types if backend_for(group, one) == "gloo"}
         self._warmed_up: set[tuple[torch.device, bool, bool]] = set()
 
     @classmethod
@@ -42,20 +43,18 @@ class NativeTransport(Transport):
         return True
 
     def stream_waits(self, device: torch.device) -> bool:
-        return device.type == "cuda" and not self._is_gloo(device)
-
-    def _is_gloo(self, device: torch.device) -> bool:
-        return backend_for(self._members.reduce_group, device.type) == "gloo"
+        return device.type == "cuda" and "cuda" not in self._on_gloo
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
-        shard, out = request.shard, request.out
+        shard, out, what = request.shard, request.out, request.what
+        is_gloo = shard.device.type in self._on_gloo
         group = self._members.reduce_group if request.reduced else self._members.gather_group
-        if self._is_gloo(request.shard.device):
-            self._members.announce(request.what)
-        need = self._members.begin(group, what=request.what)
+        if is_gloo:
+            self._members.announce(what)
+        need = self._members.begin(group, what=what)
         # As bytes: not every backend knows every dtype.
         work = all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
-        reports_end = not (request.reduced and self._is_gloo(shard.device))
+        reports_end = not (request.reduced and is_gloo)
         return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
@@ -75,7 +74,7 @@ class NativeTransport(Transport):
             into, op = as_real(request.out), dist.ReduceOp.AVG
             work = _reduce_scatter_single(into, as_real(buffer), op=op, group=group, async_op=True)
         # gloo's own reduce-scatter never reports that it is completed.
-        reports_end = not self._is_gloo(buffer.device)
+        reports_end = buffer.device.type not in self._on_gloo
         return self._under_way(work, op_name, *kept, need=need, then=then, reports_end=reports_end)
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:

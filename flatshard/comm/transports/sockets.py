@@ -26,10 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.end_of_program import OUR_THREADS
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
-from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports.base import Members, Transport
+from flatshard.comm.process_groups import OUR_THREADS
+from flatshard.comm.transports.base import (
+    BufferRequest,
+    Gather,
+    Members,
+    ReduceScatter,
+    Transport,
+)
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
 from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages

@@ -141,7 +141,7 @@ class Join(StepExtension):
         Collective: all ranks. Raises RuntimeError, on all of them, if they differ or one failed.
         """
         name = "join(): no input left, and waiting for what other ranks do" if mine is None else ""
-        heard = self._comm.gather_unless_equal(mine, op_name=name or f"join(): about to {mine}")
+        heard = self._comm.host.gather_unless_equal(mine, name or f"join(): about to {mine}")
         heard *= self._comm.size // len(heard)
         doing: dict[int, Doing] = {rank: one for rank, one in enumerate(heard) if one is not None}
         for rank, one in doing.items():

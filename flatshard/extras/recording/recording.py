@@ -97,7 +97,7 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
 def _write(file: str, reports: Sequence[StepReport], world: Communicator) -> None:
     """Write a file. Collective if it is about all ranks."""
     if _OWN not in file:
-        everyone = world.gather_objects(reports, op_name="recorded steps")
+        everyone = world.host.gather(reports, "recorded steps")
         reports = [report for of_rank in everyone for report in of_rank]
     path = _written(file, world)
     if path is not None and reports:

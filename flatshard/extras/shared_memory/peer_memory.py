@@ -18,12 +18,13 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.memory import mapped_files
 
 TAGS = 1 << 16  # so many does a mailbox have
@@ -33,6 +34,7 @@ _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
 _CHECK = 0x666C6174  # so that no record of zeros is valid
 
+_MEETING = "meeting on one host"
 _QUICK_LOOKS = 20
 _PAUSE_SECONDS = 5e-5
 _ALIVE_SECONDS = 0.05
@@ -201,19 +203,19 @@ class Awaited:
 
 def meet(
     mailbox: Mailbox,
-    exchange: Callable[[Any], list[Any]],
+    host: HostExchange,
     ranks: Sequence[int],
     timeout: float,
 ) -> tuple[list[PeerProcess], str]:
     """Find out whether every rank can read the memory of all others.
 
-    **Collective**: the ranks that ``exchange`` gathers from, whose global numbers are ``ranks``.
+    **Collective**: the ranks of ``host``, whose global numbers are ``ranks``.
 
     Returns:
         Every rank's process, or nothing, and the reason in words; alike on all ranks.
     """
     try:
-        addresses: list[RankAddress] = exchange(mailbox.address)
+        addresses: list[RankAddress] = host.gather(mailbox.address, _MEETING)
         problem = _first_problem([one.problem for one in addresses], ranks)
         if not problem and len({one.host for one in addresses}) > 1:
             problem = "the ranks are on several hosts, or in containers apart"
@@ -227,9 +229,9 @@ def meet(
         reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY
         _readers.append(reader)
         _tell_kernel()
-        exchange(None)  # a rank that reads before another has given permission is refused
+        host.meet(_MEETING)  # a rank that reads before another has given permission is refused
         processes, problem = _try_to_read(addresses, ranks, timeout)
-        problem = _first_problem(exchange(problem), ranks)
+        problem = _first_problem(host.gather(problem, _MEETING), ranks)
         if problem:
             _readers.remove(reader)
             _tell_kernel()

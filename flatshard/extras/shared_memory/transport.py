@@ -28,8 +28,7 @@ from torch import Tensor
 
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
 from flatshard.comm.process_groups import timeout_of
-from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports.base import Members, Transport
+from flatshard.comm.transports import BufferRequest, Gather, Members, ReduceScatter, Transport
 from flatshard.comm.watch import History, WaitCondition, watched
 from flatshard.comm.work import AsyncWork
 from flatshard.extras.shared_memory import peer_memory
@@ -70,7 +69,7 @@ class SharedMemoryTransport(Transport):
         mailbox = Mailbox()
         timeout = timeout_of(members.gather_group) or timedelta(minutes=30)
         processes, reason = peer_memory.meet(
-            mailbox, members.gather_objects, members.ranks, timeout.total_seconds()
+            mailbox, members.host, members.ranks, timeout.total_seconds()
         )
         return cls(members, processes, mailbox, reason) if processes else reason
 

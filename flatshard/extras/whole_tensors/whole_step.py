@@ -309,7 +309,7 @@ class WholeStep:
                 for number, param in enumerate(params)
                 if self.owned[param].is_full_here
             }
-            everyone = comm.gather_objects(mine, op_name="optimizer state")
+            everyone = comm.host.gather(mine, "optimizer state")
             pieces: list[Piece] = []
             parts: list[Tensor] = []
             for number, param in enumerate(params):
@@ -341,7 +341,7 @@ def _held_ranges(
     specs = enumerate(param.spec for param in params)
     mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
     held: list[dict[int, HeldRange]] = [{} for _ in params]
-    for rank, ranges in enumerate(comm.gather_objects(mine, op_name=f"{OP}: owners")):
+    for rank, ranges in enumerate(comm.host.gather(mine, f"{OP}: owners")):
         for number, one in ranges.items():
             held[number][rank] = one
     return held

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.exchange import exchange
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 
@@ -143,7 +142,7 @@ def _exchange(
             counts[rank] += tensor.nbytes
     nothing = pieces[0][1].new_empty(0, dtype=torch.uint8)
     sent = torch.cat([nothing, *(as_bytes(tensor) for _, tensor in sends)])
-    work, received = exchange(comm, sent, lengths, expected, op_name=op_name)
+    work, received = comm.exchange(sent, lengths, expected, op_name=op_name)
 
     def wait() -> None:
         work.finish()
