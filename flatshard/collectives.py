@@ -1,9 +1,42 @@
-"""Records the collectives that a rank starts; see ``flatshard.extras.recording.event_log``."""
+"""``record``: lists the collectives that a rank starts."""
 
-from flatshard.options.extras import extra
+from __future__ import annotations
 
-extra("recording", "flatshard.collectives")
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from flatshard.extras.recording.event_log import Event, record  # noqa: E402
+from flatshard.comm.communicator import LISTENERS
 
-__all__ = ["Event", "record"]
+
+class Event(NamedTuple):
+    """One started collective.
+
+    Attributes:
+        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"``,
+            ``"broadcast"`` or ``"send"``.
+        unit_fqn: names the unit; where there is none, the purpose.
+        nbytes: of an all-gather's result, or of every rank's input to a reduction; of an
+            all-reduce in two stages the mean of both, whose dtypes may differ.
+        ranks: the participants, by their ranks in the default group.
+    """
+
+    kind: str
+    unit_fqn: str
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Event]]:
+    """List the collectives that this rank starts inside the context, in order."""
+    events: list[Event] = []
+
+    def listen(*facts: Any) -> None:
+        events.append(Event(*facts))
+
+    LISTENERS.append(listen)
+    try:
+        yield events
+    finally:
+        LISTENERS.remove(listen)

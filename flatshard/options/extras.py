@@ -22,7 +22,7 @@ EXTRAS = {
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
     "plan": "predicts the memory of a model",
-    "recording": "records steps, collectives and non-finite gradients",
+    "recording": "records steps, and watches for non-finite gradients",
     "whole_tensors": "steps optimizers that look at whole parameters",
 }
 

@@ -27,8 +27,8 @@ from command_line import Parser
 from output_files import output_file, write_json
 
 ORDER = (
-    *("options", "plan", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
-    *("state", "module", "compat", "wrapper", "extras", "checkpoint"),
+    *("options", "plan", "memory", "precision", "comm", "collectives", "tensor", "engine"),
+    *("optimizer", "state", "module", "compat", "wrapper", "extras", "checkpoint"),
     "integrations",
 )
 """A package imports those before it; the modules beside them are what users import."""

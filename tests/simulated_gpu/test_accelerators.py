@@ -70,10 +70,12 @@ class _Reduce:
 def test_a_reduction_on_a_device_is_waited_for_by_the_host(
     reduce: _Reduce, is_reduced: bool
 ) -> None:
-    handle: Any = SimpleNamespace(device=torch.device("cuda", 0), grad_reduce=reduce)
+    handle: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    under_way: Any = [(handle, reduce)]
     unit: Any = None
+    bucket = reduce_queue.ReduceBucket(unit, [handle], 0, under_way)
     with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
-        assert reduce_queue.ReduceBucket(unit, [handle], 0).wait_until_reduced() is is_reduced
+        assert bucket.wait_until_reduced() is is_reduced
 
 
 class _Late:

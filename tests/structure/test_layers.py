@@ -11,7 +11,7 @@ from measure.structure import BESIDE, ORDER, Source, read
 
 from tests.harness import ROOT
 
-SHIMS = ("__main__", "memory_plan", "collectives")
+SHIMS = ("__main__", "memory_plan")
 """Modules at the top of the package that import what is beside the core."""
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flatshard.collectives import Event
 from flatshard.engine.events import Kind, StepObserver
 from flatshard.engine.unit import Unit
-from flatshard.extras.recording.event_log import Event
 from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.extras.recording.step_report import Range, StepReport, sum_up
 from flatshard.tensor.original_param import OriginalParam

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from flatshard.collectives import record
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.engine.context import RunContext
-from flatshard.extras.recording.event_log import record
 from flatshard.extras.recording.memory_timeline import matplotlib, plot_memory
 from flatshard.extras.recording.recorder import StepRecorder
 from flatshard.extras.recording.step_report import StepReport
