@@ -1,6 +1,6 @@
-"""Policies that choose the units; see ``flatshard.plan.wrap``."""
+"""Policies that choose the units; see ``flatshard.plan.policies``."""
 
-from flatshard.plan.wrap import (
+from flatshard.plan.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,

@@ -39,15 +39,15 @@ from flatshard.module.sharding import (
 )
 from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm
-from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
 from flatshard.options.torch_request import is_getting_shards
+from flatshard.options.transport_options import as_coalesce_bytes, as_transport
 from flatshard.plan.boundary import as_boundary
 from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.wrap import Policy
+from flatshard.plan.policies import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.state.model_state import as_torch, read_options, warn_of_size

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
-    from flatshard.options import collectives as collective_options
+    from flatshard.options import transport_options as collective_options
 
 
 MUST_RUN = {

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.ranks import forget_destroyed
-from flatshard.options import collectives as collective_options
+from flatshard.options import transport_options as collective_options
 
 PRELOAD = [
     "flatshard.wrap",

@@ -37,7 +37,7 @@ from flatshard.comm.transports import (
 from flatshard.comm.watch import WaitCondition
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
-from flatshard.options.collectives import Collectives, TransportOptions
+from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()

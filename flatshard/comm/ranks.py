@@ -16,8 +16,8 @@ from flatshard.comm.communicator import ALONE, AUTO, Communicator, Topology
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import come_to_rest, control_of, made_here, new_group, ranks_text
 from flatshard.comm.work import named
-from flatshard.options.collectives import TransportOptions
 from flatshard.options.strategy import Placement
+from flatshard.options.transport_options import TransportOptions
 
 
 @dataclass(frozen=True)

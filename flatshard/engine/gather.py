@@ -22,7 +22,7 @@ from torch import Tensor
 from flatshard.comm.communicator import Topology
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork, RunLink
-from flatshard.engine.offload import HostToDevice, OffloadTargets
+from flatshard.engine.offload_copies import HostToDevice, OffloadTargets
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.work import RunLink
 from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.engine.offload import DeviceToHost
+from flatshard.engine.offload_copies import DeviceToHost
 from flatshard.memory.buffers import storage_bytes
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.module_tree import unit_text

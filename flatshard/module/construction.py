@@ -14,7 +14,7 @@ from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import make_handle
 from flatshard.engine.hooks import UnitHooks, surround
-from flatshard.engine.offload import OffloadTargets
+from flatshard.engine.offload_copies import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import meta_init, unit_report
 from flatshard.module.initial_values import InitialValues, compare_values
@@ -34,7 +34,7 @@ from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
 from flatshard.plan.module_proxy import ModuleProxy, put_in_place
-from flatshard.plan.wrap import explain_no_match
+from flatshard.plan.policies import explain_no_match
 from flatshard.state.model_state import UnitStateDict
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"

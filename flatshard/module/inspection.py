@@ -14,7 +14,7 @@ from flatshard.comm.process_groups import current_cuda
 from flatshard.module.sharding import handles_in, shardings_in
 from flatshard.options.extras import extra
 from flatshard.plan.ignored import NOTHING, Ignored, find_ignored
-from flatshard.plan.wrap import Policy, check_policy
+from flatshard.plan.policies import Policy, check_policy
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from flatshard.plan.boundary import check_padding
 from flatshard.plan.layout import FlatLayout
 from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners, layout_of
-from flatshard.plan.wrap import UnitPlan, find_units
+from flatshard.plan.policies import UnitPlan, find_units
 from flatshard.precision.overrides import PrecisionPlan
 
 

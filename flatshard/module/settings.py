@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.comm.communicator import Topology
 from flatshard.comm.ranks import Ranks, read_ranks
-from flatshard.options.collectives import TransportOptions, check_launch_without_group
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import (
@@ -23,9 +22,10 @@ from flatshard.options.strategy import (
     as_strategy,
     resharding,
 )
+from flatshard.options.transport_options import TransportOptions, check_launch_without_group
 from flatshard.plan.boundary import Boundary, as_boundary
 from flatshard.plan.module_tree import unit_text
-from flatshard.plan.wrap import UnitPlan
+from flatshard.plan.policies import UnitPlan
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 

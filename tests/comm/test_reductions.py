@@ -15,7 +15,7 @@ from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import Gather, ReduceScatter, sockets
 from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.options.collectives import Collectives, TransportOptions
+from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.models import CASES

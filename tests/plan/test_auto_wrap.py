@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatshard.plan.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
 from flatshard.plan.ignored import Ignored
-from flatshard.plan.wrap import UnitPlan, find_units
+from flatshard.plan.policies import UnitPlan, find_units
 from tests.models import CASES
 
 REPEATED = "policy 'auto': one of {} repeated {}"

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatshard.plan import wrap
+from flatshard.plan import policies
 from flatshard.plan.ignored import Ignored
-from flatshard.plan.wrap import (
+from flatshard.plan.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     UnitPlan,
@@ -162,7 +162,7 @@ def test_chooses_what_torch_chooses(
 ) -> None:
     root = model()
     expected = torch_choice(root, make(torch_wrap))
-    for policy in (make(wrap), make(torch_wrap)):
+    for policy in (make(policies), make(torch_wrap)):
         assert [plan.module for plan in find_units(root, policy)] == expected
 
 
@@ -172,7 +172,7 @@ def test_ignores_what_torch_ignores(make: Callable[[Any], Any]) -> None:
     ignored = [root.stages[0], root.heads["a"], root.stages[1][1].up]
     expected = torch_choice(root, make(torch_wrap), modules=ignored)
     below = frozenset(module for top in ignored for module in top.modules())
-    found = find_units(root, make(wrap), Ignored(below))
+    found = find_units(root, make(policies), Ignored(below))
     assert [plan.module for plan in found] == expected
 
 
@@ -417,7 +417,9 @@ def test_size_policy_defaults_match_torch_and_can_be_changed(
     assert size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES == theirs.EXCLUDE_WRAP_MODULES
     for name in ("size_based", "transformer", "lambda"):
         name += "_auto_wrap_policy"
-        ours, other = (inspect.signature(getattr(w, name)).parameters for w in (wrap, torch_wrap))
+        ours, other = (
+            inspect.signature(getattr(w, name)).parameters for w in (policies, torch_wrap)
+        )
         assert [(p.name, p.default) for p in ours.values()] == [
             (p.name, p.default) for p in other.values()
         ]
@@ -512,7 +514,7 @@ def test_wrong_custom_policies() -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        *(make(wrap) for make, _ in PAIRS),
+        *(make(policies) for make, _ in PAIRS),
         *(make(torch_wrap) for make, _ in PAIRS),
         functools.partial(lambda_auto_wrap_policy, lambda_fn=is_wide),
     ],

@@ -19,13 +19,13 @@ from flatshard import MixedPrecision
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
-from flatshard.engine import grad_reduce, offload, reduce_queue
+from flatshard.engine import grad_reduce, offload_copies, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.module import model_plan
 from flatshard.module.inspection import UnwrappedModel
-from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.precision import GradDtypes
+from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.plan.layout import FlatLayout
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -304,12 +304,12 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
 
 def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
-    unit = offload.DeviceToHost(offload.HostMemory(pinned=False))
+    unit = offload_copies.DeviceToHost(offload_copies.HostMemory(pinned=False))
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
         mock.patch.object(Tensor, "record_stream") as record_stream,
-        mock.patch.object(offload, "_beside", return_value=contextlib.nullcontext()),
-        mock.patch.object(offload, "_stream", return_value="for copies"),
+        mock.patch.object(offload_copies, "_beside", return_value=contextlib.nullcontext()),
+        mock.patch.object(offload_copies, "_stream", return_value="for copies"),
         mock.patch.object(torch.cuda, "Event"),
     ):
         reduced = torch.empty(4, device="meta")

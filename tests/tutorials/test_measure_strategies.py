@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flatshard.options import collectives
+from flatshard.options import transport_options
 from tests.harness import run_ranks
 
 pytest.importorskip("rich")
@@ -39,7 +39,7 @@ ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4 --steps 1".s
 def figures() -> dict[str, Any]:
     # The theory has a unit for each block, which are so small that they would be coalesced.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "COALESCE_BYTES", 0)
+        patch.setattr(transport_options, "COALESCE_BYTES", 0)
         return run_ranks(_measure, 4, timeout=200)[0]
 
 

@@ -20,7 +20,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
 from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import allocate
-from flatshard.options.collectives import TransportOptions
+from flatshard.options.transport_options import TransportOptions
 
 
 @dataclass(frozen=True)

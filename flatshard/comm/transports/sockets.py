@@ -38,8 +38,8 @@ from flatshard.comm.transports.base import (
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
 from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages
-from flatshard.options.collectives import Collectives
 from flatshard.options.offload import OffloadError
+from flatshard.options.transport_options import Collectives
 
 # Averages are received and added in pieces of this size, while the next are on their way.
 PIECE_BYTES = 2 << 20

@@ -1,4 +1,301 @@
 """Extra: predicts the memory of a model from its shapes.
 
+It allocates nothing and does not communicate: the model may be on the meta device. The prediction
+excludes activations, and the memory of libraries and of the interpreter.
+
 Without this folder, ``flatshard.memory_plan`` cannot be imported.
 """
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flatshard.comm.communicator import ALONE
+from flatshard.comm.ranks import Ranks
+from flatshard.module.inspection import UnwrappedModel
+from flatshard.module.model_plan import ModelPlan, PlannedUnit
+from flatshard.module.settings import Settings, read_strategy
+from flatshard.module.unit_report import show_bytes, tabulate
+from flatshard.options.offload import CPUOffload
+from flatshard.options.precision import MixedPrecision, as_mixed_precision
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.options.transport_options import TransportOptions, as_coalesce_bytes
+from flatshard.plan.boundary import as_boundary
+from flatshard.plan.policies import Policy
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+_ROWS = 24  # units that a table lists; of more, it omits those in the middle
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """Memory of one unit on a rank, in bytes, padding included.
+
+    Attributes:
+        name: its name in the unwrapped model; empty for the root.
+        strategy: the strategy's name.
+        numel: elements of its parameters.
+        parameter_bytes: of this rank's shard.
+        gradient_bytes: of the shard's ``.grad`` after a backward that reduces.
+        optimizer_bytes: of the optimizer's state for the shard.
+        kept_bytes: of unsharded parameters, or secondary shards, that stay between steps.
+        gathered_bytes: of the unsharded parameters in the compute dtype; 0 if the shard has all
+            of them in that dtype.
+        whole_gradient_bytes: of unsharded gradients, in the reduce dtype.
+        crossing_bytes: of gradients after the reduce-scatter within a node, or over all ranks.
+        reduced_bytes: of gradients after the reduction over all ranks.
+        is_freed: whether it reshards between forward and backward.
+        secondary_bytes: of the secondary shard, between forward and backward.
+    """
+
+    name: str
+    strategy: str
+    numel: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    kept_bytes: int
+    gathered_bytes: int
+    whole_gradient_bytes: int
+    crossing_bytes: int
+    reduced_bytes: int
+    is_freed: bool
+    secondary_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of each rank, in bytes; ``str()`` is a table.
+
+    Attributes:
+        units: every unit in the order of forward, the root last.
+        buffer_bytes: of the modules' buffers, which are not sharded.
+    """
+
+    units: tuple[UnitMemory, ...]
+    buffer_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Memory of this rank's shards."""
+        return sum(unit.parameter_bytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of ``.grad`` after a backward; with ``step_in_backward`` it is 0 instead."""
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Memory of the optimizer's state."""
+        return sum(unit.optimizer_bytes for unit in self.units)
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Persistent memory: held between two optimizer steps, gradients included."""
+        kept = sum(unit.kept_bytes for unit in self.units)
+        return self._without_gradients + self.gradient_bytes + kept
+
+    @property
+    def peak_gathered_bytes(self) -> int:
+        """Peak of unsharded parameters and secondary shards."""
+        # The root and units that do not reshard after forward stay unsharded. The others are
+        # unsharded with those around them and at most two neighbours: while backward of one ends
+        # and that of the next begins, prefetch unshards a third. Ranks on one host that map one
+        # another's shards hold less.
+        staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
+        secondary = sum(unit.secondary_bytes for unit in self.units)
+        resharded = [unit for unit in self.units if unit.is_freed]
+        return staying + secondary + max(map(self._unsharded_at_once, _windows(resharded, 3)))
+
+    @property
+    def peak_gradient_bytes(self) -> int:
+        """Upper bound of the peak of gradients during backward."""
+        reduced = sum(unit.reduced_bytes for unit in self.units)
+        # The root's reduction ends backward, after those of the other units.
+        moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
+        return reduced + max(map(self._gradients_at_once, moments))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Upper bound of the peak of a step."""
+        in_step = self._without_gradients + self.peak_gathered_bytes + self.peak_gradient_bytes
+        return max(in_step, self.persistent_bytes)
+
+    @property
+    def _without_gradients(self) -> int:
+        return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
+
+    def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
+        """The units that contain these, without them."""
+        names = set()
+        for name in {one.name for one in inner}:
+            while name:
+                name = name.rpartition(".")[0]
+                names.add(name)
+        names -= {one.name for one in inner}
+        return [unit for unit in self.units if unit.name in names]
+
+    def _unsharded_at_once(self, units: Sequence[UnitMemory]) -> int:
+        around = [unit for unit in self._around(units) if unit.is_freed]
+        return sum(unit.gathered_bytes for unit in (*units, *around))
+
+    def _gradients_at_once(self, units: Sequence[UnitMemory]) -> int:
+        # Those that fill, and a send and a receive buffer of each reduction in flight.
+        filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
+        # NO_SHARD: the all-reduce works in place.
+        in_flight = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
+        results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in in_flight)
+        return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in in_flight)
+
+    def __str__(self) -> str:
+        header = ("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
+        rows = [
+            _row(unit.name or "(root)", unit, show_bytes(unit.gathered_bytes))
+            for unit in self.units
+        ]
+        if len(rows) > _ROWS:
+            rows[_ROWS // 2 : -_ROWS // 2] = [(f"... {len(rows) - _ROWS} more", *5 * ("",))]
+        rows.append(_row("total", self, f"peak {show_bytes(self.peak_gathered_bytes)}"))
+        return (
+            f"{tabulate([header, *rows], numbers=range(1, 6))}\n"
+            f"each rank: persistent memory {show_bytes(self.persistent_bytes)}, peak "
+            f"{show_bytes(self.peak_bytes)}, without activations"
+        )
+
+
+def _row(name: str, one: UnitMemory | MemoryPlan, unsharded: str) -> tuple[str, ...]:
+    sizes = one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes
+    return name, f"{one.numel:,}", *map(show_bytes, sizes), unsharded
+
+
+def predict(
+    model: nn.Module,
+    *,
+    world_size: int,
+    auto_wrap_policy: Policy | None = None,
+    sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | None = None,
+    reshard_after_forward: bool | int | None = None,
+    coalesce_bytes: int | None = None,
+    boundary: str | int = "element",
+    ranks_per_node: int | None = None,
+    optimizer_bytes: float | None = None,
+) -> MemoryPlan:
+    """Predict the memory of each rank under some of ``ShardedWrapper``'s keywords.
+
+    It needs no process group and does not communicate: ``world_size`` may be any number.
+
+    Args:
+        model: the unwrapped model, on any device; built ``with torch.device("meta"):`` it needs
+            no memory. It is not changed.
+        world_size: number of ranks that train it.
+        auto_wrap_policy: which submodules become units; None: one unit.
+        sharding_strategy: as ``ShardedWrapper``'s.
+        mixed_precision: as ``ShardedWrapper``'s.
+        reshard_after_forward: as ``ShardedWrapper``'s.
+        coalesce_bytes: as ``ShardedWrapper``'s.
+        boundary: as ``ShardedWrapper``'s.
+        ranks_per_node: for HYBRID strategies: number of ranks that share one copy.
+        optimizer_bytes: bytes of the optimizer's state per trained element. None: two tensors of
+            the parameter's dtype, as AdamW has.
+
+    Raises:
+        TypeError: ``auto_wrap_policy`` is no policy, or another keyword has the wrong type.
+        ValueError: ``world_size`` below 1, a HYBRID strategy without ``ranks_per_node``, one that
+            does not divide the ranks, a boundary that needs too much padding, or a model that is
+            sharded already.
+    """
+    if world_size < 1:
+        raise ValueError(f"predict: world_size must be at least 1, got {world_size}")
+    if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
+        raise ValueError("predict: the model is sharded already. Pass the unwrapped model.")
+    ranks = Ranks(ALONE, None, ranks_per_node, TransportOptions())
+    strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
+    settings = Settings(
+        ranks=ranks,
+        strategy=strategy,
+        placement=placement,
+        precision=as_mixed_precision(mixed_precision),
+        offload=CPUOffload(),
+        backward_prefetch=BackwardPrefetch.AUTO,
+        forward_prefetch=True,
+        coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
+        broadcast_buffers=True,
+        device=torch.device("meta"),
+        boundary=as_boundary(boundary),
+    )
+    plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
+    units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
+    # A buffer may stand at several places.
+    buffers = {id(one): one for one in model.buffers()}.values()
+    return MemoryPlan(tuple(units), sum(one.nbytes for one in buffers))
+
+
+def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
+    """Ranks that share a unit's shards, and ranks that all-gather: a node with HYBRID ones."""
+    placement, per_node = settings.placement, settings.ranks.ranks_per_node
+    if not placement.sharded:
+        return 1, 1
+    if not placement.hybrid:
+        return world_size, world_size
+    if per_node is None or per_node < 1 or world_size % per_node:
+        raise ValueError(
+            f"predict: {settings.strategy.name} needs ranks_per_node, a divisor of "
+            f"world_size={world_size}, got {per_node}"
+        )
+    return world_size if placement.over_all else per_node, per_node
+
+
+def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | None) -> UnitMemory:
+    num_shards, num_gathering = _group_sizes(unit.settings, world_size)
+    placement = unit.settings.placement
+    is_freed = placement.sharded and placement.reshard_after_forward and unit.name != ""
+    total = {one.name: 0 for one in dataclasses.fields(UnitMemory) if one.name.endswith("_bytes")}
+    for kind, layout in unit.lay_out(num_shards).items():
+        shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
+        compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
+        unsharded = layout.padded_numel * compute_dtype.itemsize
+        # If one rank holds all parameters, uncast, modules compute with the shard itself.
+        is_unsharded = num_shards > 1 or compute_dtype != kind.dtype
+        total["parameter_bytes"] += shard_numel * itemsize
+        total["gathered_bytes"] += unsharded * is_unsharded
+        if placement.over_all:
+            total["kept_bytes"] += unsharded // num_gathering
+        elif not placement.reshard_after_backward:
+            total["kept_bytes"] += unsharded * is_unsharded
+        if placement.regather_size and is_freed:
+            total["secondary_bytes"] += unsharded // placement.regather_size
+        if kind.requires_grad:
+            reduced_itemsize = kind.precision.reduced_dtype(kind.dtype).itemsize
+            each = 2 * itemsize if optimizer_bytes is None else optimizer_bytes
+            total["gradient_bytes"] += shard_numel * itemsize
+            total["optimizer_bytes"] += math.ceil(shard_numel * each)
+            total["whole_gradient_bytes"] += layout.padded_numel * reduced_itemsize
+            total["crossing_bytes"] += layout.padded_numel * reduced_itemsize // num_gathering
+            total["reduced_bytes"] += shard_numel * reduced_itemsize
+    if placement.over_all:
+        total["secondary_bytes"] += total["kept_bytes"]
+    return UnitMemory(
+        name=unit.name,
+        strategy=unit.settings.strategy.name,
+        numel=sum(one.param.numel() for one in unit.owned),
+        is_freed=is_freed,
+        **total,
+    )
+
+
+def _windows(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
+    """Every ``length`` consecutive units; if there are fewer, all units."""
+    return [units[i : i + length] for i in range(max(1, len(units) - length + 1))]

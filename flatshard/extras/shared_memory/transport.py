@@ -36,8 +36,8 @@ from flatshard.extras.shared_memory.peer_memory import Awaited, Mailbox, PeerPro
 from flatshard.memory import mapped_files
 from flatshard.memory.buffers import BufferMemory, own_pages
 from flatshard.memory.page_pool import allocate, fills_pages
-from flatshard.options.collectives import TransportOptions
 from flatshard.options.offload import OffloadError
+from flatshard.options.transport_options import TransportOptions
 
 # Added to tags of reduce-scatters: half of a mailbox's records are for these.
 _REDUCING = peer_memory.TAGS // 2

@@ -23,7 +23,7 @@ from flatshard.comm.ranks import communicator
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import PlannedUnit
 from flatshard.module.settings import Settings
-from flatshard.options.collectives import Collectives, TransportOptions
+from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo, find_params
 
