@@ -114,8 +114,9 @@ class Communicator(Tags):
             self.options,
             is_gloo,
         )
-        # A cycle, so that only the garbage collector frees the groups. Freed where the last
-        # reference goes, a group of gloo waits there for collectives that other ranks never begin.
+        # A cycle: the garbage collector frees the groups later, and not whoever drops the last
+        # reference. There gloo's destructor was seen to wait for a collective that this rank had
+        # begun and another rank never began; gloo's ``abort`` does not end such a wait.
         self._itself = self
         # Every rank asks every class, in the same order: ``connect`` may communicate.
         found = [kind.connect(self.members) for kind in transport_kinds()]
