@@ -114,9 +114,10 @@ class Communicator(Tags):
             self.options,
             is_gloo,
         )
-        # A cycle: the garbage collector frees the groups later, and not whoever drops the last
-        # reference. There gloo's destructor was seen to wait for a collective that this rank had
-        # begun and another rank never began; gloo's ``abort`` does not end such a wait.
+        # This reference cycle delays the destructors of the process groups: the garbage collector
+        # runs them later. Without the cycle, the code that drops the last reference runs them, and
+        # it was seen to hang: gloo's destructor waits for a collective that this rank has begun and
+        # another rank never begins. gloo's ``abort`` does not end that wait.
         self._itself = self
         # Every rank asks every class, in the same order: ``connect`` may communicate.
         found = [kind.connect(self.members) for kind in transport_kinds()]

@@ -75,12 +75,13 @@ class HostExchange:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, name: str = ""
     ) -> None:
-        """Exchange over ``group``, which nothing else may use for collectives.
+        """Exchange over ``group``. Nothing else may run collectives on ``group``.
 
         Args:
-            group: the ranks; None is this rank alone.
-            device: where the group's backend can send from; host memory if it can.
-            name: of the history of this rank's collectives; "" is the group's name.
+            group: the process group; None means that this rank is alone.
+            device: a device whose tensors the backend of ``group`` can send; the CPU if the backend
+                can send CPU tensors.
+            name: the name of the history that records this rank's collectives. Empty: the group's.
         """
         self._device, self._abort = device, None
         if group is None:

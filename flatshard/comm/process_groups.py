@@ -165,8 +165,8 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
         abort(group)
     deadline = time.monotonic() + _END_SECONDS
     before: list[list[str]] | None = None
-    # Whoever wants the interpreter, or a processor, is seen to: while this thread sleeps, it has
-    # neither. So what did nothing meanwhile waits for something else.
+    # While this thread sleeps, it holds neither the GIL nor a core, so a thread that needs only one
+    # of these can run. A thread that did nothing during the sleep waits for something else.
     while time.monotonic() < deadline:
         now = _what_threads_did()
         if not now or (now == before and all("State:\tS (sleeping)" in one for one in now)):

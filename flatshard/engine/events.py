@@ -81,7 +81,7 @@ O = TypeVar("O", bound=StepObserver)  # noqa: E741
 
 
 class Observers:
-    """The observers of one run."""
+    """The observers of one model's steps."""
 
     def __init__(self) -> None:
         # Whoever calls an event calls it of each of these. A tuple, which an observer that removes

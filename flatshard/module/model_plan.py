@@ -112,7 +112,8 @@ class ModelPlan:
         self.units.append(unit)
 
 
-# From this size on a collective is bound by bandwidth, and worth one of its own.
+# The time of a collective of at least this size depends on bandwidth, and not on latency: to merge
+# the collective with others saves little.
 LARGE_BYTES = 4 << 20
 
 

@@ -55,10 +55,10 @@ class ModelShards:
         split = first_of_dtensor(p.spec for handle in self._handles for p in handle.params)
         if split is not None:
             raise NotImplementedError(
-                f"{caller}: parameter {split!r} was a DTensor, and other ranks than those that "
-                "train it here hold the rest. Call torch.distributed.checkpoint with "
-                "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT'), or save "
-                "full_state_dict(model)."
+                f"{caller}: parameter {split!r} was a DTensor before it was sharded, and ranks "
+                "outside of this model's process group hold other parts of it. Pass "
+                "model.state_dict(), called under state_dict_type(model, 'SHARDED_STATE_DICT'), to "
+                "torch.distributed.checkpoint.save, or save full_state_dict(model)."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -114,7 +114,8 @@ class OriginalParam:
             )
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
-                # Tensors that are weakly referenced cannot be swapped; None counts as unchanged.
+                # ``torch.utils.swap_tensors`` refuses a tensor that has weak references, and the
+                # module keeps some to its weights. None in this list means an unchanged weight.
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():

@@ -85,7 +85,7 @@ class Gather(NamedTuple):
     out: Tensor  # (shard_numel * size,), same dtype and device
     unit_fqn: str
     tag: int  # the flat parameter's, from ``Communicator.new_tag``
-    purpose: str  # what for, in errors
+    purpose: str  # why the shards are gathered, for error messages
     memory: BufferMemory | None = None  # of ``allocate_unsharded``, if ``out`` is its buffer
     exact: bool = False  # do not round, whatever the wire dtype
     reduced: bool = False  # the second half of an all-reduce; in the order of reductions
@@ -93,7 +93,8 @@ class Gather(NamedTuple):
     @property
     def what(self) -> str:
         """Which one it is, alike on all ranks; "": they may begin it in another order."""
-        # Without the purpose: what ranks gather for different ones is the same.
+        # The name leaves out the purpose: all-gathers of one flat parameter match, for whatever
+        # purpose each rank began its own.
         if self.reduced:
             return ""
         return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
@@ -110,7 +111,8 @@ class ReduceScatter(NamedTuple):
     unit_fqn: str
     tag: int
     fixed_order: bool = False  # add in rank order also where the backend would add
-    kind: str = "reduce"  # "all_reduce": a ``reduced`` all-gather follows
+    # "all_reduce": the first half of an all-reduce; the second is a ``Gather`` with ``reduced``.
+    kind: str = "reduce"
 
 
 class BufferRequest(NamedTuple):

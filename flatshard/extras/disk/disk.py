@@ -26,7 +26,8 @@ from flatshard.options.offload import OffloadError
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 _mapped: dict[int, int] = {}  # where files are mapped: first address, length in bytes
-# For plain parameters with state on a disk.
+# By parameter, the disk that holds its optimizer state. Parameters that are not sharded only: the
+# spec of a ``FlatShardTensor`` names the disk.
 _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
