@@ -34,8 +34,8 @@ class RootChecks(RootModule):
 
     def buffers(self) -> Buffers:
         """The buffers that modules have now, each once, without those that are ignored."""
-        # This method runs in every step. ``named_buffers()`` would take longer: it makes the name of
-        # every buffer.
+        # This method runs in every step. ``named_buffers()`` would take longer, as it makes the
+        # name of every buffer.
         ignored = self._root.ignored
         own = ignored.modules.union(self._apart)
         seen = {id(buffer) for module in own for buffer in module._buffers.values()}
