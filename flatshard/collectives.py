@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from flatshard.comm.communicator import LISTENERS
 
+__all__ = ["Event", "record"]
+
 
 class Event(NamedTuple):
     """One started collective.
