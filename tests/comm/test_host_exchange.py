@@ -19,7 +19,6 @@ from flatshard.comm.host_exchange import FRAME_BYTES, HostExchange
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import FlatShardTensor
-from tests.combinations import THOROUGH
 from tests.harness import ROOT, run_ranks
 
 LARGE = 3 * FRAME_BYTES
@@ -174,9 +173,8 @@ def _both_clippings(rank: int, world_size: int) -> bool:
 def test_one_rank_alone() -> None:
     """A call on one rank, then anything else on all: right, or an error that names both.
 
-    By default every call meets half of what may come next; THOROUGH=1 takes the whole sample.
+    The sample has each pair of a call and what comes next.
     """
     script = [sys.executable, "scripts/lone_calls.py", "--sample", "--quick", "--at-once", "4"]
-    share = ["--share", "1" if THOROUGH else "2"]
-    run = subprocess.run([*script, *share], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

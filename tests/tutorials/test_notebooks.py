@@ -33,7 +33,7 @@ NAMES = [
     for path in sorted((ROOT / "tutorials").glob("*.py"))
 ]
 
-EXECUTED = every(2, NAMES)
+EXECUTED = every(4, NAMES, 2)  # the one of MNIST
 """A notebook takes ten seconds; those that run only with THOROUGH=1 call scripts with own tests."""
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
