@@ -114,11 +114,6 @@ class Communicator(Tags):
             self.options,
             is_gloo,
         )
-        # This reference cycle delays the destructors of the process groups: the garbage collector
-        # runs them later. Without the cycle, the code that drops the last reference runs them, and
-        # it was seen to hang: gloo's destructor waits for a collective that this rank has begun and
-        # another rank never begins. gloo's ``abort`` does not end that wait.
-        self._itself = self
         # Every rank asks every class, in the same order: ``connect`` may communicate.
         found = [kind.connect(self.members) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]

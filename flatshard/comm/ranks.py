@@ -14,7 +14,14 @@ import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator, Topology
 from flatshard.comm.host_exchange import HostExchange
-from flatshard.comm.process_groups import come_to_rest, control_of, made_here, new_group, ranks_text
+from flatshard.comm.process_groups import (
+    abort,
+    come_to_rest,
+    control_of,
+    made_here,
+    new_group,
+    ranks_text,
+)
 from flatshard.comm.work import named
 from flatshard.options.strategy import Placement
 from flatshard.options.transport_options import TransportOptions
@@ -342,7 +349,14 @@ def forget_destroyed() -> None:
         try:
             dist.get_process_group_ranks(group)
         except (KeyError, RuntimeError, ValueError):
-            del _communicators[group, mode]
+            one = _communicators.pop((group, mode))
+            if one.size == 1:
+                continue
+            members, made = one.members, made_here()
+            # After an error this rank may have begun a collective that another rank never begins.
+            # The destructor of a gloo group would wait for that collective until the timeout.
+            for part in {members.gather_group, members.reduce_group, members.host.group} & made:
+                abort(part)
 
 
 @atexit.register

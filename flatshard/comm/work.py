@@ -178,10 +178,10 @@ class PendingSends:
 
 @dataclass(eq=False)
 class RunLink:
-    """What the collectives of one flat parameter know of the run that it takes part in.
+    """The unit's name and the unfinished sends, for the collectives of one flat parameter.
 
-    Shared by all parts of the flat parameter, as it changes when a module around the unit is
-    wrapped.
+    All parts of the flat parameter share this object: both fields change when a module around the
+    unit is wrapped.
     """
 
     unit_name: str  # for errors

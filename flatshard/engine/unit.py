@@ -261,8 +261,8 @@ class Unit:
         if not (stays and self.backward_follows):
             return Fate.FREE
         if self.sync is Sync.NONE:
-            # A backward that reduces nothing may run on this rank alone: it must not need an
-            # all-gather, nor see what others write into shards that are mapped.
+            # Under ``no_sync`` a backward may run on this rank alone. The backward must not need an
+            # all-gather, and must not see values that other ranks write into mapped shards.
             return Fate.SNAPSHOT
         return Fate.FREE if shows_shards or self._is_spare(handle) else Fate.KEEP
 

@@ -31,7 +31,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 def as_flags(**given: Any) -> dict[str, bool | None]:
-    """Read what is True, False (or equals one of them, such as 0 from a command line) or None."""
+    """Read options that are True, False, None, or a number equal to True or False (0 and 1)."""
     for keyword, value in given.items():
         # Any other value has a truth too, and "no" has the wrong one.
         if value is not None and value not in (True, False):

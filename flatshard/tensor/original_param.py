@@ -55,8 +55,8 @@ class OriginalParam:
         self.held: Any = None
         self.earlier_grad: Tensor | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # Hooks from before wrapping, until there is the tensor that they belong on. They are the
-        # dictionaries that torch made, so that handles can still remove what is in them.
+        # Tensor hooks and post-accumulate hooks from before wrapping, until the full parameter
+        # exists. The dictionaries are torch's own, so that a ``RemovableHandle`` still works.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: GradHook | None = None
         spec.original = self
