@@ -8,7 +8,6 @@ from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.tensor import (
     elementwise_ops,  # noqa: F401  (they enter their operations)
-    own_collectives,  # noqa: F401  (they enter their operations)
     reduction_ops,  # noqa: F401  (they enter their operations)
 )
 from flatshard.tensor.flat_parameter import FlatParameter

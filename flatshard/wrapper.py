@@ -52,7 +52,7 @@ from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.state.model_state import as_torch, read_options, warn_of_size
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
+from flatshard.tensor.shard_spec import refuse_foreign_wrapper
 
 
 class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):

@@ -19,7 +19,7 @@ from flatshard.checkpoint.progress import Progress
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
 from flatshard.checkpoint.torch_files import incomplete_tensors, read_dcp_metadata
-from flatshard.optimizer.buckets import ONE_PER_PARAMETER
+from flatshard.optimizer.stepper import ONE_PER_PARAMETER
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -38,7 +38,7 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Call, Moment, Phase, Unit
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
 # Backwards of all models that are running, or failed.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flatshard.engine.unit import Unit
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 

@@ -15,7 +15,7 @@ from flatshard.memory.buffers import storage_bytes
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import get_grad, set_grad
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor, local_range
 
 

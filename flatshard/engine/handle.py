@@ -30,9 +30,8 @@ from flatshard.memory.buffers import BufferCache, BufferMemory, ShardItself, num
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, view_of
 from flatshard.plan.param_info import ParamInfo
-from flatshard.tensor import freed_parameter
-from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor import unsharded
+from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
 from flatshard.tensor.shard_spec import ShardSpec
 
 # A module, the attribute under which it holds a parameter, and the parameter.
@@ -206,7 +205,7 @@ class FlatParamHandle:
         elif lingers:
             self.memory.renew()
         with torch.inference_mode(False), torch.no_grad():
-            freed_parameter.allow(self.buffer)
+            unsharded.allow(self.buffer)
             self.memory.take()
             self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
@@ -266,7 +265,7 @@ class FlatParamHandle:
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.lingers = False
-        freed_parameter.forbid(self.buffer, self.unit_name, self.topology.world.global_rank)
+        unsharded.forbid(self.buffer, self.unit_name, self.topology.world.global_rank)
         self._set_accessible(False)
 
     def snapshot(self) -> None:
@@ -380,7 +379,7 @@ class FlatParamHandle:
         # Whether the full parameters have memory.
         if self._may_read is not may_read and not self.is_aliased:
             self._may_read = may_read
-            freed_parameter.set_accessible([param.full for param in self.params], may_read)
+            unsharded.set_accessible([param.full for param in self.params], may_read)
 
     # ------------------------------------------------------------ gradients
 

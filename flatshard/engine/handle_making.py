@@ -15,7 +15,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.plan.layout import FlatLayout, memory_order, part_of, strides_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 
 
 class BroadcastSource:

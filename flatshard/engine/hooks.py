@@ -17,7 +17,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import copied
 from flatshard.engine.unit import Call, Unit
 from flatshard.precision.casts import tensors_in
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
 

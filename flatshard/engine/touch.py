@@ -30,10 +30,10 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.gathered import as_views, gathered
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_counted, tensors_in
+from flatshard.tensor.unsharded import as_views, gathered
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ from flatshard.module.initial_values import InitialValues, names_of_different
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 
 InitFn = Callable[[nn.Module], Any]

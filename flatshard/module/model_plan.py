@@ -21,7 +21,7 @@ from flatshard.plan.layout import FlatLayout
 from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners, layout_of
 from flatshard.plan.policies import UnitPlan, find_units
-from flatshard.precision.overrides import PrecisionPlan
+from flatshard.precision.casts import PrecisionPlan
 
 
 class FlatParamKind(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard.optimizer.local_state_guard import STAMP, check_state, watch
+from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.optimizer.stepper import (
     BucketStepper,
     Closure,

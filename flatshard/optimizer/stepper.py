@@ -2,8 +2,14 @@
 
 To dispatch every operation of an optimizer on ``FlatShardTensor`` is right but slow. During a step
 of an element-wise optimizer, ``BucketStepper`` therefore puts ``ParamBucket``s into the groups:
-plain 1-D parameters that share the shard's memory, one bucket for all neighbours. The state moves
-along. The extra ``whole_tensors`` steps all other optimizers.
+plain 1-D parameters that share the shard's memory. The extra ``whole_tensors`` steps all other
+optimizers.
+
+[Note: buckets]
+Parameters of one group that are neighbours in a shard, and whose gradients are neighbours in one
+flat gradient, are one 1-D parameter to the optimizer, a bucket: one kernel steps a flat parameter,
+instead of one kernel per original parameter. Between steps each original parameter has its own
+state, which consists of views of the bucket's state.
 """
 
 from __future__ import annotations
@@ -11,15 +17,20 @@ from __future__ import annotations
 import inspect
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flatshard.optimizer.buckets import ParamBucket, State, all_params, find_buckets
+from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.plan.layout import ALIGNMENT_BYTES
+from flatshard.precision.casts import set_grad
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 Optimizer = torch.optim.Optimizer
 
@@ -317,3 +328,299 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         for param in group["params"]
         if param.grad is not None
     )
+
+
+State = dict[str, Any]
+
+# State of one number per parameter, not per element: also where the parameter is 0-d itself.
+ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+class BucketState(dict[str, Any]):
+    """A bucket's state, or a member's view of it."""
+
+    # A count of steps is one object for all members. It must not leave the bucket like that:
+    # whoever counts it again for one member would count it for all. See `apart`.
+
+    def __init__(self, values: State) -> None:
+        super().__init__(values)
+        self._made_of = tuple(self.values())
+
+    def is_unchanged(self, state: object) -> bool:
+        """Whether ``state`` is this one, and holds the objects that it was made of."""
+        same = map(operator.is_, self.values(), self._made_of)
+        return state is self and len(self) == len(self._made_of) and all(same)
+
+
+def apart(state: State) -> State:
+    """State that shares no count with another parameter's."""
+    if not isinstance(state, BucketState):
+        return state
+    return {
+        key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+        for key, value in state.items()
+    }
+
+
+class BucketView(Tensor):
+    """A member's state in ``optimizer.state_dict()``: deep copies are as small as the member.
+
+    torch copies the storage behind a tensor, which here is the bucket's: ``dataclasses.asdict``,
+    which copies each tensor by itself, would copy the bucket once for each member.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # files hold plain tensors
+
+
+def shown(state: State) -> State:
+    """State for ``optimizer.state_dict()``: it shares elements with a bucket, but no count."""
+    if not isinstance(state, BucketState):
+        return state
+    return {key: _shown(value) for key, value in apart(state).items()}
+
+
+def _shown(value: Any) -> Any:
+    is_part = isinstance(value, Tensor) and value.nbytes < value.untyped_storage().nbytes()
+    return value.as_subclass(BucketView) if is_part else value
+
+
+def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """The parameters of all groups, in their order."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def find_buckets(
+    params: Sequence[Any], known: dict[int, ParamBucket]
+) -> Iterator[ParamBucket | nn.Parameter]:
+    """Divide a group's parameters into buckets and single parameters, in their order.
+
+    ``known`` has buckets of earlier steps, by their first member's id; new ones are added.
+    """
+    position = 0
+    while position < len(params):
+        first = params[position]
+        if not isinstance(first, FlatShardTensor) or first.grad is None:
+            # What has no gradient is left alone: its state may be part of a bucket's.
+            yield first
+            position += 1
+            continue
+        members = _neighbours(params, position)
+        bucket = known.get(id(first))
+        # One of the last step keeps its views of state, which are then still right.
+        if bucket is None or not bucket.is_of(members):
+            bucket = known[id(first)] = ParamBucket(members)
+        yield bucket
+        position += len(members)
+
+
+def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
+    """The parameters from ``position`` on that lie, gradients too, as one tensor would."""
+    first = params[position]
+    found, grad = [first], _flat_grad(first)
+    if grad is None:
+        return found
+    end = first.spec.start + first.spec.numel
+    for number in range(position + 1, len(params)):  # not a slice, which each bucket would copy
+        param = params[number]
+        if _flat_grad(param) is not grad or param.flat is not first.flat:
+            break
+        # Aligned parameters have padding between them. The optimizer steps it along.
+        if not 0 <= (param.spec.start - end) * first.dtype.itemsize < ALIGNMENT_BYTES:
+            break
+        end = param.spec.start + param.spec.numel
+        found.append(param)
+    return found
+
+
+def _flat_grad(param: Any) -> Tensor | None:
+    """The flat gradient in which a parameter's gradient lies as the parameter does in the shard."""
+    if isinstance(param, FlatShardTensor):
+        grad = param.grad
+        if isinstance(grad, FlatShardTensor) and grad.spec is param.spec:
+            return grad.flat
+    return None  # the user assigned it, or there is none
+
+
+def local_grad(param: FlatShardTensor) -> Tensor:
+    """This rank's range of a parameter's gradient, 1-D."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(grad, FlatShardTensor):
+        return grad.local.detach()
+    return param.spec.slice(grad.detach())  # the user assigned a full tensor
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A parameter in a bucket."""
+
+    param: FlatShardTensor
+    part: slice  # of the bucket's elements
+    state: BucketState  # its view of the bucket's state
+
+
+class ParamBucket:
+    """Some neighbours, one at least, as one optimizer steps them: as ``param``, which is 1-D."""
+
+    def __init__(self, params: Sequence[FlatShardTensor]) -> None:
+        first = params[0]
+        self._params, self._flat, self._start = list(params), first.flat, first.spec.start
+        self._members: list[_Member] = []
+        for param in params:
+            start = param.spec.start - self._start
+            part = slice(start, start + param.spec.numel)
+            self._members.append(_Member(param, part, BucketState({})))
+        local = local_range(first).detach()
+        if len(params) > 1:
+            assert self._flat is not None, "neighbours share a shard"
+            end = self._start + self._members[-1].part.stop
+            local = self._flat.detach()[self._start : end]
+        self.param = nn.Parameter(local, first.requires_grad)
+        self._shared = BucketState({})
+
+    def is_of(self, params: Sequence[Any]) -> bool:
+        """Whether the bucket stands for these parameters, and shows the memory that they show."""
+        return (
+            len(params) == len(self._params)
+            and all(map(operator.is_, params, self._params))
+            and params[0].requires_grad == self.param.requires_grad
+            and params[0].flat is self._flat
+        )
+
+    @cached_property
+    def divided(self) -> list[ParamBucket]:
+        """A bucket for each member, where their states differ in more than values."""
+        return [ParamBucket([param]) for param in self._params]
+
+    def swap_in(self, states: MutableMapping[Any, State]) -> bool:
+        """Show the members' gradients, and take their states out of an optimizer's ``states``.
+
+        Returns False, and changes nothing, if the members' states cannot be joined.
+        """
+        shared: State | None = self._shared
+        # Another state: this is the first step, or someone has put it in place since the last one.
+        if not all(one.state.is_unchanged(states.get(one.param)) for one in self._members):
+            shared = self._join(states)
+            if shared is None:
+                return False
+            # What was joined has been copied, and is dropped before the step makes temporaries.
+            for param in self._params:
+                states.pop(param, None)
+        if shared:
+            states[self.param] = shared
+        first = self._params[0]
+        flat = _flat_grad(first)
+        end = self._start + self.param.numel()
+        set_grad(
+            self.param, local_grad(first) if flat is None else flat.detach()[self._start : end]
+        )
+        # An optimizer that writes to `p.data` would leave no trace of it, and what was unsharded
+        # before would be taken for current.
+        torch.autograd.graph.increment_version(self.param)
+        return True
+
+    def swap_out(self, states: MutableMapping[Any, State]) -> None:
+        """Give the members views of the bucket's state, and no gradient if the step dropped it."""
+        if self.param.grad is None:
+            for param in self._params:
+                param.grad = None
+        self.param.grad = None
+        shared = states.pop(self.param, None)
+        if shared is None:
+            return
+        # Mostly the step updated the same objects in place: the views of before still show them.
+        if not self._shared.is_unchanged(shared):
+            self._split(shared)
+        if states.get(self._params[0]) is not self._members[0].state:
+            states.update({member.param: member.state for member in self._members})
+
+    def _join(self, states: MutableMapping[Any, State]) -> State | None:
+        """The bucket's state, from this rank's parts of its members'; None if they can't be joined.
+
+        Zeros between members: the padding is stepped along, and stays finite.
+        """
+        own = {
+            member: _local_state(member.param, states[member.param])
+            for member in self._members
+            if states.get(member.param) is not None
+        }
+        if not own:
+            return {}
+        first = next(iter(own.values()))
+        if len(self._members) == 1:
+            return apart(first)
+        if len(own) < len(self._members):
+            return None
+        if any(state.keys() != first.keys() for state in own.values()):
+            return None
+        shared: State = {}
+        for key, value in first.items():
+            if all(_has_elements(state[key], member) for member, state in own.items()):
+                shared[key] = value.new_zeros(self.param.numel())
+                for member, state in own.items():
+                    shared[key][member.part] = state[key]
+            elif _all_equal([state[key] for state in own.values()]):
+                shared[key] = value.clone() if isinstance(value, Tensor) else value
+            else:
+                return None
+        return shared
+
+    def _split(self, shared: State) -> None:
+        """Give each member its view of the bucket's state."""
+        target = self._params[0].spec.state_target
+        if target is not None:
+            state_to_target(shared, self.param.shape, target)
+        self._shared = BucketState(shared)
+        for member in self._members:
+            views = {key: self._view(value, member.part) for key, value in shared.items()}
+            member.state = BucketState(views)
+
+    def _view(self, value: Any, part: slice) -> Any:
+        is_divided = isinstance(value, Tensor) and value.dim() and len(self._members) > 1
+        return value[part] if is_divided else value
+
+
+def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
+    """Move state per element, of this shape, to the target that keeps it between steps."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+            state[key] = target.take_in(value)
+
+
+def _has_elements(value: Any, member: _Member) -> bool:
+    return isinstance(value, Tensor) and value.shape == (member.param.spec.numel,)
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return all(isinstance(v, Tensor) and torch.equal(v, first) for v in values)
+    return all(type(value) is type(first) and value == first for value in values)
+
+
+def _local_state(param: FlatShardTensor, state: State) -> State:
+    """State of before wrapping, or of an unwrapped model, with this rank's part of each tensor."""
+    held = local_range(param)
+    for key, value in state.items():
+        if isinstance(value, FlatShardTensor):
+            # Made at construction, as Adagrad does; also where this rank holds all of it.
+            state[key] = value.local
+            continue
+        if not isinstance(value, Tensor) or value.shape == held.shape or key in ONE_PER_PARAMETER:
+            continue
+        if value.shape == param.shape:
+            state[key] = param.spec.slice(value).clone()
+        elif value.numel() > 1:
+            raise RuntimeError(
+                f"optimizer state {key!r} of parameter {param.spec.name!r}: "
+                f"expected shape {tuple(held.shape)} (this rank's part) or {tuple(param.shape)} "
+                f"(full), got {tuple(value.shape)}. A plain optimizer.state_dict() holds one "
+                "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
+            )
+    return state

@@ -27,9 +27,8 @@ from flatshard.engine.write_through import WriteThrough
 from flatshard.options.torch_request import torch_request
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, original_of
-from flatshard.tensor.original_param import OriginalParam
-from flatshard.tensor.sharded_tensor import FlatShardTensor
-from flatshard.tensor.state_shard import state_shard
+from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 
 _HOST = Path("/proc/meminfo")
 # What a container may use, and uses; "max" where it has no limit.

@@ -12,7 +12,7 @@ from torch import nn
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 # What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts.

@@ -18,16 +18,14 @@ from torch.utils import _pytree as pytree
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.optimizer import local_state_guard
-from flatshard.optimizer.buckets import ONE_PER_PARAMETER
-from flatshard.optimizer.sharded_state import own_part, with_shared
-from flatshard.optimizer.stepper import is_elementwise, shared_state
+from flatshard.optimizer import state_dicts
+from flatshard.optimizer.state_dicts import own_part, with_shared
+from flatshard.optimizer.stepper import ONE_PER_PARAMETER, is_elementwise, shared_state
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
-from flatshard.tensor.sharded_tensor import FlatShardTensor
-from flatshard.tensor.state_shard import state_shard
+from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 
 StateDict = dict[str, Any]
 
@@ -151,10 +149,10 @@ class _State:
         shared: dict[FlatShardTensor, StateDict],
     ) -> _State:
         _check_optimizer(optimizer)
-        local_state_guard.watch(optimizer)
-        own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
+        state_dicts.watch(optimizer)
+        own = state_dicts.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
-        own = with_shared(optimizer, local_state_guard.unstamped(optimizer, own), shared)
+        own = with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
         params = OptimParams(model, optimizer, units).by_key(own)
         is_alike = not is_elementwise(optimizer)
         entries = {
@@ -262,7 +260,7 @@ def state_to_load(
 
     def prepare() -> tuple[StateDict, Facts]:
         _check_optimizer(optimizer)
-        local_state_guard.watch(optimizer)
+        state_dicts.watch(optimizer)
         _check_form(state_dict)
         params = OptimParams(model, optimizer, units)
         saved = _named(state_dict, params)
@@ -300,7 +298,7 @@ def _split(param: OptimParam, state: StateDict) -> StateDict:
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
     """The same with names for positions, without the prefixes that wrappers add to names."""
-    if local_state_guard.is_stamped(state_dict):
+    if state_dicts.is_stamped(state_dict):
         raise ValueError(
             "an optimizer.state_dict() of a sharded model holds one rank's parts alone. Save "
             "ShardedWrapper.optim_state_dict(model, optimizer) and pass that."

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
+import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partialmethod
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,12 @@ from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.flat_chunks import as_bytes
-from flatshard.tensor.checkpoint_chunks import CheckpointChunks
+from flatshard.plan.boxes import Box, boxes_of
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 def untraced(function: Callable[..., Any]) -> Any:
@@ -45,7 +51,7 @@ def untraced(function: Callable[..., Any]) -> Any:
 
 # Handlers, by operation name; a handler is called as ``handler(operation, args, kwargs)``.
 # ``elementwise_ops`` adds operations without communication, and ``reduction_ops`` operations with a
-# collective. ``own_collectives`` adds "collective", for collectives that the program itself calls.
+# collective and "collective", the handler for collectives that the program itself calls.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # What stands for functions that autograd would differentiate wrongly, unless it returns
 # NotImplemented; ``reduction_ops`` enters it.
@@ -118,7 +124,7 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
         )
 
 
-class FlatShardTensor(CheckpointChunks, torch.Tensor):
+class FlatShardTensor(torch.Tensor):
     """A parameter, or its gradient, of which this rank holds a 1-D range.
 
     Shape, strides, dtype and device are those of the full parameter.
@@ -304,6 +310,65 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         original = self.spec.original if getattr(self, "_is_param", False) else None
         return None if original is None else original.full
 
+    # -------------------------------------------------- torch.distributed.checkpoint (DCP)
+    # The protocol is DTensor's (torch.distributed.checkpoint.planner_helpers, in torch 2.11 to
+    # 2.15), and needs no collective: a rank lists the boxes of the full tensor that it holds. The
+    # boxes are views of the rank's range, so that loading writes in place.
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        # Here and below, as the package is slow to load.
+        from torch.distributed.checkpoint import metadata, planner
+
+        # Never an empty chunk: DCP keeps the first of those with one name and offset.
+        chunks = self._chunks()
+        _check_writer(fqn, len(chunks))
+        data = metadata.TensorProperties(dtype=self.local.dtype)
+        size = self.shape
+        return [
+            planner.WriteItem(
+                metadata.MetadataIndex(fqn, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, data, size),
+            )
+            for chunk in chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # DCP asks on all ranks before it loads. A rank that holds nothing of the parameter gets no
+        # write, but must unshard again, as those do whose shards are written.
+        torch.autograd.graph.increment_version(self.local)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
+        part = self.local.detach()[box.position : box.position + box.numel]
+        # In memory the dimensions may lie in another order.
+        order = self.spec.order
+        return part.view([box.sizes[d] for d in order]).permute(
+            [order.index(d) for d in range(len(order))]
+        )
+
+    def _boxes(self) -> Iterator[Box]:
+        spec = self.spec
+        boxes = boxes_of(spec.shape, spec.offset, spec.offset + spec.numel, spec.order)
+        if spec.tensor_parallel is None:
+            return boxes
+        first = spec.tensor_parallel.offsets()
+        return (
+            replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True))))
+            for box in boxes
+        )
+
+    # -------------------------------------------------- operations
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         spec = self.spec
         kind = "Parameter " if getattr(self, "_is_param", False) else ""
@@ -423,3 +488,65 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
     if not changes and spec.owner.is_in_forward:
         spec.refuse(name)
+
+
+def _check_writer(fqn: str, num_boxes: int) -> None:
+    """Raise for torch's safetensors writer where it would write wrong values, and say nothing."""
+    frame = sys._getframe(2)
+    while frame is not None and "storage_writer" not in frame.f_locals:
+        frame = frame.f_back  # type: ignore[assignment]
+    writer = None if frame is None else frame.f_locals["storage_writer"]
+    if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
+        return
+    # It keeps one box of a tensor from each rank; without `save_distributed` from all together.
+    if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
+        raise RuntimeError(
+            f"{fqn!r}: this rank holds {num_boxes} boxes of it. HuggingFaceStorageWriter would "
+            "write one from each rank with save_distributed=True, and one in all without it. Call "
+            "flatshard.checkpoint.save_safetensors(model, path)."
+        )
+
+
+class StateShard(FlatShardTensor):
+    """A sharded tensor that ``torch.distributed.checkpoint.async_save`` can copy to host memory.
+
+    What has no storage, it makes anew by ``new_empty``, and copies the attributes of.
+    """
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: ShardSpec, *_: Any) -> StateShard:  # type: ignore[override]
+        """Wrap ``local``, ``(spec.numel,)``; shows the shape without tensor parallelism."""
+        split = spec.tensor_parallel
+        if split is None:
+            return FlatShardTensor.__new__(cls, local, spec)  # type: ignore[return-value]
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, split.shape, strides=split.stride, dtype=local.dtype, device=local.device
+        )
+        self.local, self.spec, self.flat = local, spec, None
+        self.origin = Origin()
+        return self  # type: ignore[no-any-return]
+
+    def of_local_shape(self) -> FlatShardTensor:
+        """The same with the shape that the parameter has on this rank."""
+        return FlatShardTensor(self.local, self.spec).with_role(self.role)
+
+    def data_ptr(self) -> int:
+        """None: the range that it holds is an attribute."""
+        return 0
+
+    def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Unwritten memory: sharded alike if ``size`` is the full tensor's."""
+        if tuple(size) != tuple(self.shape):
+            return self.local.new_empty(size, **kwargs)
+        local = self.local.new_empty(self.local.shape, **kwargs)
+        return type(self)(local, self.spec).with_role(self.role)
+
+
+def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
+    """Entry of a state dict that shares the memory of ``local``, ``(spec.numel,)``.
+
+    ``role``: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
+    """
+    if not math.prod(spec.shape):  # no rank has a chunk of it to write
+        return local.new_empty(spec.shape)
+    return StateShard(local.detach(), spec.detached()).with_role(role)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatshard import ShardedWrapper, declare_elementwise, sharded_modules
-from flatshard.optimizer import buckets, local_state_guard
+from flatshard.optimizer import state_dicts, stepper
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, snapshot, train_steps, trainable
@@ -38,7 +38,7 @@ def _compare(rank: int, world_size: int) -> None:
     for kind in KINDS:
         with naming(kind):
             joined = _train(rank, world_size, kind)
-            with mock.patch.object(buckets, "_flat_grad", return_value=None):
+            with mock.patch.object(stepper, "_flat_grad", return_value=None):
                 alone = _train(rank, world_size, kind)
             # Kernels round what is left over of a vector differently.
             torch.testing.assert_close(joined, alone, rtol=1e-12, atol=1e-18)
@@ -53,7 +53,7 @@ def _train(rank: int, world_size: int, kind: str) -> Any:
     optimizer.register_step_post_hook(lambda one, *_: counts.append(_num_params(one)))
     losses = train_steps(model, optimizer, case, rank, world_size, steps=2)
     saved = io.BytesIO()
-    torch.save(local_state_guard.parts(optimizer), saved)
+    torch.save(state_dicts.parts(optimizer), saved)
     optimizer = KINDS[kind](trainable(model))
     saved.seek(0)
     optimizer.load_state_dict(torch.load(saved, weights_only=False))

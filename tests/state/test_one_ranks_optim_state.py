@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils import _pytree as pytree
 
 from flatshard import ShardedWrapper
-from flatshard.optimizer import local_state_guard
+from flatshard.optimizer import state_dicts
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS
@@ -46,9 +46,9 @@ def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None)
     if states is not None:
         with pytest.raises(RuntimeError, match=r"rank \d of 2.*rank \d of 2.*optim_state_dict"):
             optimizer.load_state_dict(states[1 - rank])
-        assert local_state_guard.parts(optimizer)["state"][0]["step"] == 4
+        assert state_dicts.parts(optimizer)["state"][0]["step"] == 4
         assert all("flatshard" not in group for group in optimizer.param_groups)
-    own = local_state_guard.parts(optimizer)
+    own = state_dicts.parts(optimizer)
     copied = asdict(Snapshot(own))["optimizer"]  # minGPT saves this: it copies tensor by tensor
     torch.testing.assert_close(copied["state"], own["state"], rtol=0, atol=0)
     for leaf in pytree.tree_leaves(copied["state"]):

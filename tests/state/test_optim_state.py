@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from flatshard.optimizer import local_state_guard
+from flatshard.optimizer import state_dicts
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import OPTIMIZERS, snapshot, trainable
@@ -511,7 +511,7 @@ def _errors(rank: int, world_size: int) -> None:
         save(model.module.fc1.module, optimizer)
 
     # Nothing was sent before all ranks knew.
-    own = copy.deepcopy(local_state_guard.parts(optimizer))
+    own = copy.deepcopy(state_dicts.parts(optimizer))
     if rank == 1:
         del own["state"][3]["exp_avg_sq"]
     with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'fc2.bias' is .* on rank 0, nothing on"):

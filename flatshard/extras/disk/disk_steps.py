@@ -18,9 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatshard.extras.disk import disk
 from flatshard.extras.disk.disk import state_disk
-from flatshard.optimizer.buckets import state_to_target
 from flatshard.optimizer.step import StepPart, step_parts
-from flatshard.optimizer.stepper import TORCHS_OWN, OptimizerExtension, extensions, step_groups
+from flatshard.optimizer.stepper import (
+    TORCHS_OWN,
+    OptimizerExtension,
+    extensions,
+    state_to_target,
+    step_groups,
+)
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
 
 # Parameter bytes from which a part is full. With Adam, four times as much is in memory.

@@ -14,7 +14,7 @@ from torch import Tensor
 from flatshard.engine.events import Observers, StepObserver
 from flatshard.engine.unit import Unit
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 
 
 class NonFiniteWatch(StepObserver):

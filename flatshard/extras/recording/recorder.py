@@ -17,7 +17,7 @@ from flatshard.engine.events import Kind, StepObserver
 from flatshard.engine.unit import Unit
 from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.extras.recording.step_report import Range, StepReport, sum_up
-from flatshard.tensor.original_param import OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 
 
 class _Doing(NamedTuple):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.buckets import all_params
-from flatshard.optimizer.stepper import step_unhooked
+from flatshard.optimizer.stepper import all_params, step_unhooked
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 Params = Sequence[Any]

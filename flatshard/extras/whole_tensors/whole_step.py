@@ -28,8 +28,14 @@ from flatshard.extras.whole_tensors.whole_tensors import (
     gather_to_owners,
     scatter_to_shards,
 )
-from flatshard.optimizer.buckets import ONE_PER_PARAMETER, State, all_params, local_grad
-from flatshard.optimizer.stepper import GroupSwap, step_groups
+from flatshard.optimizer.stepper import (
+    ONE_PER_PARAMETER,
+    GroupSwap,
+    State,
+    all_params,
+    local_grad,
+    step_groups,
+)
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 

@@ -18,8 +18,7 @@ from flatshard.extras.whole_tensors.whole_step import (
     WholeStep,
     sharded_params,
 )
-from flatshard.optimizer.buckets import State
-from flatshard.optimizer.stepper import Closure, Stepper
+from flatshard.optimizer.stepper import Closure, State, Stepper
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
