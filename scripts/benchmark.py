@@ -28,14 +28,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from command_line import Parser
-from output_files import output_file, write_json, writing
-from palette import COLOURS
+from lib.command_line import Parser
+from lib.output import COLOURS, output_file, write_json, writing
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "optimizer")

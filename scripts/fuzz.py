@@ -28,19 +28,16 @@ import time
 import warnings
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
-
-# isort: split
+import lib.prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
-from command_line import Parser
-from fuzz_models import BOXES, BUFFERED, LEAVES, WIDTH, Box, Json, Leaf, build, kinds_in
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
-from rank_processes import Ranks, Said
+from lib.command_line import Parser, at_least, directory
+from lib.fuzz_models import BOXES, BUFFERED, LEAVES, WIDTH, Box, Json, Leaf, build, kinds_in
+from lib.rank_processes import Ranks, Said
 from torch import Tensor, nn
-from training_job import at_least, directory
 
 ROWS = 3
 HANG_SECONDS = 60.0

@@ -33,17 +33,17 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
-from command_line import Parser
 from gpu_checks.contenders import part_fake
 from gpu_checks.equality import part_ranks
 from gpu_checks.overlap import part_overlap
 from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, in_ranks, one_line
 from gpu_checks.streams import part_single, part_streams
 from gpu_checks.waits import part_sync
-from output_files import output_file, write_json
+from lib.command_line import Parser
+from lib.output import output_file, write_json
 
 
 def add_up(rank: int, device: torch.device, place: Place) -> float:

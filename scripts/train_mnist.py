@@ -27,27 +27,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import training_job
-from command_line import Parser
-from mnist_data import Data, load_data
-from output_files import output_file, write_json
+from lib import training_job
+from lib.command_line import Parser, at_least, directory, positive_number, stop
+from lib.mnist_data import Data, load_data
+from lib.output import output_file, write_json
+from lib.training_job import held_bytes, say
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-from training_job import (
-    at_least,
-    directory,
-    held_bytes,
-    positive_number,
-    say,
-    stop,
-)
 
 try:
     from rich import print as rich_print

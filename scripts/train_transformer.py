@@ -22,17 +22,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import training_job
-from command_line import Parser, stop
-from output_files import output_file, write_json, writing
-from palette import COLOURS, PEAK
+from lib import training_job
+from lib.command_line import Parser, at_least, input_file, positive_number, stop
+from lib.output import COLOURS, PEAK, output_file, write_json, writing
+from lib.training_job import held_bytes, say
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training_job import at_least, held_bytes, input_file, positive_number, say
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy

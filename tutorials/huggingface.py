@@ -44,7 +44,7 @@ from flatshard.integrations.transformers import init_weights
 from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
-from palette import COLOURS
+from lib.output import COLOURS
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # ranks share the cores

@@ -47,8 +47,8 @@ from flatshard.checkpoint import full_state_dict
 from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
-import mnist_data
-from palette import COLOURS
+from lib import mnist_data
+from lib.output import COLOURS
 from train_mnist import record_step
 
 torch.set_num_threads(1)  # ranks share the cores

@@ -41,7 +41,7 @@ from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
 import train_transformer
-from palette import COLOURS, PEAK
+from lib.output import COLOURS, PEAK
 
 torch.set_num_threads(1)  # ranks share the cores
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps

@@ -25,13 +25,13 @@ import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
 from construction import build_flatshard, build_fsdp1, build_fsdp2
+from lib.command_line import at_least, directory
 from measuring import mib, reset_peak, resident_bytes
 from offload import Decoder
 from rich import print as rich_print
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from training_job import at_least, directory
 
 from flatshard import checkpoint, collectives
 

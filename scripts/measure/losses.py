@@ -13,7 +13,7 @@ import warnings
 import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
-from command_line import stop
+from lib.command_line import stop
 from torch import Tensor, nn
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper

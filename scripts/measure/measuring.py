@@ -11,13 +11,13 @@ from typing import Any
 # The scripts one folder up: their options, their way to start ranks, their models.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 from benchmark import resident_bytes
-from command_line import Parser
-from output_files import output_file, write_json
-from training_job import spawn
+from lib.command_line import Parser
+from lib.output import output_file, write_json
+from lib.training_job import spawn
 
 if importlib.util.find_spec("rich") is None:
     print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
-from command_line import Parser
+from lib.command_line import Parser
 from torch import nn
 
 import flatshard

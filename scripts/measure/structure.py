@@ -23,8 +23,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from command_line import Parser
-from output_files import output_file, write_json
+from lib.command_line import Parser
+from lib.output import output_file, write_json
 
 ORDER = (
     *("options", "plan", "memory", "precision", "comm", "collectives", "tensor", "engine"),

@@ -27,12 +27,13 @@ import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
 from benchmark import Block
+from lib.command_line import at_least
+from lib.training_job import spawn
 from measuring import mib, resident_bytes
 from offload import Decoder
 from rich import print as rich_print
 from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the backend)
-from training_job import at_least, spawn
 
 from flatshard import ShardedWrapper, ShardingStrategy, collectives
 from flatshard.wrap import ModuleWrapPolicy

@@ -175,6 +175,8 @@ def test_one_rank_alone() -> None:
 
     The sample has each pair of a call and what comes next.
     """
-    script = [sys.executable, "scripts/lone_calls.py", "--sample", "--quick", "--at-once", "4"]
-    run = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    script = "scripts/tables/lone_calls.py --sample --quick --at-once 4".split()
+    run = subprocess.run(
+        [sys.executable, *script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

@@ -7,8 +7,8 @@ import conformance
 import pytest
 import torch
 from conformance_idioms import IDIOMS
-from rank_processes import Raised, Said
-from verdicts import GOOD
+from lib.rank_processes import Raised, Said
+from table_cells import GOOD
 
 from tests.combinations import THOROUGH
 
@@ -29,7 +29,9 @@ def test_a_sample() -> None:
 
 def test_page_has_all_idioms() -> None:
     names = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
-    assert sorted(names) == sorted(IDIOMS), "python scripts/conformance.py > docs/conformance.md"
+    assert sorted(names) == sorted(IDIOMS), (
+        "python scripts/tables/conformance.py > docs/conformance.md"
+    )
 
 
 def test_verdicts() -> None:

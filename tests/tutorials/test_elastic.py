@@ -85,7 +85,7 @@ def test_a_restart_finds_no_addresses_of_ranks_that_are_gone(
 ) -> None:
     """torchrun's store has them still."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    training_job = importlib.import_module("training_job")
+    training_job = importlib.import_module("lib.training_job")
     limit = timedelta(seconds=30)
     kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     ones = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1")

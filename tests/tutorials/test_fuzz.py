@@ -5,7 +5,7 @@ from typing import Any
 
 import fuzz
 import pytest
-from rank_processes import Raised, Said
+from lib.rank_processes import Raised, Said
 
 from tests.combinations import THOROUGH
 

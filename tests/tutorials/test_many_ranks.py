@@ -1,4 +1,4 @@
-"""scripts/many_ranks.py and scripts/measure/world_size.py, at toy size."""
+"""scripts/measure/many_ranks.py and scripts/measure/world_size.py, at toy size."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Some models of the zoo train as under DistributedDataParallel (`scripts/test_models.py`: all).
+"""Some models of the zoo train as under DistributedDataParallel (`scripts/tables/models.py`: all).
 
 By default five with parts of all kinds train; THOROUGH=1 adds five.
 """
@@ -7,10 +7,10 @@ import importlib.util
 
 import pytest
 import torch
+from lib.rank_processes import Raised, Ranks, Said
 from model_zoo import trial
-from rank_processes import Raised, Ranks, Said
-from test_models import Row, judge, markdown, try_model
-from verdicts import Cell
+from models import Row, judge, markdown, try_model
+from table_cells import Cell
 
 from tests.combinations import every
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import palette
 import pytest
+from lib.output import COLOURS
 
 from tests.combinations import every
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "scripts" / "build" / "notebooks.py"
+BUILD = ROOT / "scripts" / "tables" / "notebooks.py"
 NEEDED = {"huggingface": ("peft", "safetensors", "transformers")}
 NAMES = [
     pytest.param(
@@ -110,7 +110,7 @@ def test_runs_at_toy_size(name: str, executed: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_notebook_is_of_its_script(name: str) -> None:
-    again = "run scripts/build/notebooks.py"
+    again = "run scripts/tables/notebooks.py"
     source, notebook = build().read(name), committed(name)
     for cell, of_script in zip(notebook["cells"], source.cells, strict=True):
         assert "".join(cell["source"]) == of_script.source, again
@@ -128,17 +128,15 @@ def test_committed_notebook_is_of_its_script(name: str) -> None:
 
 
 def test_figures_have_the_colours_of_the_palette() -> None:
-    colours = palette.COLOURS
-    assert len(set(colours.values())) == len(colours)
+    assert len(set(COLOURS.values())) == len(COLOURS)
     drawn = (ROOT / "docs" / "step.svg").read_text()
     legend = re.findall(r'fill="(#\w+)"/>\s*<text[^>]*>([^<]+)</text>', drawn)
-    named = {name: colour for colour, name in legend if name in colours}
-    assert named == {name: colours[name] for name in named}
+    named = {name: colour for colour, name in legend if name in COLOURS}
+    assert named == {name: COLOURS[name] for name in named}
     assert len(named) == 4
     for folder in ("tutorials", "scripts"):
         for path in (ROOT / folder).glob("*.py"):
-            if path.name != "palette.py":
-                assert re.findall(r"tab:\w+|[\"']#[0-9a-fA-F]{6}", path.read_text()) == [], path
+            assert re.findall(r"tab:\w+|[\"']#[0-9a-fA-F]{6}", path.read_text()) == [], path
 
 
 @pytest.mark.parametrize("arguments", [["unknown"], ["--out", "missing"], ["--unknown"]])
@@ -155,16 +153,16 @@ def test_bad_options_are_one_line(
 
 def test_ctrl_c(tmp_path: Path) -> None:
     """nbclient took it for itself, and ended in pages of tracebacks; the kernel left a file."""
-    folders = [tmp_path / name for name in ("scripts/build", "tutorials", "out", "temporary")]
+    folders = [tmp_path / name for name in ("out", "temporary", "tutorials", "scripts")]
     for folder in folders:
         folder.mkdir(parents=True)
-    for script in ("build/notebooks.py", "command_line.py", "output_files.py"):
-        shutil.copy(ROOT / "scripts" / script, tmp_path / "scripts" / script)
+    for folder in ("tables", "lib"):
+        shutil.copytree(ROOT / "scripts" / folder, tmp_path / "scripts" / folder)
     source = "# %%\nopen('pid', 'w').write(str(os.getpid()))\nimport time\ntime.sleep(60)\n"
     (tmp_path / "tutorials" / "slow.py").write_text("# %% [markdown]\n# Slow\n" + source)
     with subprocess.Popen(
-        [sys.executable, str(tmp_path / "scripts/build/notebooks.py"), "--out", str(folders[2])],
-        env={**os.environ, "TMPDIR": str(folders[3])},
+        [sys.executable, str(tmp_path / "scripts/tables/notebooks.py"), "--out", str(folders[0])],
+        env={**os.environ, "TMPDIR": str(folders[1])},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -177,4 +175,4 @@ def test_ctrl_c(tmp_path: Path) -> None:
         assert process.stderr.read().startswith("interrupted: ")
         assert process.wait() == 1
     assert not Path(f"/proc/{pid.read_text()}").exists()
-    assert [*folders[2].iterdir(), *folders[3].iterdir()] == []
+    assert [*folders[0].iterdir(), *folders[1].iterdir()] == []

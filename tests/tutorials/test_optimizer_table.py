@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import optimizer_table
+import optimizers
 import pytest
-from optimizer_table import OPTIMIZERS, PACKAGES
+from optimizers import OPTIMIZERS, PACKAGES
 
 from tests.combinations import THOROUGH
 
@@ -24,7 +24,7 @@ SAMPLE = {
 def test_a_sample() -> None:
     # transformers, which takes each rank seconds to import, has tests of its own with Adafactor.
     names = [n for n in SAMPLE if n in OPTIMIZERS and (THOROUGH or n[0] != "transformers")]
-    cells = optimizer_table.table(names, ["flatshard"], 2, seconds=60)
+    cells = optimizers.table(names, ["flatshard"], 2, seconds=60)
     found = {name: row["flatshard"] for name, row in cells.items()}
     assert all(verdict.startswith("right") for verdict, _ in found.values()), found
     assert {name: how for name, (_, how) in found.items()} == {n: SAMPLE[n] for n in names}

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import output_files
 import pytest
-from rank_processes import Ranks
+from lib import output
+from lib.rank_processes import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
@@ -37,7 +37,7 @@ def test_paths_that_cannot_be_written(
     assert path in line
 
 
-@pytest.mark.parametrize("script", ["framework_table", "optimizer_table", "support_table"])
+@pytest.mark.parametrize("script", ["frameworks", "optimizers", "support"])
 def test_pages_that_cannot_be_written(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,14 +55,14 @@ def test_only_a_whole_file_takes_a_files_place(tmp_path: Path) -> None:
     """A device was replaced by a file; a part of one was left by a run that was killed."""
     target, link = tmp_path / "target", tmp_path / "link"
     link.symlink_to(target)
-    path = output_files.output_file(str(link))
-    with output_files.replacing(path) as part:
+    path = output.output_file(str(link))
+    with output.replacing(path) as part:
         part.write_text("whole")
         if hasattr(os, "O_TMPFILE"):
             assert list(tmp_path.iterdir()) == [link]
     assert link.is_symlink()
     assert target.read_text() == "whole"
-    with contextlib.suppress(ValueError), output_files.replacing(path) as part:
+    with contextlib.suppress(ValueError), output.replacing(path) as part:
         part.write_text("a part")
         raise ValueError("the cause")
     assert target.read_text() == "whole"
@@ -74,7 +74,7 @@ def test_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path.write_text("before")
     full = mock.patch.object(Path, "write_text", side_effect=OSError(28, os.strerror(28)))
     with full, pytest.raises(SystemExit) as stopped:
-        output_files.write_json(path, {"a": 1})
+        output.write_json(path, {"a": 1})
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"error: cannot write {path}: {os.strerror(28)}\n"
     assert path.read_text() == "before"
@@ -106,7 +106,7 @@ def test_ctrl_c_while_torch_is_loaded(rank: int, tmp_path: Path) -> None:
     (tmp_path / "flatshard.py").write_text(program)
     path = f"{tmp_path}:{ROOT / 'scripts'}"
     ended = subprocess.run(
-        [sys.executable, "-c", "import prerequisites"],
+        [sys.executable, "-c", "import lib.prerequisites"],
         env={**os.environ, "PYTHONPATH": path, "LOCAL_RANK": str(rank)},
         cwd=tmp_path,
         capture_output=True,
@@ -121,7 +121,7 @@ def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
     """On Ctrl-C it left those that it had just started."""
     for package in ("torch", "flatshard"):
         (tmp_path / f"{package}.py").touch()
-    rank = "import prerequisites, time; print(flush=True); time.sleep(60)"
+    rank = "import lib.prerequisites, time; print(flush=True); time.sleep(60)"
     program = f"""import subprocess, sys
 rank = subprocess.Popen([sys.executable, "-c", "{rank}"], stdout=subprocess.PIPE)
 rank.stdout.readline()"""
@@ -138,7 +138,8 @@ rank.stdout.readline()"""
 
 def test_ctrl_c_leaves_no_server_of_ranks(tmp_path: Path) -> None:
     """It went on loading torch."""
-    program = """import prerequisites, rank_processes
+    program = """import lib.prerequisites
+from lib import rank_processes
 from multiprocessing import forkserver
 with rank_processes.Ranks(1) as ranks:
     forkserver.ensure_running()
@@ -165,7 +166,8 @@ def test_what_ranks_leave_is_removed() -> None:
 
 
 def test_the_disk_of_a_log_is_full() -> None:
-    program = """import argparse, pathlib, training_job
+    program = """import argparse, pathlib
+from lib import training_job
 training_job.dist.get_rank = lambda: 0
 args = argparse.Namespace(log_file=pathlib.Path("/dev/full"), resume=None)
 with training_job.log_to(args) as log:
@@ -184,7 +186,7 @@ with training_job.log_to(args) as log:
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     for package in ("torch", "flatshard"):
         (tmp_path / f"{package}.py").touch()
-    program = "import prerequisites; raise KeyboardInterrupt"
+    program = "import lib.prerequisites; raise KeyboardInterrupt"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'scripts'}"},

@@ -119,7 +119,7 @@ def test_results_file(sharded: Job) -> None:
 
 
 def test_saved_weights_fit_the_plain_network(sharded: Job) -> None:
-    import mnist_data
+    from lib import mnist_data
 
     net = load_script().Net().eval()
     net.load_state_dict(torch.load(sharded.saved)["model"])

@@ -1,6 +1,6 @@
 """Prints which strategy does what, tried on gloo ranks: the table of docs/support.md.
 
-    python scripts/support_table.py [--only NAME...] [--page docs/support.md]
+    python scripts/tables/support.py [--only NAME...] [--page docs/support.md]
 
 Four ranks that say to be two nodes train a small model for three steps under each strategy with
 each feature. A cell is *yes* where weights are those of the unwrapped model on all rows, else
@@ -18,19 +18,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from command_line import Parser
-from output_files import page_file, write_section
-from rank_processes import Ranks, Said
+from lib.command_line import Parser, positive_number
+from lib.rank_processes import Ranks, Said
+from table_cells import Cell, Notes, failure, page_file, write_section
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recompute
-from training_job import positive_number
-from verdicts import Cell, Notes, failure
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
@@ -378,7 +376,7 @@ Cells = dict[str, dict[str, Cell]]
 
 def table(names: list[str], seconds: float) -> Cells:
     cells: Cells = {}
-    with Ranks(WORLD, preload=("support_table",)) as ranks:
+    with Ranks(WORLD, preload=("support",)) as ranks:
         for name in names:
             cells[name] = {}
             for strategy in STRATEGIES:
@@ -407,7 +405,7 @@ def markdown(cells: Cells) -> str:
         lines.append(f"| {name} | {shown} | {notes} | `{TESTS[name]}` |")
     version = torch.__version__.partition("+")[0]
     about = (
-        f"`python scripts/support_table.py`, {WORLD} gloo ranks as {WORLD // PER_NODE} nodes of "
+        f"`python scripts/tables/support.py`, {WORLD} gloo ranks as {WORLD // PER_NODE} nodes of "
         f"{PER_NODE}, torch {version}: *yes*, where weights after {STEPS} steps are those of the "
         "unwrapped model to 1e-5 (LBFGS 1e-4, where something is rounded 2e-2, float8 0.1; of "
         "DistributedDataParallel for `allow_divergence`); *raises* an error that says why. *All* "

@@ -1,12 +1,23 @@
-"""What became of ranks, in one of five words, and under a table the notes that say why."""
+"""What the scripts beside this one share: cells, the notes that explain them, pages.
+
+A cell is the verdict on a call of several ranks, in one of five words.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from rank_processes import Said
+# The scripts one folder up, and what they share.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import lib.prerequisites  # noqa: F401  (first: it may end this)
+from lib.output import output_file, writing
+from lib.rank_processes import Said
 
 VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
 GOOD = {"right", "raises"}
@@ -54,3 +65,25 @@ class Notes:
 
     def lines(self) -> list[str]:
         return [f"{number}. `{text}`" for text, number in self._numbers.items()]
+
+
+# ---------------------------------------------------------------- pages
+
+
+def page_file(text: str) -> Path:
+    """A page that is there, and can be written."""
+    path = output_file(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"there is no page {text}")
+    return path
+
+
+def write_section(page: Path | None, text: str) -> None:
+    """Put a section in the place of the one with its heading, or at the end; or print it."""
+    if page is None:
+        print(text)
+        return
+    before, mark, after = page.read_text().partition(text.partition("\n")[0] + "\n")
+    _, next_mark, rest = after.partition("\n## ")
+    with writing(page) as part:
+        part.write_text((before if mark else before + "\n") + text + next_mark + rest)

@@ -1,6 +1,6 @@
 """Prints what happens when one rank alone calls something that all ranks must call.
 
-    python scripts/lone_calls.py [--only TEXT...] [--sample] [--share 1] [--at-once 6] [--page PATH]
+    python scripts/tables/lone_calls.py [--only TEXT...] [--sample] [--page PATH]
 
 Each cell is a program of its own on two or three gloo ranks: two steps as usual, then one rank
 makes a call, as under `if rank == 0:`, and all ranks proceed to the same next thing. A cell is
@@ -35,15 +35,14 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first: it may end this)
 import torch
 import torch._dynamo  # torch loads it when it makes the first optimizer
 import torch.distributed as dist
-from command_line import Parser
-from output_files import page_file, writing
+from lib.command_line import Parser, positive_number
+from lib.output import writing
+from table_cells import Cell, Notes, page_file
 from torch import Tensor, nn
-from training_job import positive_number
-from verdicts import Cell, Notes
 
 from flatshard import ShardedWrapper, checkpoint
 from flatshard.extras.deadlock import detector

@@ -1,10 +1,10 @@
 """Real models with flatshard and FullyShardedDataParallel: is their training DDP's?
 
-    python scripts/test_models.py > docs/models.md
-    python scripts/test_models.py --model timm/test_vit transformers/LlamaForCausalLM
-    python scripts/test_models.py --list
+    python scripts/tables/models.py > docs/models.md
+    python scripts/tables/models.py --model timm/test_vit transformers/LlamaForCausalLM
+    python scripts/tables/models.py --list
 
-Each model of the zoo (`scripts/model_zoo/`) trains three steps with SGD and momentum on two gloo
+Each model of the zoo (`model_zoo/`) trains three steps with SGD and momentum on two gloo
 ranks, without dropout, in float64 where it runs in that. Losses on each rank and the state dict
 have to be those under DistributedDataParallel. A cell is *right*, *raises* (an error on some rank),
 *wrong* (other numbers, and no error), *crashes* or *hangs* (no end within the limit).
@@ -19,16 +19,13 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-import prerequisites  # noqa: F401  (first: it may end this)
-
-# isort: split
+import table_cells  # noqa: F401  (first: it may end this)
 import torch
-from command_line import Parser
+from lib.command_line import Parser, positive_number
+from lib.rank_processes import Ranks, Said
 from model_zoo.families import FAMILIES, models_of
 from model_zoo.trial import POLICIES, train
-from rank_processes import Ranks, Said
-from training_job import positive_number
-from verdicts import GOOD, VERDICTS, Cell, Notes, failure
+from table_cells import GOOD, VERDICTS, Cell, Notes, failure
 
 WORLD = 2
 SIDES = ("flatshard", "fsdp1")
@@ -131,7 +128,7 @@ def main() -> int:
             said = ", ".join(f"{side} {' '.join(row.cells[side])}" for side in row.cells)
             spent = time.monotonic() - begin
             print(f"{name} ({policy}): {said or row.problem} ({spent:.0f} s)", file=sys.stderr)
-    command = " ".join(["python scripts/test_models.py", *sys.argv[1:]])
+    command = " ".join(["python scripts/tables/models.py", *sys.argv[1:]])
     print(markdown(rows, options.side, command))
     ours = (row.cells.get("flatshard", Cell("right")) for row in rows)
     return int(any(cell.verdict not in GOOD for cell in ours))

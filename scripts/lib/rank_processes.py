@@ -55,8 +55,7 @@ class Ranks:
     def __init__(self, number: int, preload: Sequence[str] = ()) -> None:
         self._number = number
         self._context = multiprocessing.get_context("forkserver")
-        always = ["not_interrupted", "torch._dynamo", "flatshard.wrap"]
-        self._context.set_forkserver_preload([*always, *preload])
+        self._context.set_forkserver_preload(["torch._dynamo", "flatshard.wrap", *preload])
         self._folder = tempfile.TemporaryDirectory(prefix="flatshard-ranks-")
         self._ranks: list[tuple[Any, Any]] = []
         self._num_calls = 0
@@ -124,8 +123,14 @@ class Ranks:
         process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
         # Python 3.11's fork server does not take over sys.path before it preloads.
         path = os.pathsep.join(filter(None, sys.path))
-        with mock.patch.dict(os.environ, PYTHONPATH=path):
-            process.start()
+        # Ctrl-C is for the script, which ends its ranks: the server, and ranks after it, inherit
+        # this mask.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with mock.patch.dict(os.environ, PYTHONPATH=path):
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._ranks.append((process, ours))
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from output_files import replacing
 from torch.utils.data import TensorDataset
-from training_job import Refused, on_all_ranks
+
+from lib.output import replacing
+from lib.training_job import Refused, on_all_ranks
 
 MNIST_FILES = [
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")

@@ -1,6 +1,6 @@
 """Runs the scripts in tutorials/ and writes what they show beside them, as notebooks.
 
-    python scripts/build/notebooks.py [NAME...]
+    python scripts/tables/notebooks.py [NAME...]
 
 Each tutorials/NAME.py is the source of tutorials/NAME.ipynb, in jupytext's percent format. Without
 a name, all are run. It needs `pip install -e ".[tutorials]"`.
@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from command_line import Parser
-from output_files import writing
+from lib.command_line import Parser
+from lib.output import writing
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 NEEDED = (

@@ -1,15 +1,15 @@
 """What DistributedDataParallel users write, run with flatshard and torch's FSDP: right or not?
 
-    python scripts/conformance.py > docs/conformance.md
-    python scripts/conformance.py --idiom tied clip_grad_norm --impl ddp "flatshard FULL_SHARD"
-    python scripts/conformance.py --list
+    python scripts/tables/conformance.py > docs/conformance.md
+    python scripts/tables/conformance.py --idiom tied --impl ddp "flatshard FULL_SHARD"
+    python scripts/tables/conformance.py --list
 
-Each idiom (`scripts/conformance_idioms/`) runs in processes of its own, on gloo ranks, and prints
-nothing. What it returns on each rank (losses, gradients, the state dict at the end) has to be what
-DistributedDataParallel returns on that rank; where that raises or is known to be wrong, an
+Each idiom (`conformance_idioms/`) runs in processes of its own, on gloo ranks, and prints
+nothing. What it returns on each rank (losses, gradients, the state dict at the end) has to be
+what DistributedDataParallel returns on that rank; where that raises or is known to be wrong, an
 unwrapped model whose gradients are averaged after each backward takes its place. A cell of the
-table is *right*, *raises* (an error on some rank), *wrong* (other numbers, and no error), *crashes*
-(the process ends without a Python error) or *hangs* (no end within the limit).
+table is *right*, *raises* (an error on some rank), *wrong* (other numbers, and no error),
+*crashes* (the process ends without a Python error) or *hangs* (no end within the limit).
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
-
-# isort: split
+import table_cells  # noqa: F401  (first: it may end this)
 import torch
-from command_line import Parser
 from conformance_idioms import IDIOMS, Idiom
 from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
-from rank_processes import Ranks, Said
+from lib.command_line import Parser, at_least, positive_number
+from lib.rank_processes import Ranks, Said
+from table_cells import GOOD, VERDICTS, Cell, Notes, failure
 from torch import Tensor
-from training_job import at_least, positive_number
-from verdicts import GOOD, VERDICTS, Cell, Notes, failure
 
 SECTIONS = {
     "loops": "Training loops",
@@ -243,7 +240,7 @@ def main() -> int:
         return 0
     idioms = [IDIOMS[name] for name in options.idiom]
     table = run_table(idioms, options.impl, options.world_size, options.timeout, options.jobs)
-    command = " ".join(["python scripts/conformance.py", *sys.argv[1:]])
+    command = " ".join(["python scripts/tables/conformance.py", *sys.argv[1:]])
     print(markdown(table, options.world_size, command))
     ours = (cells.get(name, Cell("right")) for cells in table.values() for name in FLATSHARD)
     return int(any(cell.verdict not in GOOD for cell in ours))

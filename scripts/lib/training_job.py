@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -21,56 +20,17 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from command_line import stop
-from output_files import output_file, replacing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper, ShardingStrategy, checkpoint
+from lib.command_line import at_least, directory, input_file, stop
+from lib.output import output_file, replacing
 
 Result = TypeVar("Result")
 Job = Callable[[argparse.Namespace, torch.device], None]
 
 # ----------------------------------------------------------------------------------------- options
-
-LARGEST = 2**31 - 1
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
-        if value > LARGEST:
-            raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, got {value}")
-        return value
-
-    return integer
-
-
-def positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {value}")
-    return value
-
-
-def input_file(text: str) -> Path:
-    if not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
-    return Path(text)
-
-
-def directory(text: str) -> Path:
-    """A directory in which temporary files can be made."""
-    if not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"not a directory: {text}")
-    try:
-        with tempfile.TemporaryFile(dir=text) as file:
-            os.posix_fallocate(file.fileno(), 0, 1)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write in {text}: {error.strerror}") from None
-    return Path(text)
 
 
 def add_ways(add: Callable[..., Any]) -> None:

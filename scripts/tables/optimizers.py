@@ -1,8 +1,8 @@
 """Optimizers of several packages on a sharded model: the numbers of the unwrapped model or not?
 
-    python scripts/optimizer_table.py --page docs/optimizers.md
-    python scripts/optimizer_table.py --only Muon SOAP --impl flatshard fsdp2 --world-size 4
-    python scripts/optimizer_table.py --strategies --page docs/optimizers.md
+    python scripts/tables/optimizers.py --page docs/optimizers.md
+    python scripts/tables/optimizers.py --only Muon SOAP --impl flatshard fsdp2 --world-size 4
+    python scripts/tables/optimizers.py --strategies --page docs/optimizers.md
 
 Each takes five steps on gloo ranks, in processes of its own. All ranks have the same rows, so that
 the averaged gradients are, bit for bit, those of the unwrapped model: what differs is the
@@ -21,17 +21,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
-
-# isort: split
+import table_cells  # noqa: F401  (first: it may end this)
 import torch
-from command_line import Parser
 from conformance_idioms.side import STRATEGIES, Side
-from output_files import page_file, write_section
-from rank_processes import Ranks, Said
+from lib.command_line import Parser, at_least, positive_number
+from lib.rank_processes import Ranks, Said
+from table_cells import Cell, Notes, failure, page_file, write_section
 from torch import Tensor, nn
-from training_job import at_least, positive_number
-from verdicts import Cell, Notes, failure
 
 STEPS = 5
 EXACT, RIGHT = 0.0, 1e-6

@@ -1,7 +1,7 @@
 """Frameworks' own training loops on a sharded model, beside their DistributedDataParallel.
 
-    python scripts/framework_table.py --page docs/frameworks.md
-    python scripts/framework_table.py --only lightning
+    python scripts/tables/frameworks.py --page docs/frameworks.md
+    python scripts/tables/frameworks.py --only lightning
 
 Each program takes twenty steps on two gloo ranks, with the framework's DistributedDataParallel,
 with flatshard, and with the framework's FSDP1 and FSDP2 where it runs them on CPUs; the table has
@@ -22,13 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import prerequisites  # noqa: F401  (first: it may end this)
-
-# isort: split
+import table_cells  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
-from command_line import Parser
-from output_files import page_file, write_section
+from lib.command_line import Parser
+from table_cells import page_file, write_section
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""Files that scripts write: tried before the work, and put in place whole after it."""
+"""What scripts write: files, tried before the work and whole after it, and colours of figures."""
 
 import argparse
 import contextlib
@@ -80,20 +80,30 @@ def write_json(path: Path | None, figures: Any, indent: int | None = 2) -> None:
             part.write_text(json.dumps(figures, indent=indent, default=str) + "\n")
 
 
-def page_file(text: str) -> Path:
-    """A page that is there, and can be written."""
-    path = output_file(text)
-    if not path.exists():
-        raise argparse.ArgumentTypeError(f"there is no page {text}")
-    return path
+# ---------------------------------------------------------------- figures
 
+COLOURS = {
+    # What a rank holds.
+    "this rank's parameters": "#1f77b4",
+    "optimizer state": "#ff7f0e",
+    "gradients": "#2ca02c",
+    "unsharded parameters": "#d62728",
+    "activations": "#9467bd",
+    # What a rank does.
+    "forward": "#7f7f7f",
+    "backward": "#c7c7c7",
+    "all-gather": "#e377c2",
+    "reduce-scatter": "#17becf",
+    # What trains the model.
+    "DDP": "#8c564b",
+    "flatshard": "#111111",
+    "flatshard, sockets": "#4d4d4d",
+    "flatshard, native": "#8a8a8a",
+    "FSDP1": "#bcbd22",
+    "FSDP2": "#dbdb8d",
+    "no communication": "#c49c94",
+}
+"""Of all figures, docs/step.svg included: one colour means one thing everywhere."""
 
-def write_section(page: Path | None, text: str) -> None:
-    """Put a section in the place of the one with its heading, or at the end; or print it."""
-    if page is None:
-        print(text)
-        return
-    before, mark, after = page.read_text().partition(text.partition("\n")[0] + "\n")
-    _, next_mark, rest = after.partition("\n## ")
-    with writing(page) as part:
-        part.write_text((before if mark else before + "\n") + text + next_mark + rest)
+PEAK = {"color": "#ececec", "hatch": "///", "edgecolor": "#8a8a8a", "linewidth": 0}
+"""What a step needs on top of persistent memory, where it is not told apart."""

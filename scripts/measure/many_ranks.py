@@ -1,6 +1,6 @@
 """Trains on many ranks of this machine, and resumes from their checkpoint on a few.
 
-    python scripts/many_ranks.py --ranks 32 --resume-on 3
+    python scripts/measure/many_ranks.py --ranks 32 --resume-on 3
 
 A small model in float64 is wrapped on gloo ranks, trained with SGD and momentum, saved, and trained
 further. Then as many other ranks as --resume-on says load the checkpoint and train the same steps.
@@ -19,15 +19,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
-
-# isort: split
+import measuring  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
-from command_line import Parser
-from rank_processes import Ranks
+from lib.command_line import Parser, at_least, positive_number
+from lib.rank_processes import Ranks
 from torch import Tensor, nn
-from training_job import at_least, positive_number
 
 from flatshard import ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy

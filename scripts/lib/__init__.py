@@ -1,0 +1,1 @@
+"""Code that several scripts share: options, output, ranks, the training job and its data."""

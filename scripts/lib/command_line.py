@@ -1,0 +1,68 @@
+"""How scripts read their options: a bad option is one line, and exit status 2."""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+LARGEST = 2**31 - 1
+
+
+def stop(message: str) -> NoReturn:
+    """Ends this rank with exit status 2; one rank per machine says why."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """Describes a script by its docstring, and ends in one line on a bad option."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        stop(message)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+        if value > LARGEST:
+            raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, got {value}")
+        return value
+
+    return integer
+
+
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {value}")
+    return value
+
+
+def input_file(text: str) -> Path:
+    if not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
+
+
+def directory(text: str) -> Path:
+    """A directory in which temporary files can be made."""
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"not a directory: {text}")
+    try:
+        with tempfile.TemporaryFile(dir=text) as file:
+            os.posix_fallocate(file.fileno(), 0, 1)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write in {text}: {error.strerror}") from None
+    return Path(text)
