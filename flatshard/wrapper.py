@@ -38,7 +38,7 @@ from flatshard.module.sharding import (
     units_between_steps,
 )
 from flatshard.module.summon import summon
-from flatshard.optimizer import grad_norm
+from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
@@ -473,13 +473,13 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         for extension in context.extensions:
             extension.needs_gradients("clip_grad_norm_()")
         handles = handles_in(self)
-        grad_norm.check_alike(handles, world)
+        optimizer_step.check_alike(handles, world)
         limits = max_norm, norm_type, error_if_nonfinite, foreach
         with ExitStack() as stack:
             for extension in context.extensions:
                 stack.enter_context(extension.clipping(self, limits))
-            grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
-            return grad_norm.clip_grad_norm_(list(self.parameters()), handles, *limits)
+            optimizer_step.check_reduced(handles, world, is_reducing=context.is_reducing)
+            return optimizer_step.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
     @staticmethod
     def summon_full_params(

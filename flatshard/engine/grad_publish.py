@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -201,13 +201,6 @@ class GradPublish:
             grad.add_(before)
             self._to_host.target.page_out(local_range(grad), local_range(before))
         set_grad(param, grad)
-
-    def published(self, wanted: Collection[int]) -> list[Tensor]:
-        """The gradients in ``.grad`` of parameters whose ids are ``wanted``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            sharded = (param.sharded for param in self._params)
-            grads = [param.grad for param in sharded if id(param) in wanted]
-        return [grad for grad in grads if grad is not None]
 
     def run_post_accumulate_hooks(self, used: Sequence[bool]) -> None:
         for param in self._params:

@@ -32,7 +32,7 @@ from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, is_counted, tensors_in
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_counted, sharded_in
 from flatshard.tensor.unsharded import as_views, gathered
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -215,4 +215,4 @@ def _writes(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operation is one in place, by its name, on a sharded tensor."""
     name = getattr(func, "__name__", "")
     in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2:] != "__")
-    return in_place and any(isinstance(t, FlatShardTensor) for t in tensors_in(args[:1]))
+    return in_place and next(sharded_in(args[:1]), None) is not None

@@ -1,18 +1,21 @@
-"""Hooks around ``optimizer.step()``: it gets other parameters in place of sharded ones.
+"""Hooks around ``optimizer.step()``, and ``clip_grad_norm_`` before it.
 
-``stepper`` says which.
+During the step the optimizer has other parameters in place of sharded ones; ``stepper`` says which.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from flatshard.comm.communicator import Communicator
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.optimizer.stepper import (
     BucketStepper,
@@ -26,7 +29,8 @@ from flatshard.optimizer.stepper import (
 )
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import check_dtype
-from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, untraced
+from flatshard.tensor import reduction_ops
+from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, untraced
 
 
 @functools.cache
@@ -171,3 +175,70 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
 
 def _name_of(param: Any) -> str | None:
     return param.spec.name if isinstance(param, FlatShardTensor) else None
+
+
+# ------------------------------------------------------------ clipping
+
+
+def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None:
+    """Raise where ranks have different units, whose norms would differ too; on all ranks."""
+    for handle in handles:
+        if handle.topology.world.size < world.size:
+            raise RuntimeError(
+                f"{unit_text(handle.unit_name)}: clip_grad_norm_() where a unit trains on ranks "
+                f"{handle.topology.world.ranks_text} alone: the norm would differ between ranks. "
+                "Clip with a norm that you compute, or call clip_grad_norm_() of the units."
+            )
+
+
+def check_reduced(
+    handles: Sequence[FlatParamHandle], world: Communicator, *, is_reducing: bool
+) -> None:
+    """Raise, on all ranks, if any has gradients that were accumulated under ``no_sync``.
+
+    Collective: all ranks of ``world``, unless ``is_reducing``: the last forward began outside of
+    ``no_sync``.
+    """
+    mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
+    found = {world.rank: mine}
+    if not is_reducing:
+        # Ranks may have used different parameters since, and tell each other.
+        found = dict(enumerate(world.host.gather_unless_equal(mine, "clip_grad_norm_")))
+    for rank, unit in found.items():
+        if unit is not None:
+            raise RuntimeError(
+                f"{unit_text(unit)}, rank {rank}: clip_grad_norm_() on gradients that were "
+                "accumulated under no_sync and not reduced. Clip after a backward outside of it."
+            )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    params: Sequence[Tensor],
+    handles: Sequence[FlatParamHandle],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """See ``ShardedWrapper.clip_grad_norm_``; ``handles`` are behind the sharded of ``params``.
+
+    Collective: all ranks that hold parts of ``params``.
+    """
+    sharded = {id(param): param for handle in handles for param in handle.sharded}
+    wanted = {id(param): param for param in params}
+    # In the handles' order, which decides the order of the sum.
+    ordered = [param for key, param in wanted.items() if key not in sharded]
+    ordered += [param for key, param in sharded.items() if key in wanted]
+    with torch._C.DisableTorchFunctionSubclass():
+        # A gradient without elements adds nothing to a norm.
+        found = [param.grad for param in ordered]
+        grads = [grad for grad in found if grad is not None and grad.numel() > 0]
+    order = float(norm_type)
+    norms = reduction_ops.norms(grads, order)
+    # A number's norm is the number itself, so torch only combines: its dtypes, its errors.
+    total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
+    # Torch reads nothing but ``grad``. A range is a plain tensor, which needs no dispatch.
+    ranges: Any = [SimpleNamespace(grad=local_range(grad)) for grad in grads]
+    nn.utils.clip_grads_with_norm_(ranges, max_norm, total, foreach)
+    return total

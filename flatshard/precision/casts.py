@@ -232,7 +232,10 @@ _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
+    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects.
+
+    ``depth``: how many objects may lie inside of one another; 0: only lists, tuples and mappings.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | Mapping):

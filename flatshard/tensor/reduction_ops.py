@@ -32,7 +32,7 @@ from flatshard.tensor.sharded_tensor import (
     FlatShardTensor,
     first_sharded,
     local_range,
-    tensors_in,
+    sharded_in,
     untraced,
     wrote,
 )
@@ -129,9 +129,8 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
     if len(tensors) == 1:
         return f"norm of order {order:g} of {first}"
     roles = ", ".join(sorted({tensor.role for tensor in tensors}))
-    # A hash of integers, unlike a hash of texts, is the same in all processes.
-    which = hash((zlib.crc32(roles.encode()), *[tensor.spec.name_crc for tensor in tensors]))
-    which &= 0xFFFFFFFF
+    names = ", ".join(tensor.spec.name for tensor in tensors)
+    which = zlib.crc32(f"{roles}: {names}".encode())
     return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, set {which:08x}"
 
 
@@ -237,38 +236,29 @@ class OutsideUses:
     count = 0
 
 
-class _Reduction(torch.autograd.Function):
-    """``loss + p.pow(2).sum()`` outside forward: the p-norm over all elements, or their sum."""
+class _Sum(torch.autograd.Function):
+    """``loss + p.pow(2).sum()`` outside forward: the sum over all elements."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: FlatShardTensor, order: float | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
         OutsideUses.count += 1
-        ctx.spec, ctx.order = tensor.spec, order
-        if order is None:
-            # Only dtype and device are needed: the shard itself is not to be kept for backward.
-            ctx.save_for_backward(tensor.local.new_empty(0))
-            return _sum(aten.sum.default, (tensor,), {})
-        norm = norms([tensor], order)[0]
-        ctx.save_for_backward(tensor.local, norm)
-        return norm
+        ctx.spec = tensor.spec
+        # Backward only needs dtype and device: without the copy it would keep the shard.
+        ctx.save_for_backward(tensor.local.new_empty(0))
+        return _sum(aten.sum.default, (tensor,), {})
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
         spec: ShardSpec = ctx.spec
         spec.owner.start_backward()
         # The loss may be scaled differently on each rank, and data parallelism wants the average.
         # A clone: the reduction is in place, and autograd may hand the tensor to others too.
-        op_name = f"backward of a {'sum' if ctx.order is None else 'norm'} of {spec.name!r}"
+        op_name = f"backward of a sum of {spec.name!r}"
         average = _reduced(gradient.clone(), (spec.comm, spec.replicas), "SUM", op_name)
         average = average / (spec.comm.size * spec.replicas.size)
-        local, *norms = ctx.saved_tensors
-        if ctx.order is None:
-            return FlatShardTensor(local.new_empty(spec.numel).copy_(average), spec), None
-        # x |x|^(p-2) / norm^(p-1), without 1 / 0: zero has the subgradient zero, as in torch.
-        slope = local.sgn() * local.abs().pow(ctx.order - 1).masked_fill(local == 0, 0)
-        scale = norms[0].pow(1 - ctx.order).masked_fill(norms[0] == 0, 0)
-        return FlatShardTensor(slope * (scale * average), spec), None
+        (like,) = ctx.saved_tensors
+        return FlatShardTensor(like.new_empty(spec.numel).copy_(average), spec)
 
 
 def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -277,23 +267,17 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     source, *rest = args if key is None else (kwargs.pop(key), *args)
     if not (isinstance(source, FlatShardTensor) and source.requires_grad):
         return NotImplemented
-    order: Any = None
-    if kind == "norm":
-        order = rest.pop(0) if rest else kwargs.pop("p", kwargs.pop("ord", 2))
-        order = 2 if order in (None, "fro") else order
-        if not isinstance(order, int | float) or order in (0, math.inf, -math.inf):
-            source.spec.refuse(f"the gradient of a norm of order {order}")
-        order = float(order)
-    if rest or any(value is not None and value is not False for value in kwargs.values()):
-        source.spec.refuse(f"a {kind} along a dimension or in another dtype")
-    result = _Reduction.apply(source, order)
-    return result / source.spec.unsharded_numel if kind == "mean" else result
+    has_options = rest or any(value is not None and value is not False for value in kwargs.values())
+    if kind == "norm" or has_options:
+        source.spec.refuse(f"the gradient of a {kind}")
+    total = _Sum.apply(source)  # type: ignore[no-untyped-call]
+    return total / source.spec.unsharded_numel if kind == "mean" else total
 
 
 def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
     """``grad(loss, parameters)`` would find no path to sharded parameters and return None."""
-    for value in tensors_in((*args[1:], *kwargs.values())):
-        if isinstance(value, FlatShardTensor) and getattr(value, "_is_param", False):
+    for value in sharded_in((*args[1:], *kwargs.values())):
+        if getattr(value, "_is_param", False):
             raise RuntimeError(
                 f"parameter {value.spec.name!r} is sharded: gradients for chosen parameters "
                 "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "

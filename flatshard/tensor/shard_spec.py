@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from types import CodeType
@@ -104,13 +103,11 @@ class ShardSpec:
     offset: int = field(init=False)
     numel: int = field(init=False)
     start: int = field(init=False)
-    name_crc: int = field(init=False)  # a number for the name, the same on all ranks
 
     def __post_init__(self) -> None:
         span, local = self.span, self.local
         self.shape, self.strides, self.order = span.shape, span.strides, span.order
         self.offset, self.numel, self.start = local.offset, local.numel, local.start
-        self.name_crc = zlib.crc32(self.name.encode())
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:

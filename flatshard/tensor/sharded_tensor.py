@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.plan.boxes import Box, boxes_of
+from flatshard.precision.casts import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 
 if TYPE_CHECKING:
@@ -421,7 +422,8 @@ class FlatShardTensor(torch.Tensor):
 
 def _has_out(given: dict[str, Any]) -> bool:
     """Whether the keywords of a mutable operator contain a tensor for the result."""
-    return "out" in given or any(isinstance(t, FlatShardTensor) for t in tensors_in(given.values()))
+    # A tensor of one element has a truth value, so not ``any(sharded_in(...))``.
+    return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
 def is_collective(func: Any) -> bool:
@@ -429,12 +431,11 @@ def is_collective(func: Any) -> bool:
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
-def wrote(values: Iterable[Any]) -> None:
+def wrote(values: Sequence[Any]) -> None:
     """Say that the sharded tensors among ``values`` were written."""
     # An unsharded buffer is stale when its shard was written since. The shard's version counter,
     # which views share, tells that, but operations under ``__torch_dispatch__`` do not move it.
-    written = [t.local for t in tensors_in(values) if isinstance(t, FlatShardTensor)]
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
 def local_range(tensor: Tensor) -> Tensor:
@@ -442,19 +443,14 @@ def local_range(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, FlatShardTensor) else tensor
 
 
-def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Tensors among an operation's arguments and in their lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
+    """Sharded tensors among an operation's arguments and in their lists."""
+    return (t for t in tensors_in(values, depth=0) if isinstance(t, FlatShardTensor))
 
 
 def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     """The sharded tensor for which an operation came here; it names the operation's errors."""
-    everything = (*args, *kwargs.values())
-    return next(t for t in tensors_in(everything) if isinstance(t, FlatShardTensor))
+    return next(sharded_in((*args, *kwargs.values())))
 
 
 # Torch runs these methods without a dispatch and reads memory that a sharded tensor does not have:

@@ -1,5 +1,6 @@
 """Several forwards and backwards of one step, and losses of gradients and parameters."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -202,7 +203,9 @@ def _penalised(side: Side, weights: list[float], *kinds: Callable[[Tensor], Tens
     optimizer = sgd(model, lr=0.01)
     weight = side.by_rank(weights)
     for step, kind in enumerate(kinds):
-        penalty = sum(kind(p) for p in model.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # norms: the parameters are all-gathered for them
+            penalty = sum(kind(p) for p in model.parameters())
         (side.loss(model, step) + weight * penalty).backward()
         step_and_clear(optimizer)
     return [model]

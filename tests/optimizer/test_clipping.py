@@ -1,6 +1,7 @@
 """Gradient norms and clipping: torch's numbers on the unwrapped model and the rows of all ranks."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -408,8 +409,10 @@ def _slope_of_a_norm(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 param.copy_(plain)
             plain.requires_grad_()
-            for tensor in (param, plain):
-                torch.linalg.vector_norm(tensor, order).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the parameter is all-gathered for its norm
+                for tensor in (param, plain):
+                    torch.linalg.vector_norm(tensor, order).backward()
             _assert_close(param.grad.full_tensor(), plain.grad)
 
 

@@ -32,8 +32,8 @@ from flatshard.optimizer import state_dicts
 from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.optimizer.stepper import OptimizerExtension, extensions, is_elementwise
 from flatshard.plan.module_tree import unit_text
+from flatshard.precision.casts import tensors_in
 from flatshard.tensor.reduction_ops import OutsideUses
-from flatshard.tensor.sharded_tensor import tensors_in
 
 __all__ = ["register"]
 
