@@ -98,7 +98,7 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 def _maxima(state: RunState, ballots: Sequence[Sequence[int]]) -> list[bytes]:
     """Of each number, the largest of all ranks. Collective."""
     # Small, and once per backward: one message costs what its latency costs.
-    with state.observers.waiting(Kind.RANKS_WAIT):
+    with state.observers.span(Kind.RANKS_WAIT):
         op_name = "used parameters of all units, backward"
         found = state.world.maxima(bytes(chain.from_iterable(ballots)), op_name=op_name)
     numbers = iter(found)

@@ -146,7 +146,7 @@ class Backward:
 
     def _unshard_now(self, unit: Unit, *, everything: bool = False) -> None:
         self._state.start_unshard(unit, "backward", everything=everything)
-        with self._observers.waiting(Kind.GATHER_WAIT, unit):
+        with self._observers.span(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
 
     def bring_back(self, unit: Unit) -> bool:
@@ -229,7 +229,7 @@ class Backward:
         # After units are resharded: other ranks wait for that likewise. What a forward around this
         # backward still needs is released at its end.
         if is_outermost:
-            with self._observers.waiting(Kind.RANKS_WAIT):
+            with self._observers.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
         self._run_hooks(used)
         if is_outermost:

@@ -12,8 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import differ, with_complements
-from flatshard.engine.events import Kind, Observers
-from flatshard.engine.extension import Voter
+from flatshard.engine.events import Kind, Observers, Voter
 
 # By module and attribute.
 Buffers = dict[tuple[nn.Module, str], Tensor]
@@ -47,7 +46,7 @@ class BufferSync(Voter):
         Collective, unless the forward ``recomputes`` one.
         """
         if self.is_due and not recomputes and self._world.size > 1:
-            with self._observers.waiting(Kind.RANKS_WAIT):
+            with self._observers.span(Kind.RANKS_WAIT):
                 self.broadcast(f"{name or 'the model'}'s buffers")
         self._has_run = True
         # As in DistributedDataParallel: after a forward whose backward leaves ranks' parameters as

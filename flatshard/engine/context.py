@@ -41,7 +41,8 @@ class RunContext(RunState):
         for _, handle in self.handles:
             # One list for all: the end of a backward waits once for what others read.
             handle.link.pending_sends = self.pending_sends
-        if broadcast_buffers:
+        # As in DistributedDataParallel, a model without buffers when it is wrapped broadcasts none.
+        if broadcast_buffers and root_module.buffers():
             self.buffers = BufferSync(world, self.observers, root_module.buffers)
         self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(self, self._prefetch)

@@ -1,23 +1,27 @@
-"""``StepObserver``: hears what a run does, and changes nothing of it.
+"""The seams of a step: ``StepObserver`` watches, ``StepExtension`` acts, ``Voter`` compares ranks.
 
-The engine knows nobody who listens. Reports attach themselves to ``Observers``. What acts in a step
-is called by its name in ``forward`` and ``backward``, or is a ``StepExtension``.
+The engine knows none of them by name. Observers hear what a run does, and change nothing of it;
+reports attach themselves to ``Observers``. Extensions are extras that act in a step: ``forward``,
+``backward``, and ``reduce_queue`` where a reduction ends, name the moments. Several extensions act
+at one moment in the order of the table ``EXTRAS`` in ``flatshard.options.extras``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Kind(enum.Enum):
@@ -73,7 +77,7 @@ class StepObserver:
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
     ) -> AbstractContextManager[object]:
-        """Around a stretch of time; see ``Observers.starting`` and ``Observers.waiting``."""
+        """Around a stretch of time; see ``Observers.span``."""
         return _NOTHING
 
 
@@ -99,31 +103,36 @@ class Observers:
     def find(self, kind: type[O]) -> O | None:
         return next((one for one in self.all if isinstance(one, kind)), None)
 
-    def starting(self, purpose: str, unit: Unit | None) -> AbstractContextManager[object]:
-        """Around the start of collectives: for "forward" or "backward", or a "reduce"."""
-        label = "reduce" if purpose == "reduce" else "unshard"
-        return self._around(Kind.STARTING, unit, purpose, True, label)
-
-    def waiting(
-        self, kind: Kind, unit: Unit | None = None, *, ends: bool = True
+    def span(
+        self,
+        kind: Kind,
+        unit: Unit | None = None,
+        *,
+        purpose: str | None = None,
+        ends: bool = True,
     ) -> AbstractContextManager[object]:
-        """Around a wait; ``ends``: what was under way for it is over then."""
-        # Second stages of reductions start in waits for the first.
-        purpose = "other" if unit is None else "reduce"
-        label = "wait_unshard" if kind is Kind.GATHER_WAIT else None
-        return self._around(kind, unit, purpose, ends, label)
+        """Around a stretch of time, for all observers and for torch's profiler.
 
-    def _around(
-        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool, label: str | None
-    ) -> AbstractContextManager[object]:
+        Args:
+            kind: what the time is spent on.
+            unit: the unit that the collectives belong to; None: no single unit.
+            purpose: "forward" and "backward" start all-gathers, "reduce" starts reductions. Without
+                a purpose the stretch is a wait.
+            ends: whether the collectives under way for the unit are over after a wait.
+        """
         profiles = torch._C._autograd._profiler_enabled()
         if not (self.all or profiles):
             return _NOTHING
+        label = "reduce" if purpose == "reduce" else "unshard"
+        if purpose is None:
+            label = "wait_unshard"
+            # Second stages of reductions start in waits for first stages.
+            purpose = "other" if unit is None else "reduce"
         # Entered already: the caller enters what this returns at once, which does nothing more.
         stack = contextlib.ExitStack()
-        for one in self.all:
-            stack.enter_context(one.span(kind, unit, purpose, ends))
-        if profiles and unit is not None and label is not None:
+        for observer in self.all:
+            stack.enter_context(observer.span(kind, unit, purpose, ends))
+        if profiles and unit is not None and kind in (Kind.STARTING, Kind.GATHER_WAIT):
             stack.enter_context(profiled(label, unit.name))
         return stack
 
@@ -134,3 +143,55 @@ def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"flatshard::{label} ({unit_name or 'root'})")
+
+
+class Voter:
+    """Compares something between ranks in the exchange at the end of each backward."""
+
+    def votes(self) -> bytes:
+        """This rank's bytes, as many as on the other ranks; asked right before the exchange."""
+        return b""
+
+    def tally(self, maxima: bytes) -> None:
+        """Hear, for each of the ``votes``, the largest of any rank.
+
+        Must not raise: the other ranks wait for this rank's reductions.
+        """
+
+
+class StepExtension(Voter):
+    """Subclasses override the moments at which they act."""
+
+    name: str
+    """The extra's name in ``EXTRAS``."""
+
+    is_made_anew = False
+    """Whether the run of a module around the model, which is wrapped later, has it too."""
+
+    # A forward, or something between steps, begins; the last step may have failed.
+    def recover(self) -> None: ...
+    # The outermost forward begins; `of_root`: it is the root's. May raise, on all ranks.
+    def begin_forward(self, of_root: bool) -> None: ...
+    # Flat parameters' all-gathers were started, for "forward" or "backward".
+    def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None: ...
+    # The outermost forward has computed, or failed; no rank waits yet for what it all-gathered.
+    def end_forward(self, failed: bool) -> None: ...
+    # The model's backward begins. May raise.
+    def begin_backward(self) -> None: ...
+    # All of a unit's gradients are reduced.
+    def reduced(self, unit: Unit) -> None: ...
+    # Backward has started all that it can: a moment for an extension's own work.
+    def between_units(self) -> None: ...
+    # These units got gradients after their reduction; nothing is under way. May raise, on all
+    # ranks.
+    def reduced_late(self, units: Sequence[Unit]) -> None: ...
+    # `.grad` is complete; `has_gradients`: this backward brought some, on any rank.
+    def end_backward(self, has_gradients: bool) -> None: ...
+
+    # `caller`, a method such as "join()", needs all gradients after backward. May raise, on all
+    # ranks.
+    def needs_gradients(self, caller: str) -> None: ...
+
+    def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Around ``module.clip_grad_norm_(*arguments)``, where ``module`` is a wrapper."""
+        return nullcontext()

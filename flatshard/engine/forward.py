@@ -109,7 +109,7 @@ class Forward:
             # Evaluation makes no gradients, and its batches are often larger.
             self.give_back()
         # All-gathers across nodes are slow: all units' overlap the forward.
-        with self._observers.starting("forward", None):
+        with self._observers.span(Kind.STARTING, purpose="forward"):
             for handle in self._crossing:
                 handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
@@ -152,7 +152,7 @@ class Forward:
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for use in the forward under way, and wait for it. Collective."""
         self._state.start_unshard(unit, "forward")
-        with self._observers.waiting(Kind.GATHER_WAIT, unit):
+        with self._observers.span(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
         if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
             unit.enter(Phase.IDLE)
@@ -235,9 +235,10 @@ class Forward:
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # The optimizer may write shards next: no other rank may still be reading them.
-        with self._observers.waiting(Kind.RANKS_WAIT):
+        with self._observers.span(Kind.RANKS_WAIT):
             for handle in self._crossing:
-                handle.gather.secondary.finish_refresh()
+                if handle.gather.secondary is not None:
+                    handle.gather.secondary.finish_refresh()
             if not failed:  # else the error on its way is the one to see
                 self._state.pending_sends.wait_sends()
         for observer in self._observers.all:
@@ -248,7 +249,7 @@ class Forward:
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:
-                    with self._observers.waiting(Kind.GATHER_WAIT, unit):
+                    with self._observers.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
                     if not failed:  # else the error on its way is the one to see

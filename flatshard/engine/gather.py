@@ -2,7 +2,8 @@
 
 Usually from the shards themselves, copied to where the unit computes and cast; in float8 where the
 user asks for it; or from a ``SecondaryShard``, a larger part of the parameters than the shard, over
-nearby ranks.
+nearby ranks. If the shards live in another memory than the device that computes, the copies run on
+a stream of their own and overlap with compute.
 
 Two strategies keep one. Where forward all-gathers over all ranks and backward over fewer, it is cut
 out of the unsharded buffer after forward and dropped after backward (hierarchical partitioning of
@@ -13,7 +14,9 @@ node.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +25,8 @@ from torch import Tensor
 from flatshard.comm.communicator import Topology
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork, RunLink
-from flatshard.engine.offload_copies import HostToDevice, OffloadTargets
 from flatshard.memory.buffers import BufferMemory
+from flatshard.memory.offload_target import OffloadTargets, beside, copy_stream
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 
@@ -46,6 +49,7 @@ class ParamGather:
         link: RunLink,
         options: HandleOptions,
         device: torch.device,
+        dtype: torch.dtype,
         shard_numel: int,
     ) -> None:
         self._link, self._topology = link, options.topology
@@ -60,59 +64,89 @@ class ParamGather:
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, shard_numel)
-        self.secondary = SecondaryShard(topology, link)
+        # None: the strategy all-gathers from the shards only.
+        self.secondary: SecondaryShard | None = None
+        if topology.regather is not None or inter_group.size > 1:
+            self.secondary = SecondaryShard(topology, link)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None
-        self.move_to(device)
+        self.move_to(device, dtype)
 
-    def move_to(self, device: torch.device) -> None:
-        """Compute on ``device`` from now on; what was kept to all-gather from is dropped."""
-        self._device, self._to_device = device, HostToDevice(device, self._targets, self._link)
-        self.secondary.drop()
-
-    def reads_shard(self, dtype: torch.dtype) -> bool:
-        """Whether all-gathers read the shard as it lies in host memory, in its own ``dtype``."""
-        is_copied = self.secondary.is_kept or self._float8 is not None
-        is_cast = self._precision.unsharded_dtype(dtype) != dtype
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """All-gather shards of ``dtype`` to ``device`` from now on, and drop kept copies."""
+        self._device = device
+        self._is_offloaded = not self._targets.shard.is_device and device.type != "cpu"
+        # The dtype of the unsharded buffer, and the dtype in which the shard is sent.
+        self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        return self._device.type == "cpu" and not (is_copied or is_cast or is_alone)
+        # One rank's all-gather is a copy, which casts. Float8 is made from the shard's own dtype.
+        if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
+            self._sent_dtype = dtype
+        # Whether all-gathers read the shard as it lies in host memory.
+        is_copied = self.secondary is not None or self._float8 is not None
+        is_cast = self.compute_dtype != dtype
+        self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
+        # Of an offloaded shard: the copy on the device, if it stays there, and its version.
+        self._device_copy: tuple[Tensor, int] | None = None
+        if self.secondary is not None:
+            self.secondary.drop()
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> BufferMemory:
-        """Memory for the unsharded buffer, ``(numel,)``; maybe for a shard of ``dtype`` too."""
-        files = self._targets.shard.files if self.reads_shard(dtype) else None
-        compute_dtype = self._precision.unsharded_dtype(dtype)
-        request = BufferRequest(numel, compute_dtype, self._device, self.tags[0], files)
+    def allocate(self, numel: int) -> BufferMemory:
+        """Memory for the unsharded buffer, ``(numel,)``; for the shard too if ``reads_shard``."""
+        files = self._targets.shard.files if self.reads_shard else None
+        request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], files)
         return self._topology.intra_group.allocate_unsharded(request)
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
         """Fill the buffer in ``memory``, later. Collective: all ranks that it is gathered from."""
         # `version` is the shard's, and tells whether what was kept of it is stale.
-        with self._to_device.stream():
-            self.begin_refresh(shard, version)
-            if self.secondary.is_current(version):
-                self._work = self.secondary.gather(memory.buffer, purpose)
-            else:
-                self._work = self._gather(shard, version, memory, purpose)
-
-    def _gather(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> AsyncWork:
-        comm, out = self._topology.intra_group, memory.buffer
-        if self._float8 is None:
+        with self._copying():
+            if self.secondary is not None:
+                self.begin_refresh(shard, version)
+                if self.secondary.is_current(version):
+                    self._work = self.secondary.gather(memory.buffer, purpose)
+                    return
             source = self._source(shard, version)
-        else:
-            source = self._float8.pack(self._to_device.copy(shard, shard.dtype, version))
-            # Not into the buffer: float8 is unpacked there when all of it has come.
-            self._packed = out = source.new_empty(source.numel() * comm.size)
-        buffer = None if out is self._packed else memory
-        return comm.all_gather(
-            Gather(source, out, self._link.unit_name, self.tags[0], purpose, memory=buffer)
-        )
+            request = Gather(
+                source, memory.buffer, self._link.unit_name, self.tags[0], purpose, memory=memory
+            )
+            if self._float8 is not None:
+                packed = self._float8.pack(source)
+                # Not into the buffer: float8 is unpacked there when all of it has come.
+                self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
+                request = request._replace(shard=packed, out=self._packed, memory=None)
+            self._work = self._topology.intra_group.all_gather(request)
+
+    def _copying(self) -> AbstractContextManager[None]:
+        """Let copies of an offloaded shard that are queued inside overlap with compute."""
+        return beside(self._device) if self._is_offloaded else nullcontext()
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
-        """The shard where the unit computes, in the dtype that computes."""
-        dtype = self._precision.unsharded_dtype(shard.dtype)
-        if self._topology.shard.size == 1 and not self._targets.keeps_copy:
-            dtype = shard.dtype  # one rank's all-gather is a copy, which casts
-        return self._to_device.copy(shard, dtype, version)
+        """The shard where the unit computes, in the dtype to send."""
+        if self._is_offloaded:
+            return self._on_device(shard, version)
+        source = shard.to(self._sent_dtype)
+        if source is not shard:
+            self._targets.shard.page_out(shard)
+        return source
+
+    def _on_device(self, shard: Tensor, version: int) -> Tensor:
+        """Copy of an offloaded shard on the device; the earlier copy if it is kept and current."""
+        if self._device_copy is not None and self._device_copy[1] == version:
+            return self._device_copy[0]
+        # Cast on the device: on the host the result would not be pinned.
+        brought = shard.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        # The optimizer writes the shard on the host, which no stream holds back.
+        copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
+        copying = AsyncWork([], self._link.unit_name, [shard], sends=[copied])
+        copying.wait(self._link.pending_sends)
+        self._targets.shard.page_out(shard)
+        source = brought.to(self._sent_dtype)
+        if self._targets.keeps_copy:
+            self._device_copy = source, version
+        return source
 
     def finish(self, buffer: Tensor) -> None:
         """Wait for what ``start`` began: ``buffer`` is filled then. Raises CollectiveError."""
@@ -120,8 +154,10 @@ class ParamGather:
         work, self._work = self._work, None
         packed, self._packed = self._packed, None
         work.wait(self._link.pending_sends)
-        # What is on the stream for copies must be over before the compute stream reads.
-        self._to_device.wait_on_stream()
+        if self._is_offloaded:
+            # What is on the stream for copies must be over before the compute stream reads. Here
+            # and not in `start`: until now compute goes on.
+            torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if packed is not None:
             assert self._float8 is not None, "it was packed"
             with torch.inference_mode(False), torch.no_grad():
@@ -141,21 +177,23 @@ class ParamGather:
 
     def begin_refresh(self, shard: Tensor, version: int) -> None:
         """All-gather what other nodes changed, later. Collective: the ranks of ``inter_group``."""
-        if self._topology.inter_group.size > 1 and not self.secondary.is_current(version):
-            with torch.inference_mode(False), torch.no_grad(), self._to_device.stream():
+        secondary = self.secondary
+        if secondary is None or self._topology.inter_group.size == 1:
+            return
+        if not secondary.is_current(version):
+            with torch.inference_mode(False), torch.no_grad(), self._copying():
                 source = self._source(shard, version)
-                self.secondary.begin_refresh(source, version, self.tags[1])
+                secondary.begin_refresh(source, version, self.tags[1])
 
 
 class SecondaryShard:
-    """This rank's part of what nearby ranks all-gather; nothing with most strategies."""
+    """This rank's part of what nearby ranks all-gather."""
 
     def __init__(self, topology: Topology, link: RunLink) -> None:
         self._link, self._inter_group = link, topology.inter_group
         self._is_temporary = topology.regather is not None  # from a forward to its backward
-        self.is_kept = self._is_temporary or topology.inter_group.size > 1
         self._comm = topology.intra_group if topology.regather is None else topology.regather
-        self._tag = self._comm.new_tag() if self.is_kept else 0
+        self._tag = self._comm.new_tag()
         self._part: Tensor | None = None
         self._version = -1  # of the shards that it shows, or will once the refresh is over
         self._refresh: AsyncWork | None = None

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from flatshard.comm.work import RunLink
 from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.engine.offload_copies import DeviceToHost
-from flatshard.memory.buffers import storage_bytes
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory.buffers import BufferCache, storage_bytes
+from flatshard.memory.offload_target import OffloadTarget, beside, copy_stream
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import get_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
@@ -118,14 +117,16 @@ class GradPublish:
     ) -> None:
         self.unreduced = UnreducedGrads(params, grad_buffer)
         self._params, self._buffer, self._link = params, grad_buffer, link
-        self._to_host = DeviceToHost(target)
+        # Where `.grad` lives, and, unless that is the device: memory there, copies under way.
+        self._target, self._cache = target, BufferCache(new=target.new)
+        self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
         self.scale = 1.0  # of what is published, where it is no average over all ranks
 
     @property
     def nbytes(self) -> int:
         # Where they were reduced, until they are published.
-        return storage_bytes([self._reduced]) if self._to_host.target.is_device else 0
+        return storage_bytes([self._reduced]) if self._target.is_device else 0
 
     # ------------------------------------------------------------ before a backward
 
@@ -157,18 +158,46 @@ class GradPublish:
     def add(self, reduced: Tensor) -> None:
         """Add to what this backward will publish: ``(shard_numel,)``, of any dtype."""
         with torch.no_grad():
-            # A unit that is reduced twice in a backward, its late gradients apart, adds up here.
-            out = self._to_host.copy(reduced.to(self._buffer.dtypes.grad_dtype))
-            total = self._reduced
-            self._reduced = out if total is None else self._to_host.add(total, out)
+            part, total = reduced.to(self._buffer.dtypes.grad_dtype), self._reduced
+            if not self._target.is_device:
+                part = self._copied_to_target(part)
+            if total is None:
+                self._reduced = part
+            else:  # a unit that is reduced twice in a backward, its late gradients apart
+                self._finish_copies()
+                total.add_(part)
+                self._target.page_out(total, part)
+
+    def _copied_to_target(self, reduced: Tensor) -> Tensor:
+        """Copy of ``reduced`` in the target; its values are there after ``_finish_copies``."""
+        place = self._cache.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
+        self._target.page_in(place)
+        if reduced.device.type == "cpu":
+            place.copy_(reduced)
+        else:
+            with beside(reduced.device):
+                place.copy_(reduced, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            self._copies.append(event)
+            # The caller frees it while it is read: its memory is used again once the copy is over,
+            # and not kept until the end of backward, when it would be the full model's gradients.
+            reduced.record_stream(copy_stream(reduced.device))
+        self._target.page_out(place)
+        return place
+
+    def _finish_copies(self) -> None:
+        """Wait until every copy is over: users and optimizers read ``.grad`` without a stream."""
+        for event in self._copies:
+            event.synchronize()
+        self._copies.clear()
 
     def publish(self, used: Sequence[bool]) -> None:
         """Put the reduced gradients of what any rank used into ``.grad``, adding to what is there.
 
         ``used`` is per original parameter; ``.grad`` of the others stays.
         """
-        # On the host: users and the optimizer read `.grad` without a stream.
-        self._to_host.wait()
+        self._finish_copies()
         self._buffer.used_by_rank.clear()
         reduced, self._reduced = self._reduced, None
         self._show_earlier()
@@ -199,7 +228,7 @@ class GradPublish:
         before = get_grad(param)
         if before is not None:
             grad.add_(before)
-            self._to_host.target.page_out(local_range(grad), local_range(before))
+            self._target.page_out(local_range(grad), local_range(before))
         set_grad(param, grad)
 
     def run_post_accumulate_hooks(self, used: Sequence[bool]) -> None:

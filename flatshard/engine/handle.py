@@ -89,7 +89,7 @@ class FlatParamHandle:
         self.lingers = False  # whether it has a buffer only as somebody has views of that
         self._unsharded_version = -1  # of the shard when the buffer was filled
         self._targets, self._precision = options.targets, options.precision
-        self.gather = ParamGather(link, options, device, layout.shard_numel)
+        self.gather = ParamGather(link, options, device, dtype, layout.shard_numel)
         self._replicate_tag = self.topology.replicate.new_tag()
         self.grad_buffer = self._plan_gradients(dtype)
         target = self._targets.gradient
@@ -132,8 +132,8 @@ class FlatParamHandle:
     def adopt(self, shard: Tensor) -> None:
         """Keep ``shard``, ``(layout.shard_numel,)``, where its target is."""
         memory: BufferMemory | None = None
-        if self.gather.reads_shard(shard.dtype):
-            memory = self.gather.allocate(self.layout.padded_numel, shard.dtype)
+        if self.gather.reads_shard:
+            memory = self.gather.allocate(self.layout.padded_numel)
         shown = None if memory is None else memory.shard
         # What the optimizer updates.
         self._set_shard(self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard))
@@ -152,13 +152,13 @@ class FlatParamHandle:
     def make_buffer(self) -> None:
         """Make the unsharded buffer and the full parameters over it; views are made once."""
         shard, device = self.shard, self.device
-        is_uncast = self._precision.unsharded_dtype(shard.dtype) == shard.dtype
+        is_uncast = self.gather.compute_dtype == shard.dtype
         self.is_aliased = self.is_whole and is_uncast and shard.device.type == device.type
         with torch.inference_mode(False), torch.no_grad():
             if self.is_aliased:
                 self.memory = ShardItself(shard)
-            elif not self.gather.reads_shard(shard.dtype):
-                self.memory = self.gather.allocate(self.layout.padded_numel, shard.dtype)
+            elif not self.gather.reads_shard:
+                self.memory = self.gather.allocate(self.layout.padded_numel)
             # ``(layout.padded_numel,)``. One storage object for life: autograd saves views of it (a
             # `weight.t()`, say). While sharded it is resized to nothing, or gives its pages back.
             self.buffer = self.memory.buffer
@@ -319,7 +319,8 @@ class FlatParamHandle:
     def unsharded_bytes(self) -> int:
         """Bytes now of the unsharded buffer, besides all ranks' shards, and of a secondary one."""
         is_freed = self.state is ShardState.SHARDED and not self.lingers
-        return (0 if is_freed else self.memory.held_bytes) + self.gather.secondary.nbytes
+        secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
+        return (0 if is_freed else self.memory.held_bytes) + secondary
 
     # ------------------------------------------------------------ what modules hold
 

@@ -144,7 +144,8 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
     """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
     handle.reshard()
     # Other ranks may still be reading the shard's present memory.
-    handle.gather.secondary.finish_refresh()
+    if handle.gather.secondary is not None:
+        handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         before = handle.shard.data_ptr()
@@ -158,7 +159,7 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
             )
         if converted.device != handle.shard.device:
             handle.device = converted.device
-        handle.gather.move_to(handle.device)
+        handle.gather.move_to(handle.device, converted.dtype)
         grads = handle.grad_publish.take_off()
         handle.adopt(converted)
         handle.show_shard()

@@ -191,7 +191,7 @@ class ReduceQueue:
         unit = bucket.unit
         if unit.sync is Sync.NONE:
             return
-        with self._observers.starting("reduce", unit):
+        with self._observers.span(Kind.STARTING, unit, purpose="reduce"):
             bucket.start(bucket.trainable_handles if handles is None else handles)
         if bucket.under_way:
             self._in_flight.append(bucket)
@@ -208,7 +208,7 @@ class ReduceQueue:
     def _finish_old(self) -> None:
         """Finish what is over, and wait while more bytes are under way than there may be."""
         self._state.pending_sends.drop_sent()
-        with self._observers.starting("reduce", None):
+        with self._observers.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
                 # Second stages begin in the order of the first.
                 if bucket.has_stages and not bucket.advance():
@@ -228,11 +228,11 @@ class ReduceQueue:
         # wait has a limit; for buckets where that happened lately there is no wait at all.
         if self._state.lacks_ranks or bucket.index in self._uneven:
             return False
-        with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+        with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
             return bucket.wait_until_reduced()
 
     def _finish(self, bucket: ReduceBucket) -> None:
-        with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit):
+        with self._observers.span(Kind.REDUCE_WAIT, bucket.unit):
             bucket.finish()
 
     # ------------------------------------------------------------ at its end
@@ -259,7 +259,7 @@ class ReduceQueue:
     def _finish_all(self) -> None:
         # All second stages start before any is waited for.
         for bucket in self._in_flight:
-            with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+            with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                 for _, reduce in bucket.under_way:
                     reduce.cross()
         for bucket in self._in_flight:
@@ -273,7 +273,7 @@ class ReduceQueue:
         """Adopt the order in which rank 0's units became ready. Collective, once."""
         world = self._state.world
         order = torch.tensor(self._order.suggested(), device=world.control_device)
-        with self._observers.waiting(Kind.RANKS_WAIT):
+        with self._observers.span(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
         self._adopt(order.tolist())
         self._is_order_agreed = True

@@ -10,8 +10,7 @@ import torch
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import Observers
-from flatshard.engine.extension import StepExtension, Voter
+from flatshard.engine.events import Kind, Observers, StepExtension, Voter
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
@@ -65,7 +64,7 @@ class RunState:
 
     def start_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
         """Start all-gathers of a unit for "forward" or "backward". Collective."""
-        with self.observers.starting(purpose, unit):
+        with self.observers.span(Kind.STARTING, unit, purpose=purpose):
             started = unit.unshard(purpose, everything=everything)
             # Inside: what extensions tell other ranks is part of the start.
             for extension in self.extensions:

@@ -200,7 +200,8 @@ class Unit:
     def is_at_rest(self) -> bool:
         """Whether nothing is unsharded, on its way, or kept for backward."""
         return self.phase is Phase.IDLE and not any(
-            handle.state is not ShardState.SHARDED or handle.gather.secondary.waits_for_backward
+            handle.state is not ShardState.SHARDED
+            or (handle.gather.secondary is not None and handle.gather.secondary.waits_for_backward)
             for handle in self.handles
         )
 
@@ -289,7 +290,8 @@ class Unit:
             if fate is Fate.SNAPSHOT:
                 handle.snapshot()
                 continue
-            handle.gather.secondary.end_backward()
+            if handle.gather.secondary is not None:
+                handle.gather.secondary.end_backward()
             if fate is Fate.FREE:
                 handle.reshard(though_held=moment is Moment.STEP_LEFT)
             else:
@@ -335,8 +337,9 @@ class Unit:
             if fate is Fate.SNAPSHOT:
                 handle.snapshot()
             elif fate is Fate.FREE:
-                if self.backward_follows and handle.is_current:
-                    handle.gather.secondary.cut(handle.buffer, handle.version)
+                secondary = handle.gather.secondary
+                if secondary is not None and self.backward_follows and handle.is_current:
+                    secondary.cut(handle.buffer, handle.version)
                 handle.reshard()
 
     # ------------------------------------------------------------ backward

@@ -14,8 +14,8 @@ from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import make_handle
 from flatshard.engine.hooks import UnitHooks, surround
-from flatshard.engine.offload_copies import OffloadTargets
 from flatshard.engine.unit import Unit
+from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module import meta_init, unit_report
 from flatshard.module.initial_values import InitialValues, compare_values
 from flatshard.module.inspection import UnwrappedModel

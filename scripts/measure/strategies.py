@@ -356,7 +356,9 @@ def gathered(handles: list[Any]) -> dict[str, int]:
     buffers = [handle.buffer.untyped_storage() for handle in handles if handle.buffer_bytes]
     return {
         "gathered": sum(storage.nbytes() for storage in buffers),
-        "secondary": sum(handle.gather.secondary.nbytes for handle in handles),
+        "secondary": sum(
+            handle.gather.secondary.nbytes for handle in handles if handle.gather.secondary
+        ),
     }
 
 

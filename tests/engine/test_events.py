@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from flatshard.engine import backward, forward, handle, unit
-from flatshard.engine.events import Kind, Observers, StepObserver
-from flatshard.engine.extension import StepExtension
+from flatshard.engine.events import Kind, Observers, StepExtension, StepObserver
 from flatshard.engine.unit import Phase, Unit
 from flatshard.options.extras import EXTRAS
 from tests.harness import run_ranks
@@ -60,7 +59,7 @@ def test_an_observer_leaves_in_an_event() -> None:
             one.begin_forward()
     assert (first.heard, second.heard) == (1, 1)
     assert observers.find(_Listener) is None
-    with observers.waiting(Kind.RANKS_WAIT):
+    with observers.span(Kind.RANKS_WAIT):
         pass
 
 

@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatshard import MixedPrecision
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
-from flatshard.engine import grad_reduce, offload_copies, reduce_queue
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, RunLink, named
+from flatshard.engine import grad_publish, grad_reduce, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.engine.grad_publish import GradPublish
+from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.options.precision import GradDtypes
@@ -304,22 +306,25 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
 
 def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
-    unit = offload_copies.DeviceToHost(offload_copies.HostMemory(pinned=False))
+    dtypes = GradDtypes(torch.float32, torch.float32, torch.float32)
+    layout = FlatLayout.build([("w", (4,))], world_size=1, itemsize=4)
+    buffer = GradientBuffer(layout, dtypes=dtypes, device=torch.device("meta"), rank=0)
+    published = GradPublish([], buffer, HostMemory(pinned=False), RunLink("unit"))
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
         mock.patch.object(Tensor, "record_stream") as record_stream,
-        mock.patch.object(offload_copies, "_beside", return_value=contextlib.nullcontext()),
-        mock.patch.object(offload_copies, "_stream", return_value="for copies"),
+        mock.patch.object(grad_publish, "beside", return_value=contextlib.nullcontext()),
+        mock.patch.object(grad_publish, "copy_stream", return_value="for copies"),
         mock.patch.object(torch.cuda, "Event"),
     ):
         reduced = torch.empty(4, device="meta")
-        unit.copy(reduced)
+        published.add(reduced)
         Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
         record_stream.assert_called_once_with("for copies")
         on_device = weakref.ref(reduced)
         del reduced
         assert on_device() is None
-        unit.wait()
+        published._finish_copies()
 
 
 def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:

@@ -108,9 +108,9 @@ SITES: dict[str, tuple[str, str]] = {
     # What lags behind, and the case.
     "every": ("SIDE", OFFLOADED),
     "AsyncWork._have": ("SIDE", OFFLOADED),  # of compute for a collective
-    "HostToDevice.wait_on_stream": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
-    "DeviceToHost.wait": ("SIDE", OFFLOADED),  # of the host for a copy
-    "_beside": ("MAIN", OFFLOADED),  # of a copy for what is computed
+    "ParamGather.finish": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
+    "GradPublish._finish_copies": ("SIDE", OFFLOADED),  # of the host for a copy
+    "beside": ("MAIN", OFFLOADED),  # of a copy for what is computed
     "_side_stream": ("MAIN", "NO_SHARD,fp32,plain"),  # of a reduction for the gradients
 }
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from flatshard.engine.extension import StepExtension
+from flatshard.engine.events import StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Moment, Phase, Unit
 

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.agreement import gathering_groups
 from flatshard.engine.context import RunContext
-from flatshard.engine.extension import StepExtension
+from flatshard.engine.events import StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
@@ -94,7 +94,7 @@ def _check(root: Sharding) -> None:
         reasons = {
             "may be skipped by some ranks (allow_divergence)": unit.may_diverge,
             "trains on some of the ranks": unit.topology.world.size < root.context.world.size,
-            "keeps secondary shards": any(h.gather.secondary.is_kept for h in unit.handles),
+            "keeps secondary shards": any(h.gather.secondary is not None for h in unit.handles),
             "has a communication hook": any(h.comm_hook is not None for h in unit.handles),
         }
         if reason := next((text for text, holds in reasons.items() if holds), None):

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.context import RunContext
-from flatshard.engine.events import profiled
-from flatshard.engine.extension import StepExtension
+from flatshard.engine.events import StepExtension, profiled
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
