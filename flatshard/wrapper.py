@@ -341,8 +341,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ``GradScaler`` are normal. On an inner wrapper it acts on the whole model. No communication.
         """
         rank = self._sharding.settings.ranks.world.global_rank
-        recording = extra("recording", "ShardedWrapper.warn_non_finite()")
-        recording.watch_non_finite(self._sharding.context.observers, rank if enabled else None)
+        non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
+        non_finite.watch_non_finite(self._sharding.context.observers, rank if enabled else None)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.

@@ -22,7 +22,8 @@ EXTRAS = {
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
     "plan": "predicts the memory of a model",
-    "recording": "records steps, and watches for non-finite gradients",
+    "recording": "records steps",
+    "non_finite": "warns of the first gradient that is inf or NaN",
     "whole_tensors": "steps optimizers that look at whole parameters",
 }
 

@@ -276,30 +276,3 @@ def _refused(rank: int, world_size: int) -> None:
     model = _wrap("auto", "FULL_SHARD", reduce_mode="fixed_order")
     with pytest.raises(ValueError, match=r"adds gradients in an order of its own, but the root"):
         model.register_comm_hook(None, lambda state, full, out: None)
-
-
-# ---------------------------------------------------------------- gradients that are not finite
-
-
-@pytest.mark.uncoalesced  # the message names one layer
-def test_warns_of_the_first_gradient_that_is_not_finite() -> None:
-    run_ranks(_not_finite, 3)
-
-
-def _not_finite(rank: int, world_size: int) -> None:
-    """Only where it came from, with the name in the unwrapped model, and once."""
-    model = _wrap("auto", "FULL_SHARD", reduce_dtype=BF16)
-    model.second.weight.register_hook(lambda grad: grad * (float("nan") if rank == 1 else 1.0))
-    _backward(model, rank)  # nobody asked
-    model.warn_non_finite()
-    if rank == 1:
-        match = r"unit 'second', rank 1: the gradient of parameter 'second.weight' holds nan"
-        with pytest.warns(UserWarning, match=match):
-            _backward(model, rank)
-    else:
-        _backward(model, rank)
-    assert model.second.weight.grad.full_tensor().isnan().all()
-    _backward(model, rank)  # it was said once
-    model.warn_non_finite()
-    model.warn_non_finite(False)
-    _backward(model, rank)

@@ -54,6 +54,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
     "recording": lambda model: model.record_steps(),
+    "non_finite": lambda model: model.warn_non_finite(),
     "whole_tensors": _whole_tensors,
     "disk": lambda _: ShardedWrapper(nn.Linear(2, 2), cpu_offload=CPUOffload(path=".")),
 }

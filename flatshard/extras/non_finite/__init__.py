@@ -1,7 +1,10 @@
-"""``NonFiniteWatch``: warns of the first gradient that is not finite, and names its parameter.
+"""Extra: warns of the first gradient that is inf or NaN, and names its parameter and rank.
 
-It checks the gradients that autograd gives each rank. The average would be non-finite on all ranks,
-and not tell from which rank the value came.
+The extra checks the gradients that autograd gives each rank. The average over the ranks would be
+non-finite on all ranks, and would not tell on which rank the value arose. The extra only watches,
+as a ``StepObserver``.
+
+Without this folder, ``ShardedWrapper.warn_non_finite()`` raises an error that names it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from flatshard.engine.events import Observers, StepObserver
 from flatshard.engine.unit import Unit
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import OriginalParam
+
+__all__ = ["watch_non_finite"]
 
 
 class NonFiniteWatch(StepObserver):
