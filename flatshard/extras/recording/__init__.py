@@ -4,6 +4,333 @@ It only watches, as a ``StepObserver``. Without this folder, ``ShardedWrapper.re
 ``step_report()`` raise an error that names it.
 """
 
-from flatshard.extras.recording.recording import last_report, record_steps
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatshard.collectives import Event, record
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import agreed, raise_everywhere
+from flatshard.engine.context import RunContext
+from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.unit import Unit
+from flatshard.extras.recording.memory_timeline import (
+    MemorySample,
+    MemoryTimeline,
+    matplotlib,
+    plot_memory,
+)
+from flatshard.extras.recording.step_report import Range, StepReport, sum_up
+from flatshard.module.sharding import Sharding
+from flatshard.tensor.flat_parameter import OriginalParam
 
 __all__ = ["last_report", "record_steps"]
+
+PathLike = str | os.PathLike[str] | None
+
+_OWN = "{rank}"  # in a file name: every rank writes a file of its own
+_PANELS = 8  # ranks in one plot; more would be too small to read
+# Of each run whose recording is over, the report of the last step.
+_last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
+
+
+class _Doing(NamedTuple):
+    """Something that the thread has begun and not ended."""
+
+    kind: Kind
+    unit: int | None
+    is_call: bool = False  # a unit's forward
+
+
+_IN_FLIGHT = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
+
+
+class StepRecorder(StepObserver):
+    """Reports every step. ``reports`` has those of the steps that are over."""
+
+    def __init__(
+        self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
+    ) -> None:
+        """Begin to record; ``events`` is the list of ``collectives.record``, and emptied here."""
+        self.reports: list[StepReport] = []
+        self._units, self._events = units, events
+        # A wrapper directly around another one has the same name and no parameters, and comes
+        # later in `units`: reversed, the one with parameters wins.
+        self._by_name = {unit.name: unit.index for unit in reversed(units)}
+        self._rank, self._device = rank, device
+        self._epoch = time.time() - time.perf_counter()
+        self._doing: list[_Doing] = []
+        self._reducing: list[Unit] = []
+        self._begin_step()
+
+    # ------------------------------------------------------------ steps
+
+    def _begin_step(self) -> None:
+        self._began, self._since = time.perf_counter(), 0.0
+        self._ranges: list[Range] = []
+        self._samples: list[MemorySample] = []
+        self._volume: Counter[tuple[int | None, str]] = Counter()
+        # When passes and collectives began that are not over.
+        self._in_flight: dict[tuple[Kind, int | None], float] = {}
+        self._held: dict[int, tuple[int, int]] = {}
+        self._events.clear()  # collectives outside of the model's steps
+        self._is_over = False  # True from backward on: the next forward begins a new step
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._look_at(self._units)
+
+    def end_step(self) -> None:
+        """End the current step, if anything of it ran, and keep its report."""
+        report = self.report()
+        if report is not None:
+            self.reports.append(report)
+
+    def report(self) -> StepReport | None:
+        """Report of the current step so far; None if nothing of it ran."""
+        if not self._ranges:
+            return None
+        names = tuple(unit.name for unit in self._units)
+        cuda = self._device.type == "cuda"
+        return sum_up(
+            self._ranges,
+            self._volume,
+            MemoryTimeline(names, self._clock(), tuple(self._samples)),
+            number=len(self.reports),
+            rank=self._rank,
+            began=self._epoch + self._began,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
+            peak_resident_bytes=peak_resident_bytes(),
+        )
+
+    def begin_forward(self) -> None:
+        self._doing.clear()  # a step that failed did not end these
+        if self._is_over or not self._ranges:
+            self.end_step()
+            self._begin_step()
+        self._is_over = not torch.is_grad_enabled()
+        self._in_flight[Kind.FORWARD_PASS, None] = self._clock()
+
+    def end_forward(self) -> None:
+        self._look_at(self._units)
+        self._land(Kind.FORWARD_PASS, None)
+
+    def begin_backward(self) -> None:
+        self._is_over = True
+        # A forward that runs a backward inside (for forces, say) is one pass.
+        if (Kind.FORWARD_PASS, None) not in self._in_flight:
+            self._in_flight[Kind.BACKWARD_PASS, None] = self._clock()
+
+    def end_backward(self) -> None:
+        self._switch()
+        self._doing = [one for one in self._doing if one.is_call]
+        self._reducing.clear()
+        self._look_at(self._units)
+        self._land(Kind.BACKWARD_PASS, None)
+
+    # ------------------------------------------------------------ work of the thread
+
+    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
+        kind = Kind.BACKWARD if recomputes else Kind.FORWARD
+        self._begin(_Doing(kind, unit.index, is_call=True))
+
+    def leave_forward(self, unit: Unit) -> None:
+        self._look_at([unit])
+        calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
+        if calls:  # none if the recording began inside of it
+            self._end(calls[-1])
+
+    def enter_backward(self, unit: Unit) -> None:
+        self.leave_backward(unit)
+        self._begin(_Doing(Kind.BACKWARD, unit.index))
+
+    def leave_backward(self, unit: Unit) -> None:
+        self._look_at([unit])
+        self._end(_Doing(Kind.BACKWARD, unit.index))
+
+    def _clock(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _begin(self, doing: _Doing) -> None:
+        self._switch()
+        self._doing.append(doing)
+
+    def _end(self, doing: _Doing) -> None:
+        """End the last equal entry; others may have begun since."""
+        for position in reversed(range(len(self._doing))):
+            if self._doing[position] == doing:
+                self._switch()
+                del self._doing[position]
+                return
+
+    def _switch(self) -> None:
+        """Record what the thread did until now."""
+        now = self._clock()
+        if self._doing:
+            kind, unit, _ = self._doing[-1]
+            self._ranges.append(Range(kind, unit, self._since, now))
+        self._since = now
+
+    # ------------------------------------------------------------ collectives
+
+    @contextlib.contextmanager
+    def span(self, kind: Kind, unit: Unit | None, purpose: str, ends: bool) -> Iterator[None]:
+        doing = _Doing(kind, None if unit is None else unit.index)
+        self._begin(doing)
+        num_before = len(self._events)
+        try:
+            yield
+        finally:
+            self._end(doing)
+            self._note(self._events[num_before:], purpose)
+            del self._events[num_before:]
+            if unit is not None:
+                if kind is Kind.STARTING and purpose == "reduce":
+                    self._reducing.append(unit)
+                elif kind is not Kind.STARTING and ends:
+                    self._land(_IN_FLIGHT[kind], unit.index)
+                if kind is not Kind.GATHER_WAIT:
+                    self._look_at([unit])
+            if purpose == "reduce":
+                # A gradient buffer that other ranks read is freed when all have read it, which may
+                # be in any unit's wait.
+                self._look_at(self._reducing)
+                self._reducing = [one for one in self._reducing if _gives_gradients(one)]
+
+    def _note(self, events: list[Event], purpose: str) -> None:
+        """Record collectives that have just begun."""
+        kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
+        for event in events:
+            # None also for another model's: second stages of reductions share a queue.
+            unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
+            self._volume[unit, purpose] += event.nbytes
+            if unit is not None:
+                self._in_flight.setdefault((kind, unit), self._since)
+
+    def _land(self, kind: Kind, unit: int | None) -> None:
+        began = self._in_flight.pop((kind, unit), None)
+        if began is not None:
+            self._ranges.append(Range(kind, unit, began, self._clock()))
+
+    # ------------------------------------------------------------ memory
+
+    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
+        self._look_at([unit])
+
+    def _look_at(self, units: Iterable[Unit]) -> None:
+        """Record the memory of units, where it has changed."""
+        for unit in units:
+            held = (
+                sum(handle.unsharded_bytes for handle in unit.handles),
+                sum(handle.gradient_bytes for handle in unit.handles),
+            )
+            if self._held.get(unit.index, (0, 0)) != held:
+                self._held[unit.index] = held
+                self._samples.append(MemorySample(self._clock(), unit.index, *held))
+
+
+def _gives_gradients(unit: Unit) -> bool:
+    reductions = [handle.grad_reduce for handle in unit.handles]
+    return any(one is not None and one.keeps_memory for one in reductions)
+
+
+def peak_resident_bytes() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+# ------------------------------------------------------------ a recording
+
+
+@contextlib.contextmanager
+def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepReport]]:
+    """See ``ShardedWrapper.record_steps``."""
+    context = sharding.check_between_steps("record_steps()")
+    world, device = sharding.settings.ranks.world, sharding.settings.device
+    file = None if memory is None else os.fspath(memory)
+    # Before the first step, so that no long run ends with an error.
+    raise_everywhere(_problem(context, world, file), world)
+    remedy = "Pass the same on every rank: the first one writes, or each where a name has '{rank}'."
+    agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
+    with record() as events:
+        recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
+        context.observers.add(recorder)
+        try:
+            yield recorder.reports
+        finally:
+            context.observers.remove(recorder)
+            recorder.end_step()
+            if recorder.reports:
+                _last_reports[context] = recorder.reports[-1]
+    if file is not None:
+        _write(file, recorder.reports[-1:], world)
+
+
+def last_report(context: RunContext) -> StepReport:
+    """See ``ShardedWrapper.step_report``."""
+    recorder, report = context.observers.find(StepRecorder), _last_reports.get(context)
+    if recorder is not None:
+        report = recorder.report() or [report, *recorder.reports][-1]
+    if report is None:
+        raise RuntimeError(
+            "step_report: no step was recorded. Run some inside "
+            "`with model.record_steps():`, forward and backward, and ask again."
+        )
+    return report
+
+
+def _written(path: str, world: Communicator) -> str | None:
+    """The file that this rank writes; None: the first rank writes it for all."""
+    if _OWN in path:
+        return path.replace(_OWN, str(world.rank))
+    return path if world.rank == 0 else None
+
+
+def _problem(context: RunContext, world: Communicator, file: str | None) -> Exception | None:
+    """The reason why this rank cannot record, if there is one."""
+    if context.observers.find(StepRecorder) is not None:
+        return RuntimeError(
+            "record_steps: the model's steps are being recorded already. Leave that context first."
+        )
+    path = None if file is None else _written(file, world)
+    if path is None:
+        return None
+    try:
+        is_new = not Path(path).exists()
+        Path(path).open("a").close()
+        if is_new:  # a run that fails leaves no empty file
+            Path(path).unlink()
+        matplotlib()
+    except OSError as error:
+        return ValueError(
+            f"record_steps: memory: cannot write {path!r}: {error.strerror}. Pass a file in a "
+            "folder that is there and may be written to."
+        )
+    except ImportError as error:
+        return error
+    return None
+
+
+def _write(file: str, reports: Sequence[StepReport], world: Communicator) -> None:
+    """Write a file. Collective if it is about all ranks."""
+    if _OWN not in file:
+        everyone = world.host.gather(reports, "recorded steps")
+        reports = [report for of_rank in everyone for report in of_rank]
+    path = _written(file, world)
+    if path is not None and reports:
+        panels = [(f"rank {one.rank}, step {one.number}", one.memory) for one in reports]
+        plot_memory(panels[:_PANELS], path)

@@ -19,15 +19,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
-from flatshard.extras.whole_tensors.owners import choose_owners
-from flatshard.extras.whole_tensors.trial import StepMode
-from flatshard.extras.whole_tensors.whole_tensors import (
+from flatshard.extras.whole_tensors.owners import (
     HeldRange,
     OwnedParam,
     Piece,
+    choose_owners,
     gather_to_owners,
     scatter_to_shards,
 )
+from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.stepper import (
     ONE_PER_PARAMETER,
     GroupSwap,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from flatshard import CPUOffload, ShardedWrapper
-from flatshard.extras.disk import disk
+from flatshard.extras import disk
 from flatshard.options.offload import OffloadError, as_cpu_offload
 from tests.harness import naming, run_ranks
 from tests.models import CASES
