@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard.checkpoint import loading, model_files, rng
+from flatshard.checkpoint import loading, model_files
 from flatshard.checkpoint.converting import convert
 from flatshard.checkpoint.folder import latest
 from flatshard.checkpoint.host_ranks import HostRanks
-from flatshard.checkpoint.saving import PendingSave, Save, Snapshot
+from flatshard.checkpoint.saving import PendingSave, Save, Snapshot, generators
 from flatshard.module.sharding import model_shards
 from flatshard.state.model_shards import ModelShards
 from flatshard.state.model_state import (
@@ -94,7 +94,7 @@ def save(
         if optimizer is not None:
             tensors["optimizer"] = _optim_state(model, optimizer)
         states = None if scheduler is None else scheduler.state_dict()
-        return Snapshot(tensors, rng.streams(_device_of(model)), states, dict(extra or {}))
+        return Snapshot(tensors, generators(_device_of(model)), states, dict(extra or {}))
 
     shards, ranks = _shards_and_ranks(model, optimizer, "checkpoint.save()")
     return Save(Path(path), ranks, keep).run(take, async_=async_)
@@ -146,9 +146,9 @@ def load(
     if scheduler is not None:
         scheduler.load_state_dict(loaded.first["scheduler"])
     if loaded.rng is None:
-        rng.begin(ranks.rank, loaded.first["rng"])
+        loading.seed_generators(ranks.rank, loaded.first["rng"])
     else:
-        rng.restore(loaded.rng, _device_of(model))
+        loading.restore_generators(loaded.rng, _device_of(model))
     return loaded.first["extra"]  # type: ignore[no-any-return]
 
 

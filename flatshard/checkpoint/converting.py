@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.checkpoint.progress import Progress
-from flatshard.checkpoint.ranges import OpenFiles, write_range
+from flatshard.checkpoint.ranges import OpenFiles, Progress, write_range
 from flatshard.checkpoint.safetensors import plan_files
 from flatshard.checkpoint.sources import open_source
-from flatshard.checkpoint.torch_files import without_warning
 
 FORMATS = ("safetensors", "torch", "dcp")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -157,6 +155,8 @@ def _write_dcp(
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    from flatshard.checkpoint.dcp_files import without_warning
 
     class Planner(DefaultSavePlanner):
         def lookup_object(self, index: Any) -> Tensor:

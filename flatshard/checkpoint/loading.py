@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +18,9 @@ from torch import Tensor
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.host_ranks import HostRanks
-from flatshard.checkpoint.progress import Progress
+from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
-from flatshard.checkpoint.torch_files import incomplete_tensors, read_dcp_metadata
 from flatshard.optimizer.stepper import ONE_PER_PARAMETER
 
 if TYPE_CHECKING:
@@ -74,10 +76,11 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
         marker = _require_complete(path)
         # Also without ``verify``: a flipped bit may give metadata of another meaning.
         dcp_files.check_sum(path, marker, ".metadata", lambda _: None)
-        found, wanted = read_dcp_metadata(path), take()
+        found, wanted = dcp_files.read_metadata(path), take()
         if wanted.scheduler and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Load without it")
-        return marker, found, wanted, _targets(path, found, wanted)
+        incomplete = dcp_files.incomplete_tensors(found)
+        return marker, found, wanted, _targets(path, found, wanted, incomplete)
 
     # Errors of one rank are raised on all, before anything is overwritten.
     marker, found, wanted, targets = ranks.agree(prepare, op_name)
@@ -102,7 +105,7 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
     return Loaded({**wanted.model, **nested.get("model", {})}, optimizer, rng, first)
 
 
-def _targets(path: Path, found: Metadata, wanted: Wanted) -> StateDict:
+def _targets(path: Path, found: Metadata, wanted: Wanted, incomplete: Iterable[str]) -> StateDict:
     """By DCP's key, what is overwritten: tensors that are there, and new ones.
 
     Raises:
@@ -111,7 +114,7 @@ def _targets(path: Path, found: Metadata, wanted: Wanted) -> StateDict:
     targets: StateDict = {}
     problems: list[str] = []
     asked = ("model",) if wanted.optimizer is None else ("model", "optimizer")
-    incomplete = [key for key in incomplete_tensors(found) if key.startswith(asked)]
+    incomplete = [key for key in incomplete if key.startswith(asked)]
     if incomplete:
         raise ValueError(
             f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. When "
@@ -190,3 +193,24 @@ def _require_complete(path: Path) -> Marker:
                 "hosts must share the file system.)"
             )
     return marker
+
+
+def restore_generators(found: StateDict, device: torch.device) -> None:
+    """Continue these streams; what this process lacks (a GPU, numpy) is left out."""
+    torch.set_rng_state(found["torch"])
+    random.setstate(found["python"])
+    if "cuda" in found and device.type == "cuda":
+        torch.cuda.set_rng_state(found["cuda"], device)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and "numpy" in found:
+        numpy.set_state(found["numpy"])
+
+
+def seed_generators(rank: int, found: StateDict) -> None:
+    """Seed the generators of a rank that the checkpoint does not know, by rank 0's and its own."""
+    seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed % 2**32)

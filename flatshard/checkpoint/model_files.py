@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from flatshard.checkpoint.host_ranks import HostRanks
-from flatshard.checkpoint.progress import Progress
-from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
+from flatshard.checkpoint.ranges import OpenFiles, Place, Progress, read_range, write_range
 from flatshard.checkpoint.safetensors import Plan, find_tensors, plan_files
 from flatshard.state.model_shards import EntryShard, ModelShards
 from flatshard.state.model_state import without_ddp_prefix

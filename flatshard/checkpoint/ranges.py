@@ -2,23 +2,32 @@
 
 Files hold tensors row by row. A parameter may lie in another memory order (channels_last): then a
 range of it is cut into boxes, and every box into runs that are contiguous in the file.
+
+``Progress`` shows how far reading or writing has come.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import itertools
+import logging
 import math
 import operator
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatshard.plan.boxes import Box, boxes_of
 from flatshard.plan.layout import strides_of
+
+logger = logging.getLogger("flatshard.checkpoint")
 
 # What is cast, copied to another device or put in another order passes a buffer of this size.
 PIECE_BYTES = 16 << 20
@@ -149,3 +158,30 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor in host memory; without numpy, which torch may lack."""
     array = ctypes.c_char * tensor.nbytes
     return memoryview(array.from_address(tensor.data_ptr())).cast("B")
+
+
+class Progress:
+    """In a terminal a bar for what takes seconds, by tqdm; at the end a line in the log."""
+
+    def __init__(self, verb: str, total: int, *, is_shown: bool) -> None:
+        self._verb, self._is_shown, self._begun = verb, is_shown, time.monotonic()
+        self._bar: Any = None
+        # Elsewhere tqdm shows none, but makes a semaphore, which a kill would leave behind.
+        if is_shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+            make = importlib.import_module("tqdm").tqdm
+            options = {"unit": "B", "unit_scale": True, "delay": 2, "leave": False}
+            self._bar = make(desc=verb, total=total, **options)
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes that this rank has written or read."""
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+
+    def end(self, path: object, num_bytes: int) -> None:
+        """Say how many bytes all ranks moved, and how fast."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._is_shown:
+            seconds = max(time.monotonic() - self._begun, 1e-9)
+            said = f"{num_bytes / 1e9:.3f} GB in {seconds:.2f} s, {num_bytes / seconds / 1e9:.2f}"
+            logger.info("%s %s: %s GB/s", self._verb, path, said)

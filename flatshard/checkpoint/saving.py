@@ -6,6 +6,7 @@ import atexit
 import io
 import logging
 import os
+import random
 import shutil
 import sys
 import threading
@@ -24,8 +25,8 @@ from torch.utils import _pytree as pytree
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.host_ranks import HostRanks
-from flatshard.checkpoint.progress import Progress
-from flatshard.checkpoint.torch_files import incomplete_tensors, leaves, without_warning
+from flatshard.checkpoint.ranges import Progress
+from flatshard.checkpoint.sources import leaves
 from flatshard.comm.work import CollectiveError, named
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -111,6 +112,18 @@ def _saved(value: object) -> bytes:
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """The states of this process's generators, in what ``weights_only`` loads."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy.random")  # nobody drew from it if nobody imported it
+    if numpy is not None:
+        kind, key, *rest = numpy.get_state()
+        found["numpy"] = (kind, key.tolist(), *rest)
+    return found
 
 
 def _remedy(name: str) -> str:
@@ -254,7 +267,7 @@ class Save:
         own_file = folders.own_file(ranks.rank), own
         writer = dcp_files.Writer(folder, own_file, progress.advance)
         try:
-            with named(f"{self.op_name}, rank {ranks.global_rank}"), without_warning():
+            with named(f"{self.op_name}, rank {ranks.global_rank}"), dcp_files.without_warning():
                 metadata = state_dict_saver.save(
                     snapshot.tensors,
                     storage_writer=writer,
@@ -265,14 +278,14 @@ class Save:
             rank, (error, _) = next(iter(raised.failures.items()))
             raise ranks.told_by(rank, error, self.op_name) from raised
         folders.sync(folder)
-        records = ranks.gather(self._has_group() and writer.records, self.op_name)
+        records = ranks.gather(self._has_group() and writer.fs.records, self.op_name)
         if False in records:
             raise RuntimeError(f"{self.op_name}: {_DESTROYED}")
 
         def complete() -> None:
             if ranks.rank != 0:
                 return
-            if missing := incomplete_tensors(metadata):
+            if missing := dcp_files.incomplete_tensors(metadata):
                 raise ValueError(f"the files lack values of {', '.join(missing):.300}")
             files = {name: record for one in records for name, record in one.items()}
             step = snapshot.extra.get("step")

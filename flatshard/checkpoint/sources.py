@@ -1,19 +1,35 @@
-"""``Source``: tensors in files of any library, read one at a time, and what is known of them."""
+"""``Source``: tensors in files of any library, read one at a time, and what is known of them.
+
+Pickles run no code here: they are loaded with ``weights_only``, and classes of libraries that need
+not be installed become objects that can do nothing.
+
+[Note: DeepSpeed]
+ZeRO folders hold fp32 weights in flat partitions, as DeepSpeed's ``zero_to_fp32.py`` has them.
+
+stages 1, 2   each group of parameters is one vector, cut into a part per rank
+stage 3       each parameter is cut into a part per rank, padded; a rank's parts are one vector
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatshard.checkpoint import deepspeed, safetensors
+from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.folder import read_marker
 from flatshard.checkpoint.ranges import OpenFiles, read_range
-from flatshard.checkpoint.torch_files import Names, incomplete_tensors, leaves, load_torch, read_dcp
+
+Names = tuple[str, ...]  # of a value in nested dictionaries, outermost first
 
 _MODEL_KEYS = {"model", "module", "state_dict", "model_state_dict"}
 _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
@@ -74,7 +90,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
-        folder = deepspeed.find_folder(path)
+        folder = _deepspeed_folder(path)
         if folder is not None:
             return _deepspeed(folder)
         if not list(path.glob("*.safetensors")):
@@ -109,6 +125,9 @@ def _safetensors(path: Path) -> Source:
     return Source("safetensors", tensors, read, dict(facts), ties=ties)
 
 
+# ---------------------------------------------------------------- torch.save
+
+
 def _torch(path: Path) -> Source:
     source = Source("torch.save", {}, lambda names: source.tensors[names])
     for names, value in leaves(load_torch(path)):
@@ -121,20 +140,64 @@ def _torch(path: Path) -> Source:
     return source
 
 
-def _deepspeed(folder: Path) -> Source:
-    pieces, ties, facts = deepspeed.find_pieces(folder)
-    tensors: dict[Names, Tensor] = {
-        (name,): _meta(one.shape, one.parts[0].dtype) for name, one in pieces.items()
-    }
-    return Source("DeepSpeed", tensors, lambda names: pieces[names[0]].read(), facts, ties=ties)
+class _Inert:
+    """Stands for a class of a library that need not be installed."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def load_torch(path: Path, library: str = "") -> Any:
+    """What a file holds, mapped where it can be; of classes of ``library`` only what made them.
+
+    Raises:
+        ValueError: it is corrupt, or holds objects that only unsafe loading would read.
+    """
+    is_zip = zipfile.is_zipfile(path)
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        stand_ins: list[Any] = [(_Inert, one) for one in found if library and library in one]
+        if len(found) > len(stand_ins):
+            raise ValueError(
+                f"{path}: it holds objects such as {found[0]}, whose loading may run code. Save a "
+                "state_dict()"
+            )
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        why = str(error).partition(". ")[0].partition("\n")[0]
+        raise ValueError(f"{path}: torch.load cannot read it safely: {why}") from error
+
+
+def leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
+    """The values in nested dictionaries and lists."""
+    if isinstance(value, Mapping | list | tuple):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(inner, (*names, str(name)))
+    else:
+        yield names, value
+
+
+# ---------------------------------------------------------------- DCP
 
 
 def _dcp(folder: Path) -> Source:
-    metadata, read = read_dcp(folder)
+    # Here, as torch's package is slow to load.
+    from flatshard.checkpoint import dcp_files
+
+    metadata = dcp_files.read_metadata(folder)
+    dcp_files.check_lengths(folder, metadata)
     paths, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     names_of = {tuple(map(str, paths.get(name, (name,)))): name for name in entries}
-    source = Source("torch.distributed.checkpoint", {}, lambda names: read(names_of[names]))
-    source.incomplete = incomplete_tensors(metadata)
+
+    def read(names: Names) -> Tensor:
+        one = entries[names_of[names]]
+        state = {names_of[names]: torch.empty(one.size, dtype=one.properties.dtype)}
+        dcp_files.read(folder, metadata, state, lambda _: None)
+        return state[names_of[names]]
+
+    source = Source("torch.distributed.checkpoint", {}, read)
+    source.incomplete = dcp_files.incomplete_tensors(metadata)
     for names, name in names_of.items():
         if hasattr(entries[name], "size"):
             source.tensors[names] = _meta(entries[name].size, entries[name].properties.dtype)
@@ -151,3 +214,97 @@ def _dcp(folder: Path) -> Source:
     files = {one.relative_path for one in metadata.storage_data.values()}
     source.facts["world size"] = len({one.split("_")[2] for one in files if one.count("_") > 2})
     return source
+
+
+# ---------------------------------------------------------------- DeepSpeed
+
+
+def _deepspeed(folder: Path) -> Source:
+    pieces, ties, facts = _find_pieces(folder)
+    tensors: dict[Names, Tensor] = {
+        (name,): _meta(one.shape, one.parts[0].dtype) for name, one in pieces.items()
+    }
+    return Source("DeepSpeed", tensors, lambda names: pieces[names[0]].read(), facts, ties=ties)
+
+
+class _Pieces(NamedTuple):
+    """A tensor that lies in several mapped tensors, row by row, perhaps with padding behind it."""
+
+    shape: tuple[int, ...]
+    parts: list[Tensor]
+
+    def read(self) -> Tensor:
+        flat = torch.cat([part.reshape(-1) for part in self.parts])
+        return flat[: math.prod(self.shape)].view(self.shape)
+
+
+def _deepspeed_folder(path: Path) -> Path | None:
+    """The folder with the files, of the step that ``latest`` names; None: it is not DeepSpeed's."""
+    latest = path / "latest"
+    folder = path / latest.read_text().strip() if latest.is_file() else path
+    return folder if list(folder.glob("*_model_states.pt")) else None
+
+
+def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict[str, object]]:
+    """The weights by name, other names of tied ones, and what else is known.
+
+    Raises:
+        ValueError: a file is missing or corrupt; the model was cut by tensor parallelism.
+    """
+    models = [load_torch(one, "deepspeed") for one in _by_rank(folder, "model")]
+    states = [load_torch(one, "deepspeed") for one in _by_rank(folder, "optim")]
+    first = models[0]
+    if list(folder.glob("*mp_rank_01_*")) or list(folder.glob("*expert*")):
+        raise ValueError(f"{folder}: parts of tensor or expert parallelism, which is not known")
+    facts = {"DeepSpeed": first["ds_version"], "step": first["global_steps"]}
+    ties, whole = first.get("shared_params") or {}, first["module"]
+    if not states:  # without ZeRO
+        found = {n: _Pieces(tuple(t.shape), [t]) for n, t in whole.items() if n not in ties}
+        return found, ties, facts | {"world size": first["dp_world_size"]}
+    optims = [one["optimizer_state_dict"] for one in states]
+    stage, counts = optims[0]["zero_stage"], optims[0]["partition_count"]
+    stage = getattr(stage, "args", [stage])[0]
+    size = max(counts) if isinstance(counts, list) else counts
+    if len(states) != size or (stage == 3 and len(models) != size):
+        raise ValueError(f"{folder}: incomplete: expected files of {size} ranks, got {len(states)}")
+    names = first["buffer_names"] if stage == 3 else [name for name in whole if name not in ties]
+    found = {name: _Pieces(tuple(whole[name].shape), [whole[name]]) for name in names}
+    for name, shape in (first["frozen_param_shapes"] or {}).items():
+        found[name] = _Pieces(tuple(shape), [one["frozen_param_fragments"][name] for one in models])
+    merge = _stage_3 if stage == 3 else _stage_2
+    found.update(merge(first["param_shapes"], optims))
+    return found, ties, facts | {"ZeRO stage": stage, "world size": size}
+
+
+def _by_rank(folder: Path, kind: str) -> list[Path]:
+    found = folder.glob(f"*_{kind}_states.pt")
+    return sorted(found, key=lambda one: [int(n) for n in re.findall(r"\d+", one.name)])
+
+
+def _stage_2(groups: list[Any], optims: list[Any]) -> Iterator[tuple[str, _Pieces]]:
+    for number, shapes in enumerate(groups):
+        vectors = [one["single_partition_of_fp32_groups"][number] for one in optims]
+        paddings = optims[0].get("param_alignment_paddings") or [[0] * len(shapes)] * len(groups)
+        start = 0
+        for (name, shape), padding in zip(shapes.items(), paddings[number], strict=True):
+            end = start + math.prod(shape)
+            yield name, _Pieces(tuple(shape), _cut(vectors, start, end))
+            start = end + padding
+
+
+def _stage_3(groups: list[Any], optims: list[Any]) -> Iterator[tuple[str, _Pieces]]:
+    start = 0
+    for name, shape in (item for shapes in groups for item in shapes.items()):
+        end = start + -(-math.prod(shape) // len(optims))
+        parts = [part for one in optims for part in _cut(one["fp32_flat_groups"], start, end)]
+        yield name, _Pieces(tuple(shape), parts)
+        start = end
+
+
+def _cut(vectors: Iterable[Tensor], start: int, end: int) -> list[Tensor]:
+    """The elements ``[start, end)`` of the concatenation of these."""
+    parts = []
+    for one in vectors:
+        parts.append(one[max(0, start) : max(0, end)])
+        start, end = start - one.numel(), end - one.numel()
+    return parts

@@ -15,8 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
-from flatshard.checkpoint import dcp_files
-from flatshard.checkpoint.torch_files import read_dcp_metadata
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
@@ -192,30 +190,6 @@ def _load_wide(rank: int, world_size: int, folder: Path) -> tuple[StateDict, Sta
     checkpoint.load(folder / "one", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.1
     return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)["state"]
-
-
-def test_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into where it belongs; what torch's own writer wrote, torch reads."""
-    model = _wide()
-    checkpoint.save(tmp_path / "ours", model)
-    with allow_warnings():
-        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
-    loads: list[int] = []
-    load = torch.load
-
-    def counted(file: Any, **keywords: Any) -> Any:
-        loads.append(file.getbuffer().nbytes)
-        return load(file, **keywords)
-
-    monkeypatch.setattr(torch, "load", counted)
-    for name, num_loads in (("ours", 0), ("theirs", 3)):
-        loads.clear()
-        found = read_dcp_metadata(tmp_path / name)
-        targets = {f"model.{key}": torch.zeros_like(v) for key, v in model.state_dict().items()}
-        dcp_files.read(tmp_path / name, found, targets, lambda _: None)
-        for key, value in model.state_dict().items():
-            assert torch.equal(targets[f"model.{key}"], value), (name, key)
-        assert sum(size > 2 * dcp_files._SMALL for size in loads) == num_loads
 
 
 def test_without_state_of_the_optimizer(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from flatshard import ShardedWrapper, checkpoint
 from flatshard.checkpoint import convert
 from flatshard.checkpoint import converting as convert_module
 from flatshard.checkpoint.command_line import main
-from flatshard.checkpoint.progress import Progress
+from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.sources import Source, open_source
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Odd
