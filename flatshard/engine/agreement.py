@@ -65,7 +65,12 @@ def agree(
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
     ]
-    maxima = _maxima(state, [*own, *theirs])
+    ballots = [*own, *theirs]
+    # Small, and once per backward: one message costs what its latency costs.
+    with state.observers.span(Kind.RANKS_WAIT):
+        op_name = "used parameters of all units, backward"
+        numbers = iter(state.world.maxima(bytes(chain.from_iterable(ballots)), op_name=op_name))
+    maxima = [bytes(islice(numbers, len(ballot))) for ballot in ballots]
     program, orders, started, waiting, edited, left_over, used = maxima[: len(own)]
     where = f"backward of {state.root.name or 'the model'!r}"
     _check_program(where, program)
@@ -93,16 +98,6 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
     flags = bytes(index in used for index in range(len(handle.params)))
     op_name = f"used parameters of {unit_text(unit.name)}"
     return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]
-
-
-def _maxima(state: RunState, ballots: Sequence[Sequence[int]]) -> list[bytes]:
-    """Of each number, the largest of all ranks. Collective."""
-    # Small, and once per backward: one message costs what its latency costs.
-    with state.observers.span(Kind.RANKS_WAIT):
-        op_name = "used parameters of all units, backward"
-        found = state.world.maxima(bytes(chain.from_iterable(ballots)), op_name=op_name)
-    numbers = iter(found)
-    return [bytes(islice(numbers, len(ballot))) for ballot in ballots]
 
 
 def _program(state: RunState) -> bytes:

@@ -126,7 +126,7 @@ class Backward:
             return
         if unit.for_backward:
             # All ranks come here, so hooks can reduce what all ranks have.
-            if self.begin() and not unit.may_diverge:
+            if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
             self._unshard_now(unit)
         else:
@@ -265,7 +265,8 @@ class Backward:
                     handle.grad_publish.run_post_accumulate_hooks(used[handle])
         finally:
             for _, handle in self._state.handles:
-                handle.grad_publish.give_hooks_back()
+                if handle.is_aliased:
+                    handle.grad_publish.give_hooks_back()
 
     def recover(self) -> None:
         """Drop what is left of a backward that failed, unless one is running."""

@@ -196,28 +196,24 @@ class GradientBuffer:
     def take_chunks(self) -> FlatChunks:
         """Hand out everything that was received, in the reduce dtype; the rest is zero."""
         with torch.no_grad():
-            chunks = self._chunks()
+            if self._chunk_plan is not None:
+                in_order = self._in_memory_order(self.slots)
+                grads = dict(zip(self.slots, in_order, strict=True))
+                # Nothing else holds them now: each is freed when it has been cast.
+                in_order.clear()
+                self._empty()
+                return self._chunk_plan.chunks(grads)
+            spans = self._layout.spans
+            buffer = self._allocate() if self._buffer is None else self._buffer
+            if len(self.slots) < len(spans):
+                absent = (span for index, span in enumerate(spans) if index not in self.slots)
+                zero([buffer[span.start : span.end] for span in absent])
+            if self._apart:
+                # All ranges in one call, then all copies in one kernel.
+                pieces = buffer.split_with_sizes(self._sizes)[1::2]
+                apart = self._in_memory_order(self._apart)
+                torch._foreach_copy_([pieces[index] for index in self._apart], apart)
         self._empty()
-        return chunks
-
-    def _chunks(self) -> FlatChunks:
-        if self._chunk_plan is not None:
-            in_order = self._in_memory_order(self.slots)
-            grads = dict(zip(self.slots, in_order, strict=True))
-            # Nothing else holds them now: each is freed when it has been cast.
-            in_order.clear()
-            self._empty()
-            return self._chunk_plan.chunks(grads)
-        spans = self._layout.spans
-        buffer = self._allocate() if self._buffer is None else self._buffer
-        if len(self.slots) < len(spans):
-            absent = (span for index, span in enumerate(spans) if index not in self.slots)
-            zero([buffer[span.start : span.end] for span in absent])
-        if self._apart:
-            # All ranges in one call, then all copies in one kernel.
-            pieces = buffer.split_with_sizes(self._sizes)[1::2]
-            apart = self._in_memory_order(self._apart)
-            torch._foreach_copy_([pieces[index] for index in self._apart], apart)
         return FlatChunks.of(buffer)
 
     def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:

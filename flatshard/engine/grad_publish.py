@@ -121,6 +121,8 @@ class GradPublish:
         self._target, self._cache = target, BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
+        # During a backward: what was in `.grad` before, of parameters that compute themselves.
+        self._earlier: dict[OriginalParam, Tensor] = {}
         self.scale = 1.0  # of what is published, where it is no average over all ranks
 
     @property
@@ -131,27 +133,26 @@ class GradPublish:
     # ------------------------------------------------------------ before a backward
 
     def begin_backward(self) -> None:
-        """Keep earlier gradients apart from those of the backward that begins."""
+        """Take accumulated gradients out of ``.grad`` before the backward that begins."""
         self._buffer.arrived.clear()
         self.unreduced.take_all_back()
-        # Autograd adds nothing to what other sharded parameters hold.
-        if not self._compute_themselves:
-            return
+
+    def hold_earlier(self) -> None:
+        """Keep earlier gradients, and users' hooks, apart from the backward that begins.
+
+        Only for parameters that compute themselves: autograd adds nothing to what other sharded
+        parameters hold.
+        """
         self._show_earlier()  # where a user's hook raised at the end of the last backward
         for param in self._params:
             param.hold_hooks()
-            param.earlier_grad, param.sharded.grad = param.sharded.grad, None
-
-    @property
-    def _compute_themselves(self) -> bool:
-        return self._params[0].full is self._params[0].sharded
+            if param.sharded.grad is not None:
+                self._earlier[param], param.sharded.grad = param.sharded.grad, None
 
     @property
     def holds_gradients(self) -> bool:
         """Whether there are earlier gradients that a failing backward would take along."""
-        return bool(self._buffer.accumulated) or (
-            self._compute_themselves and any(p.earlier_grad is not None for p in self._params)
-        )
+        return bool(self._buffer.accumulated or self._earlier)
 
     # ------------------------------------------------------------ reduced gradients
 
@@ -215,13 +216,10 @@ class GradPublish:
         self.unreduced.show()
 
     def _show_earlier(self) -> None:
-        if not self._compute_themselves:
-            return
+        earlier, self._earlier = self._earlier, {}
         with torch.no_grad():
-            for param in self._params:
-                grad, param.earlier_grad = param.earlier_grad, None
-                if grad is not None:
-                    self._add_grad(param.sharded, grad)
+            for param, grad in earlier.items():
+                self._add_grad(param.sharded, grad)
 
     def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
         """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
@@ -237,20 +235,18 @@ class GradPublish:
                 param.run_hooks()
 
     def give_hooks_back(self) -> None:
-        """Put the hooks that waited where users registered, and may remove, them."""
-        if self._compute_themselves:
-            for param in self._params:
-                param.give_hooks_back()
+        """Put the hooks that ``hold_earlier`` took where users registered, and may remove, them."""
+        for param in self._params:
+            param.give_hooks_back()
 
     def drop(self) -> None:
         self._buffer.drop()
         self._reduced = None
         for param in self._params:
             param.full.grad = None
-            # Not put back: the user may have called zero_grad() since, and would get it again.
-            param.earlier_grad = None
+        # Not put back: the user may have called zero_grad() since, and would get them again.
+        self._earlier.clear()
         self.unreduced.was_edited = False
-        self.give_hooks_back()
 
     # ------------------------------------------------------------ conversion
 

@@ -12,6 +12,7 @@ all-gathers the parts.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -142,22 +143,24 @@ class GradReduce:
             self._computed.record()  # on the stream that is current on its device
         intra_group, across = plan.topology.intra_group, plan.topology.across
         self._work = AsyncWork([], plan.link.unit_name)
+        # Stages that follow the first, in order. `_across` has a turn among all models.
+        self.to_come: deque[Callable[[], AsyncWork]] = deque()
+        self._turns = across.second_stages
+        self._read_behind: list[object] = []
         with torch.no_grad():
             if intra_group.size > 1:
                 self._out = self._new_intra_part(chunks)
                 self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
             else:
                 (self._out,) = chunks.tensors
-            self._stages = [self._work]
-            # Of all models: which first stage is over first may differ between ranks.
-            self._queue = across.second_stages
-            # Whether others follow the first stage.
-            self.has_stages = self._must_cross = across.size > 1 and not hold
-            self._must_gather = False  # what the second stage gives of the replicas' average
-            self._read_behind: list[object] = []
-            if not self._must_cross:
+            self._begun = [self._work]
+            if across.size == 1 or hold:
                 return
-            self._queue.append(self)
+            self.to_come.append(self._across)
+            if across is plan.topology.replicate and plan.adds_replicas:
+                self.to_come.append(self._gather_replicas)
+            # Which first stage is over first may differ between ranks.
+            self._turns.append(self)
             # gloo moves an accelerator's tensors, too, but the host waits for it.
             device = self._out.device
             if across.transport_for(device).stream_waits(device):
@@ -191,65 +194,64 @@ class GradReduce:
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
             self._read_behind += self._work.kept
-            self._gather_replicas()
+            while self.to_come:
+                self._begin_next()
 
     def cross(self) -> None:
         """Wait for the first stage and start the second, if there is one; earlier ones first.
 
         Collective: in the same order on all ranks.
         """
-        while self._must_cross:
-            self._queue[0]._begin_second()
+        while self in self._turns:
+            self._turns[0]._begin_next()
 
-    def _begin_second(self) -> None:
+    def _begin_next(self) -> None:
+        """Wait for the stage under way, and start the next one."""
+        self._work.wait(self._plan.link.pending_sends)
+        begin = self.to_come.popleft()
+        self._work = begin()
+        self._begun.append(self._work)
+
+    def _across(self) -> AsyncWork:
+        """Second stage: split the average further, or average it over the replicas."""
         plan, across = self._plan, self._plan.topology.across
-        self._work.wait(plan.link.pending_sends)
-        self._queue.popleft()
-        self._must_cross = False
+        self._turns.popleft()
         if self._held is not None:
             # Before the cast: `held` is in the accumulation dtype, which may be wider.
             self._out.add_(self._held)
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
         if across is plan.topology.replicate and not plan.adds_replicas:
-            self._work = across.all_reduce(values, unit_fqn=plan.link.unit_name)
-        else:
-            chunks = FlatChunks.of(_padded(values, across.size))
-            self._out = values.new_empty(chunks.numel // across.size, dtype=plan.sum_dtype(across))
-            self._must_gather = across is plan.topology.replicate
-            tag, kind = (
-                (plan.tags[2], "all_reduce") if self._must_gather else (plan.tags[1], "reduce")
-            )
-            self._work = self._reduce_scatter(across, chunks, tag, kind)
-        self._stages.append(self._work)
+            return across.all_reduce(values, unit_fqn=plan.link.unit_name)
+        chunks = FlatChunks.of(_padded(values, across.size))
+        self._out = values.new_empty(chunks.numel // across.size, dtype=plan.sum_dtype(across))
+        if across is plan.topology.replicate:
+            return self._reduce_scatter(across, chunks, plan.tags[2], "all_reduce")
+        return self._reduce_scatter(across, chunks, plan.tags[1])
 
-    def _gather_replicas(self) -> None:
-        """Wait for this rank's part of the replicas' average and start the third stage, if any."""
-        if not self._must_gather:
-            return
-        self._must_gather = False
+    def _gather_replicas(self) -> AsyncWork:
+        """Third stage: all-gather the parts of the replicas' average."""
         plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
-        self._work.wait(plan.link.pending_sends)
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # without the zeros of `_padded`
-        self._work = replicate.all_gather(
+        return replicate.all_gather(
             Gather(part, full, plan.link.unit_name, plan.tags[2], "", exact=True, reduced=True)
         )
-        self._stages.append(self._work)
 
     def advance(self) -> bool:
         """Start the stages whose turn has come; False while the second must wait."""
         with torch.no_grad():
-            while self._must_cross and self._queue[0]._work.done():
-                self._queue[0]._begin_second()
+            while self in self._turns and self._turns[0]._work.done():
+                self._turns[0]._begin_next()
             # Not where it is by chance that a rank sees that the second is over: the backend's own
             # collectives must start in one order.
-            if not self._must_cross and self._work.reports_end and self._work.done():
-                self._gather_replicas()
-        return not self._must_cross
+            has_crossed = self not in self._turns
+            if has_crossed and self.to_come and self._work.reports_end and self._work.done():
+                self._begin_next()
+        return has_crossed
 
     def done(self) -> bool:
-        return not (self._must_cross or self._must_gather) and self._work.done()
+        return not self.to_come and self._work.done()
 
     def tells_when_done(self) -> bool:
         """Whether ``done`` can become true by itself."""
@@ -267,7 +269,8 @@ class GradReduce:
         self.is_finished = True
         with torch.no_grad():
             self.cross()
-            self._gather_replicas()
+            while self.to_come:
+                self._begin_next()
             self._work.wait(self._plan.link.pending_sends)
         self._read_behind = []  # this stream has waited, so their memory may be used again
         out = self._out
@@ -284,11 +287,11 @@ class GradReduce:
     @property
     def keeps_memory(self) -> bool:
         """Whether it is under way, or other ranks are still reading from this one."""
-        return any(work.kept for work in self._stages)
+        return any(work.kept for work in self._begun)
 
     @property
     def nbytes(self) -> int:
-        kept = [one for work in self._stages for one in work.kept]
+        kept = [one for work in self._begun for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
 
 

@@ -81,7 +81,6 @@ class FlatParamHandle:
             for place in param.locations
         ]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        self._may_read = True  # whether full parameters have memory
         self.unfilled: set[OriginalParam] = set()  # those that have no values yet
         self.summoned: Any = None  # the ``state.full_params.Summoned`` that is open
         self.comm_hook: CommHook | None = None
@@ -162,7 +161,6 @@ class FlatParamHandle:
             # ``(layout.padded_numel,)``. One storage object for life: autograd saves views of it (a
             # `weight.t()`, say). While sharded it is resized to nothing, or gives its pages back.
             self.buffer = self.memory.buffer
-            self._may_read = True
             for param in self.params:
                 param.make_full(None if self.is_aliased else self.buffer)
         self._num_uses = num_uses(self.buffer)
@@ -227,7 +225,7 @@ class FlatParamHandle:
             self._move_to(ShardState.SHARDED)
             self._free_buffer()
             raise
-        self._set_accessible(True)
+        unsharded.set_accessible((param.full for param in self.params), True)
         self._move_to(ShardState.UNSHARDED)
 
     def gather_flat(self, shard: Tensor) -> Tensor:
@@ -257,7 +255,7 @@ class FlatParamHandle:
             self._free_buffer()
 
     def _move_to(self, state: ShardState) -> None:
-        assert state in _MOVES[self.state], f"{self.unit_name}: {self.state} to {state}"
+        assert state in _MOVES[self.state], f"{self.link.unit_name}: {self.state} to {state}"
         self.state = state
 
     def _free_buffer(self) -> None:
@@ -265,8 +263,8 @@ class FlatParamHandle:
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.lingers = False
-        unsharded.forbid(self.buffer, self.unit_name, self.topology.world.global_rank)
-        self._set_accessible(False)
+        unsharded.forbid(self.buffer, self.link.unit_name, self.topology.world.global_rank)
+        unsharded.set_accessible((param.full for param in self.params), False)
 
     def snapshot(self) -> None:
         """Let the buffer stay as it is when shards change: what shows them becomes a copy."""
@@ -355,7 +353,8 @@ class FlatParamHandle:
             param.held = held if split is None else split.as_dtensor(held)
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.held
-        self._rebuild_rnns()
+        if self._rnns:
+            self._rebuild_rnns()
 
     def show_sharded(self) -> None:
         """Let the modules hold the sharded parameters."""
@@ -367,7 +366,8 @@ class FlatParamHandle:
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.sharded
             param.held = None
-        self._rebuild_rnns()
+        if self._rnns:
+            self._rebuild_rnns()
 
     def _rebuild_rnns(self) -> None:
         for module in self._rnns:
@@ -375,12 +375,6 @@ class FlatParamHandle:
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
             # Recurrent modules compare these weak references with their weights; None means equal.
             module._flat_weight_refs = [None] * len(names)
-
-    def _set_accessible(self, may_read: bool) -> None:
-        # Whether the full parameters have memory.
-        if self._may_read is not may_read and not self.is_aliased:
-            self._may_read = may_read
-            unsharded.set_accessible([param.full for param in self.params], may_read)
 
     # ------------------------------------------------------------ gradients
 
@@ -440,6 +434,8 @@ class FlatParamHandle:
             # First: a collective under way may still write the memory that is dropped.
             reduce.abandon()
         self.grad_publish.drop()
+        if self.is_aliased:
+            self.grad_publish.give_hooks_back()
 
     @property
     def gradient_bytes(self) -> int:

@@ -41,7 +41,6 @@ class ReduceBucket:
     # Its reductions that are not finished, and the bytes that they hold until then.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
-    has_stages: bool = False  # whether one of them goes on after its first stage
 
     @property
     def trainable_handles(self) -> list[FlatParamHandle]:
@@ -58,7 +57,7 @@ class ReduceBucket:
 
         Collective: all ranks of the unit, in the same order of calls.
         """
-        sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
+        sync, self.bytes_in_flight = self.unit.sync, 0
         for handle in handles:
             # Its result would be lost: a handle keeps one reduction.
             assert not handle.is_reducing, "the reduction before was not finished"
@@ -72,14 +71,13 @@ class ReduceBucket:
             handle.grad_reduce = reduce
             self.under_way.append((handle, reduce))
             self.bytes_in_flight += plan.bytes_in_flight
-            self.has_stages |= reduce.has_stages
 
     def is_reduced(self) -> bool:
         return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
         """Begin later stages whose turn has come; False when one must wait."""
-        return all(reduce.advance() for _, reduce in self.under_way)
+        return all(reduce.advance() for _, reduce in self.under_way if reduce.to_come)
 
     def wait_until_reduced(self) -> bool:
         """Wait a while; False when a peer seems unable to take part yet."""
@@ -122,10 +120,10 @@ class ReduceQueue:
         self._is_order_agreed = False
         self._uneven = UnevenUnits()
         self._in_flight: list[ReduceBucket] = []
-        self._bytes_in_flight = 0
         self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
         self._must_wait = False  # whether nothing starts before the end of backward
-        self._hooked: list[Unit] = []  # with hooks to call; none once a rank is at its end
+        self._hooked: set[Unit] = set()  # whose hooks reduce in this backward
+        self.asks_hooks = False  # whether to call hooks before the end; not once a rank is there
         self._num_agreed = 0  # buckets, from the first on, that all ranks could reduce
 
     def refresh(self) -> None:
@@ -141,7 +139,8 @@ class ReduceQueue:
         self._must_wait = must_wait
         self._order.begin_backward()
         self._to_reduce.clear()
-        self._hooked = [one.unit for one in self.buckets if one.unit.calls_hook]
+        self._hooked = {unit for unit in self._state.units if unit.calls_hook}
+        self.asks_hooks = bool(self._hooked)
         self._num_agreed = 0
         for bucket in self.buckets:
             if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
@@ -168,13 +167,11 @@ class ReduceQueue:
 
     def _allows(self, index: int) -> bool:
         unit = self.buckets[index].unit
-        is_agreed = self._order.num_taken < self._num_agreed or not unit.calls_hook
+        is_agreed = self._order.num_taken < self._num_agreed or unit not in self._hooked
         return is_agreed and not unit.may_diverge
 
     def _agree_on_hooks(self, *, at_end: bool = False) -> None:
         """Tell the other ranks how far this one is; see the note. Collective."""
-        if not self._hooked:
-            return
         world = self._state.world.apart
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
@@ -182,8 +179,7 @@ class ReduceQueue:
         world.reduce_scalars(values, "MIN", op_name=op_name)
         # The smallest number: a hook that one rank cannot call yet would hold up the others.
         self._num_agreed, go_on = values.tolist()
-        if not go_on:
-            self._hooked.clear()
+        self.asks_hooks = bool(go_on)
 
     def _start(
         self, bucket: ReduceBucket, handles: Iterable[FlatParamHandle] | None = None
@@ -195,7 +191,6 @@ class ReduceQueue:
             bucket.start(bucket.trainable_handles if handles is None else handles)
         if bucket.under_way:
             self._in_flight.append(bucket)
-            self._bytes_in_flight += bucket.bytes_in_flight
         elif bucket.trainable_handles:  # a hook has reduced it
             self._note_reduced(unit)
 
@@ -211,16 +206,15 @@ class ReduceQueue:
         with self._observers.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
                 # Second stages begin in the order of the first.
-                if bucket.has_stages and not bucket.advance():
+                if not bucket.advance():
                     break
         while self._in_flight:
             bucket = self._in_flight[0]
-            over = self._bytes_in_flight > self.max_bytes_in_flight
+            bytes_in_flight = sum([one.bytes_in_flight for one in self._in_flight])
+            over = bytes_in_flight > self.max_bytes_in_flight
             if not bucket.is_reduced() and not (over and self._wait_until_reduced(bucket)):
                 return
-            del self._in_flight[0]
-            self._bytes_in_flight -= bucket.bytes_in_flight
-            self._finish(bucket)
+            self._finish_first()
             self._note_reduced(bucket.unit)
 
     def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
@@ -231,7 +225,8 @@ class ReduceQueue:
         with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
             return bucket.wait_until_reduced()
 
-    def _finish(self, bucket: ReduceBucket) -> None:
+    def _finish_first(self) -> None:
+        bucket = self._in_flight.pop(0)
         with self._observers.span(Kind.REDUCE_WAIT, bucket.unit):
             bucket.finish()
 
@@ -239,7 +234,8 @@ class ReduceQueue:
 
     def reduce_rest(self) -> Agreement:
         """Agree with the other ranks on what was used, and reduce what is left. Collective."""
-        self._agree_on_hooks(at_end=True)
+        if self.asks_hooks:
+            self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
         # The turn of these buckets reduces their gradients, on all ranks.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
@@ -262,12 +258,8 @@ class ReduceQueue:
             with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                 for _, reduce in bucket.under_way:
                     reduce.cross()
-        for bucket in self._in_flight:
-            self._finish(bucket)
-        self._forget_in_flight()
-
-    def _forget_in_flight(self) -> None:
-        self._in_flight, self._bytes_in_flight = [], 0
+        while self._in_flight:
+            self._finish_first()
 
     def _agree_on_order(self) -> None:
         """Adopt the order in which rank 0's units became ready. Collective, once."""
@@ -290,7 +282,7 @@ class ReduceQueue:
         finally:
             for bucket in self._in_flight:
                 bucket.under_way = []
-            self._forget_in_flight()
+            self._in_flight.clear()
 
 
 def split(units: Sequence[Unit]) -> list[ReduceBucket]:

@@ -12,7 +12,6 @@ from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, Observers, StepExtension, Voter
 from flatshard.engine.grad_buffer import Sync
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.engine.write_through import WriteThrough
 from flatshard.options.extras import EXTRAS
@@ -21,6 +20,7 @@ from flatshard.options.extras import EXTRAS
 class RunState:
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
+        self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
         self.world = world  # the ranks that train the model
         self.number = number  # below 256, tells models apart; the same on all ranks
         self.has_run = False  # whether a forward has begun
@@ -41,10 +41,6 @@ class RunState:
         self.expects_backward = False  # the outermost forward began with gradients enabled
         # Whether autograd has run another graph inside the backward that is under way.
         self.has_inner_backward = False
-
-    @property
-    def handles(self) -> list[tuple[Unit, FlatParamHandle]]:
-        return [(unit, handle) for unit in self.units for handle in unit.handles]
 
     @property
     def voters(self) -> list[Voter]:

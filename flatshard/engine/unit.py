@@ -93,6 +93,7 @@ class Unit:
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
         self.is_root, self.is_summoned = True, False
+        self.may_diverge = False  # whether ranks may skip it, or run it in another order
         self.num_loads = 0  # of state dicts; alike on all ranks
         self.sync = Sync.ALL  # what the backward of the forward begun last does with gradients
         self.running: list[Call] = []  # the innermost last
@@ -133,6 +134,7 @@ class Unit:
     def rename(self, names: Sequence[str], *, is_root: bool) -> None:
         strip = partial(renamed, before=self.names, after=names)
         self.names, self.name, self.is_root = list(names), name_of(names), is_root
+        self.may_diverge = self.placement.may_diverge and not is_root
         for handle in self.handles:
             handle.link.unit_name = self.name
             handle.rename(strip)
@@ -160,11 +162,6 @@ class Unit:
             elif self.topology.intra_group.size == 1:
                 wanted = Sync.NONE
         self.sync = wanted
-
-    @property
-    def may_diverge(self) -> bool:
-        """Whether ranks may skip it, or run it in another order."""
-        return self.placement.may_diverge and not self.is_root
 
     @property
     def calls_hook(self) -> bool:
@@ -351,6 +348,8 @@ class Unit:
             if handle.is_aliased:  # else each forward puts other parameters there, and looks
                 handle.check_places()
             handle.grad_publish.begin_backward()
+            if handle.is_aliased:
+                handle.grad_publish.hold_earlier()
 
     def begin_call_backward(self, call: Call) -> None:
         """A gradient of an output of ``call`` has come."""

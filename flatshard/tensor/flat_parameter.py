@@ -109,8 +109,6 @@ class OriginalParam:
             ``sharded`` itself where the chunk is the unsharded buffer.
         held: what modules hold in its place; None: ``sharded``.
         post_accumulate_hooks: users' hooks, which run once the reduced gradient is in ``.grad``.
-        earlier_grad: during a backward, what was in ``.grad`` before it, of parameters that
-            compute themselves.
     """
 
     full: nn.Parameter
@@ -119,7 +117,6 @@ class OriginalParam:
         self.index, self.spec, self.span, self.local = index, spec, spec.span, spec.local
         self.sharded, self.locations = info.param, info.locations
         self.held: Any = None
-        self.earlier_grad: Tensor | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         # Tensor hooks and post-accumulate hooks from before wrapping, until the full parameter
         # exists. The dictionaries are torch's own, so that a ``RemovableHandle`` still works.
