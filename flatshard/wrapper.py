@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import torch_names
 from flatshard.engine.hooks import surround
+from flatshard.module import unit_report
 from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
-from flatshard.module.framework_precision import FrameworkPrecision
-from flatshard.module.inspection import UnwrappedModel
+from flatshard.module.inspection import find_device, read_ignored
+from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import accumulating
 from flatshard.module.settings import (
     ProcessGroups,
@@ -202,9 +203,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
         )
-        model = UnwrappedModel.read(
-            module, auto_wrap_policy, ignored_modules, given["ignored_states"], allow_divergence
-        )
+        ignored = read_ignored(module, auto_wrap_policy, ignored_modules, given["ignored_states"])
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, given["device_mesh"], mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
@@ -218,15 +217,17 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             forward_prefetch=flags["forward_prefetch"] is not False,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=flags["broadcast_buffers"] is not False,
-            device=model.find_device(given["device_id"], ranks.world.group),
+            device=find_device(module, ignored, given["device_id"], ranks.world.group),
             boundary=as_boundary(boundary),
+            policy=auto_wrap_policy,
+            allow_divergence=allow_divergence,
+            param_init_fn=param_init_fn,
+            sync_module_states=flags["sync_module_states"],
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
-        with local_parts(model, settings):
-            construction = Construction(model, settings, param_init_fn)
-            construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
-        if settings.precision.changes_nothing and settings.ranks.world.rank == 0:
-            FrameworkPrecision.attach(self._sharding.context.observers, settings.device.type)
+        with local_parts(module, ignored, settings):
+            plan = ModelPlan(module, settings, ignored)
+            Construction(plan).wrap(self, ShardedWrapper, notes)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
@@ -761,7 +762,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         strategy, number of ranks that share it, transport, and why it is a unit. Below it a line
         for each optimizer that has stepped full parameters: how, and in how many bytes more.
         """
-        return self._sharding.report()
+        return unit_report.report(self._sharding)
 
     def flat_parameters(self) -> list[FlatParameter]:
         """This rank's chunks of the flat parameters, from this unit down. No communication.

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.plan.boxes import Box, boxes_of
-from flatshard.plan.layout import strides_of
+from flatshard.plan.layout import Box, boxes_of, strides_of
 
 logger = logging.getLogger("flatshard.checkpoint")
 

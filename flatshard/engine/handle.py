@@ -29,7 +29,7 @@ from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.memory.buffers import BufferCache, BufferMemory, ShardItself, num_uses
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, view_of
-from flatshard.plan.param_info import ParamInfo
+from flatshard.plan.module_tree import ParamInfo
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
 from flatshard.tensor.shard_spec import ShardSpec

@@ -13,8 +13,7 @@ from flatshard.comm.work import RunLink
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.plan.layout import FlatLayout, memory_order, part_of, strides_of
-from flatshard.plan.module_tree import unit_text
-from flatshard.plan.param_info import ParamInfo
+from flatshard.plan.module_tree import ParamInfo, unit_text
 from flatshard.tensor.flat_parameter import OriginalParam
 
 

@@ -1,10 +1,8 @@
-"""``UnwrappedModel``: what is known of a module before it is sharded, and whether it can be."""
+"""Reads a module before it is sharded: what is ignored, the device, and what cannot be sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Set
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,128 +10,102 @@ from torch import Tensor, nn
 
 from flatshard.comm.process_groups import current_cuda
 from flatshard.module.sharding import handles_in, shardings_in
-from flatshard.options.extras import extra
-from flatshard.plan.ignored import NOTHING, Ignored, find_ignored
+from flatshard.plan.ignored import Ignored, find_ignored
 from flatshard.plan.policies import Policy, check_policy
 
 
-@dataclass(frozen=True, eq=False)
-class UnwrappedModel:
-    """A module that is to be wrapped, and with which policy; it may contain units."""
+def read_ignored(
+    module: nn.Module,
+    policy: Policy | None,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter | nn.Module] | None,
+) -> Ignored:
+    """What the user wants ignored. Raises if ``module`` cannot be wrapped, or not with a policy."""
+    _check_module(module, policy)
+    nested: dict[nn.Module, Ignored] = {s.wrapper: s.ignored for s in shardings_in(module)}
+    sharded = {id(param) for handle in handles_in(module) for param in handle.sharded}
+    return find_ignored(module, ignored_modules, ignored_states, nested=nested, sharded=sharded)
 
-    module: nn.Module
-    policy: Policy | None
-    ignored: Ignored = NOTHING
-    left_alone: Collection[int] = ()  # ids of tensors that are ignored, or sharded already
-    divergent: Set[nn.Module] = frozenset()  # that ranks may skip
 
-    @classmethod
-    def read(
-        cls,
-        module: nn.Module,
-        policy: Policy | None,
-        ignored_modules: Iterable[nn.Module] | None,
-        ignored_states: Iterable[nn.Parameter | nn.Module] | None,
-        allow_divergence: Any,
-    ) -> UnwrappedModel:
-        """See what is ignored and may diverge. Raises if the module cannot be wrapped so."""
-        _check_module(module, policy)
-        nested: dict[nn.Module, Ignored] = {s.wrapper: s.ignored for s in shardings_in(module)}
-        owned = {id(param) for handle in handles_in(module) for param in handle.sharded}
-        ignored = find_ignored(
-            module, ignored_modules, ignored_states, nested=nested, sharded=owned
-        )
-        divergent: Set[nn.Module] = frozenset()
-        if allow_divergence is not False:
-            divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
-            divergent = divergence.find_divergent(module, allow_divergence)
-        return cls(module, policy, ignored, owned | ignored.ids(), divergent)
+def find_device(
+    module: nn.Module,
+    ignored: Ignored,
+    device_id: int | str | torch.device | None,
+    group: dist.ProcessGroup | None,
+) -> torch.device:
+    """The device of the shards and of computation; ValueError if this host has none such."""
+    if device_id is not None:
+        return _read_device(device_id)
+    skipped = ignored.ids()
+    present = [param for param in module.parameters() if id(param) not in skipped]
+    # Ranks with and without values must agree, so tensors on the meta device do not count.
+    devices = [param.device for param in present if not param.is_meta]
+    first = devices[0] if devices else torch.device("cpu")
+    if first.type == "cpu" and torch.cuda.is_available():
+        types = {"cpu"} if group is None else {str(device) for device in group._device_types}
+        if "cpu" not in types or (present and not devices):
+            return current_cuda(group)
+    return first
 
-    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters to shard, by name."""
-        named = self.module.named_parameters()
-        return ((name, param) for name, param in named if id(param) not in self.left_alone)
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers to move and synchronise, by name."""
-        named = self.module.named_buffers()
-        return ((name, buffer) for name, buffer in named if id(buffer) not in self.left_alone)
+def check_tensors(
+    params: Iterable[tuple[str, nn.Parameter]],
+    buffers: Iterable[tuple[str, Tensor]],
+    *,
+    drops_gradients: bool,
+) -> None:
+    """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
+    first: tuple[str, torch.device] | None = None
+    for name, buffer in buffers:
+        _check_memory(f"buffer {name!r}", buffer)
+    for name, param in params:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
+                "one forward on the unwrapped model first."
+            )
+        # A subclass is more than the memory that a flat parameter keeps.
+        if type(param.data) is not Tensor:
+            raise TypeError(
+                f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
+                "plain tensors can be flattened"
+            )
+        _check_memory(f"parameter {name!r}", param)
+        if drops_gradients and param.grad is not None and bool(param.grad.any()):
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
+                "the model before backward, or call zero_grad() before wrapping."
+            )
+        if param.is_meta:
+            continue
+        first = first or (name, param.device)
+        if param.device != first[1]:
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} "
+                f"on {str(first[1])!r}. Move the module to one device before wrapping."
+            )
 
-    def check_params(self, *, drops_gradients: bool) -> None:
-        """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
-        first: tuple[str, torch.device] | None = None
-        for name, buffer in self.buffers():
-            _check_memory(f"buffer {name!r}", buffer)
-        for name, param in self.params():
-            if isinstance(param, nn.parameter.UninitializedParameter):
+
+def check_shares_no_memory(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError if a trained parameter shares memory with another one."""
+    placed = []
+    for name, param in params:
+        if not (param.is_meta or param.numel() == 0 or param.layout is not torch.strided):
+            last = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
+            start = param.data_ptr()
+            placed.append((start, start + (last + 1) * param.element_size(), name, param))
+    placed.sort(key=lambda one: one[:2])
+    for number, (_, end, name, param) in enumerate(placed):
+        for start, _, other_name, other in placed[number + 1 :]:
+            if start >= end:
+                break
+            is_trained = param.requires_grad or other.requires_grad
+            if is_trained and _share_elements(param, other):
                 raise ValueError(
-                    f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
-                    "one forward on the unwrapped model first."
+                    f"ShardedWrapper: parameters {name!r} and {other_name!r} share memory, as "
+                    "views of one tensor, which shards of them cannot. Let both places have "
+                    "the same nn.Parameter, if they are equal, or give one a clone()."
                 )
-            # A subclass is more than the memory that a flat parameter keeps.
-            if type(param.data) is not Tensor:
-                raise TypeError(
-                    f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
-                    "plain tensors can be flattened"
-                )
-            _check_memory(f"parameter {name!r}", param)
-            if drops_gradients and param.grad is not None and bool(param.grad.any()):
-                raise ValueError(
-                    f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
-                    "the model before backward, or call zero_grad() before wrapping."
-                )
-            if param.is_meta:
-                continue
-            first = first or (name, param.device)
-            if param.device != first[1]:
-                raise ValueError(
-                    f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} "
-                    f"on {str(first[1])!r}. Move the module to one device before wrapping."
-                )
-
-    def check_apart(self) -> None:
-        """Raise ValueError if a trained parameter shares memory with another one."""
-        placed = []
-        for name, param in self.params():
-            if not (param.is_meta or param.numel() == 0 or param.layout is not torch.strided):
-                last = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
-                start = param.data_ptr()
-                placed.append((start, start + (last + 1) * param.element_size(), name, param))
-        placed.sort(key=lambda one: one[:2])
-        for number, (_, end, name, param) in enumerate(placed):
-            for start, _, other_name, other in placed[number + 1 :]:
-                if start >= end:
-                    break
-                is_trained = param.requires_grad or other.requires_grad
-                if is_trained and _share_elements(param, other):
-                    raise ValueError(
-                        f"ShardedWrapper: parameters {name!r} and {other_name!r} share memory, as "
-                        "views of one tensor, which shards of them cannot. Let both places have "
-                        "the same nn.Parameter, if they are equal, or give one a clone()."
-                    )
-
-    def find_device(
-        self, device_id: int | str | torch.device | None, group: dist.ProcessGroup | None
-    ) -> torch.device:
-        """The device of the shards and of computation; ValueError if this host has none such."""
-        if device_id is not None:
-            return _read_device(device_id)
-        skipped = self.ignored.ids()
-        present = [param for param in self.module.parameters() if id(param) not in skipped]
-        # Ranks with and without values must agree, so tensors on the meta device do not count.
-        devices = [param.device for param in present if not param.is_meta]
-        first = devices[0] if devices else torch.device("cpu")
-        if first.type == "cpu" and torch.cuda.is_available():
-            types = {"cpu"} if group is None else {str(device) for device in group._device_types}
-            if "cpu" not in types or (present and not devices):
-                return current_cuda(group)
-        return first
-
-    def move_buffers(self, device: torch.device) -> None:
-        """Move the buffers that have values to ``device``."""
-        for _, buffer in self.buffers():
-            if not buffer.is_meta and buffer.device != device:
-                buffer.data = buffer.data.to(device)
 
 
 def _check_memory(where: str, tensor: Tensor) -> None:

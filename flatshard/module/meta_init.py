@@ -26,14 +26,13 @@ from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import fill
 from flatshard.module.initial_values import InitialValues, names_of_different
-from flatshard.module.inspection import UnwrappedModel
-from flatshard.plan.ignored import Ignored
+from flatshard.module.model_plan import ModelPlan
+from flatshard.module.settings import Settings
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 
-InitFn = Callable[[nn.Module], Any]
-# Per module, what gives it values where no `param_init_fn` does: the names of functions, and those.
+# Per module, the functions that give it values where no `param_init_fn` does, by name.
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -49,31 +48,15 @@ def leave_empty(module: nn.Module) -> None:
     module.__dict__[_LEFT_EMPTY] = True
 
 
-def sparing(init_fn: InitFn, ignored: Ignored) -> InitFn:
-    """A ``param_init_fn`` that leaves single ignored parameters of its module as they are."""
+def find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
+    """Find the functions that give modules values. Collective.
 
-    def init(module: nn.Module) -> None:
-        places = [name for owner, name in ignored.places if owner is module]
-        kept = {
-            name: param
-            for name in places
-            if (param := module._parameters.get(name)) is not None and not param.is_meta
-        }
-        values = [param.detach().clone() for param in kept.values()]
-        init_fn(module)
-        for param, value in zip(kept.values(), values, strict=True):
-            param.data = value
-        module._parameters.update(kept)
-
-    return init
-
-
-def find_resets(model: UnwrappedModel, start: InitialValues, init_fn: InitFn | None) -> Resets:
-    """What gives modules values. Raises ValueError, on every rank, if one lacks it. Collective."""
+    Raises ValueError, on every rank, if a module has none, or would lose values that it has.
+    """
     resets: Resets = {}
 
     def visit(module: nn.Module, owner: Callable[[nn.Module], Any] | None) -> None:
-        if module in resets or module in model.ignored.modules:
+        if module in resets or module in plan.ignored.modules:
             return
         owner = _init_weights_of(module) or owner
         found = resets[module] = {}
@@ -87,9 +70,8 @@ def find_resets(model: UnwrappedModel, start: InitialValues, init_fn: InitFn | N
         for child in module.children():
             visit(child, owner)
 
-    visit(model.module, None)
-    needs_resets = start.initialises and init_fn is None
-    problem = _uninitialisable(model, start, resets) if needs_resets else None
+    visit(plan.module, None)
+    problem = _uninitialisable(plan, start, resets) if start.initialises else None
     raise_everywhere(ValueError(problem) if problem else None, start.world)
     return resets
 
@@ -105,17 +87,25 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     return found if takes_module else None
 
 
-def _uninitialisable(model: UnwrappedModel, start: InitialValues, resets: Resets) -> str | None:
+def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> str | None:
     unknown, mixed = [], []
-    for name, module in model.module.named_modules():
+    init_fn, ignored = plan.settings.param_init_fn, plan.ignored
+    for name, module in plan.module.named_modules():
         own = {**module._parameters, **module._buffers}
         missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
-        if module in model.ignored.modules or not missing:
+        if module in ignored.modules or not missing:
             continue
-        if not resets[module]:
+        # Functions of the user's may know which values to keep, but `to_empty` keeps none.
+        kept = [
+            attribute
+            for attribute, param in module._parameters.items()
+            if not (param is None or param.is_meta)
+            and (init_fn is None or (module, attribute) in ignored.places)
+        ]
+        if init_fn is None and not resets[module]:
             prefix = f"{name}." if name else ""
             unknown += [f"{prefix}{one} ({type(module).__name__})" for one in missing]
-        elif any(one not in missing and p is not None for one, p in module._parameters.items()):
+        elif kept:
             mixed.append(name or "the model itself")
     if unknown:
         return (
@@ -128,8 +118,8 @@ def _uninitialisable(model: UnwrappedModel, start: InitialValues, resets: Resets
     if mixed:
         return (
             f"ShardedWrapper: module {mixed[0]!r} has some parameters on the meta device and "
-            "others not, which its reset_parameters() would overwrite. Put all of a module's own "
-            "parameters there, or none."
+            f"others not, which {'param_init_fn' if init_fn else 'its reset_parameters()'} would "
+            "overwrite. Put all of a module's own parameters there, or none."
         )
     return None
 
@@ -214,14 +204,14 @@ def _is_patterned(tensor: Tensor) -> bool:
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
-def broadcast_buffers(model: UnwrappedModel, start: InitialValues, device: torch.device) -> None:
+def broadcast_buffers(plan: ModelPlan, start: InitialValues) -> None:
     """Broadcast the buffers that rank 0 has if its values count. Collective if they do."""
     if not start.sends:
         return
-    others = start.missing.union(model.left_alone)
-    slots = _buffer_slots(model.module, lambda buffer: id(buffer) not in others)
+    others = start.missing.union(plan.left_alone)
+    slots = _buffer_slots(plan.module, lambda buffer: id(buffer) not in others)
     for slot in slots:
-        _send_buffer(slot, start, device)
+        _send_buffer(slot, start, plan.settings.device)
     _tie(slots)
 
 
@@ -253,11 +243,10 @@ class MetaInit:
         handles: Iterable[FlatParamHandle],
         start: InitialValues,
         resets: Resets,
-        init_fn: InitFn | None,
-        device: torch.device,
+        settings: Settings,
     ) -> None:
-        self._start, self._init_fn, self._device = start, init_fn, device
-        self._resets = resets
+        self._start, self._resets = start, resets
+        self._init_fn, self._device = settings.param_init_fn, settings.device
         self._names = {module: name for name, module in root.named_modules()}
         self._buffers = _buffer_slots(root, lambda buffer: id(buffer) in start.missing)
         self._slots: dict[nn.Module, list[_Slot]] = {}

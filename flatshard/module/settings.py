@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.comm.communicator import Topology
@@ -25,7 +27,7 @@ from flatshard.options.strategy import (
 from flatshard.options.transport_options import TransportOptions, check_launch_without_group
 from flatshard.plan.boundary import Boundary, as_boundary
 from flatshard.plan.module_tree import unit_text
-from flatshard.plan.policies import UnitPlan
+from flatshard.plan.policies import Policy, UnitPlan
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
@@ -53,7 +55,11 @@ class Settings:
     coalesce_bytes: int
     broadcast_buffers: bool
     device: torch.device
-    boundary: Boundary = "element"
+    boundary: Boundary
+    policy: Policy | None = None
+    allow_divergence: Any = False
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    sync_module_states: bool | None = None
 
     @property
     def topology(self) -> Topology:

@@ -16,8 +16,6 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings, read_strategy
-from flatshard.module.unit_report import FlatParamRow, UnitRow, describe
-from flatshard.optimizer import stepper
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
@@ -118,40 +116,6 @@ class Sharding:
         ranks = self.settings.topology.shard.size
         over = f"over {ranks} rank{'s' if ranks != 1 else ''}"
         return f"{strategy}: {numel:,} elements + {padding:,} padding {over}"
-
-    def report(self) -> str:
-        inside = shardings_in(self.wrapper)
-        # One row per unit: of wrappers that share a unit, the first counts.
-        first = {one.unit: one for one in reversed(inside)}
-        rest = "what is left" if len(inside) > 1 else "the whole model"
-        table = describe([first[unit].unit_row(rest) for unit in units_in(self.wrapper)])
-        return "\n".join([table, *stepper.reports(self.wrapper.parameters())])
-
-    def unit_row(self, rest: str) -> UnitRow:
-        unit, topology = self.unit, self.settings.topology
-        coalesced = f", {len(unit.modules)} coalesced" if len(unit.modules) > 1 else ""
-        return UnitRow(
-            name=unit.name,
-            class_name=", ".join(dict.fromkeys(type(one).__name__ for one in unit.modules)),
-            flat_params=tuple(map(_flat_param_row, unit.handles)),
-            strategy=self.settings.strategy.name,
-            ranks=topology.shard.size,
-            reason=(self.reason or ("by hand" if unit.name else f"root: {rest}")) + coalesced,
-            transport=topology.transport,
-            transport_reason=topology.transport_reason,
-        )
-
-
-def _flat_param_row(handle: FlatParamHandle) -> FlatParamRow:
-    layout = handle.layout
-    is_sharded = handle.topology.shard.size > 1
-    return FlatParamRow(
-        dtype=handle.shard.dtype,
-        trainable=handle.params[0].requires_grad,
-        numel=layout.numel,
-        padding_numel=layout.padding_numel,
-        unsharded_bytes=layout.padded_numel * handle.buffer.element_size() if is_sharded else 0,
-    )
 
 
 def sharding_of(wrapper: ModuleProxy) -> Sharding:

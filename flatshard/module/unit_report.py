@@ -1,4 +1,4 @@
-"""``describe`` tabulates a model's units; ``lint`` warns of units that will be slow or large.
+"""``report`` tabulates a model's units; ``lint`` warns of units that will be slow or large.
 
 A plan that ``lint`` warns of is correct, but wastes time or memory. Its thresholds are far from
 any reasonable plan, since a false alarm costs more than a missed one.
@@ -10,9 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import torch
 from torch import nn
 
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
+from flatshard.module.model_plan import ModelPlan
+from flatshard.module.sharding import Sharding, shardings_in, units_in
+from flatshard.optimizer import stepper
 from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, name_of, numel, unit_text
@@ -31,79 +35,65 @@ UNEVEN = 10
 _AUTO = 'auto_wrap_policy="auto"'
 
 
-@dataclass(frozen=True)
-class FlatParamRow:
-    """One flat parameter of a unit."""
-
-    dtype: torch.dtype  # of the shard
-    trainable: bool
-    numel: int
-    padding_numel: int
-    unsharded_bytes: int  # that an all-gather fills on each rank; 0 if nothing is sharded
-
-    def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") + ("" if self.trainable else " frozen")
-
-
-@dataclass(frozen=True)
-class UnitRow:
-    """One unit, as ``describe`` shows it."""
-
-    name: str  # empty for the root
-    class_name: str
-    flat_params: tuple[FlatParamRow, ...]  # may be none
-    strategy: str
-    ranks: int
-    reason: str  # why it is a unit
-    transport: str
-    transport_reason: str = ""  # why ranks chose it; empty where they had no choice
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """What ``lint`` knows of a unit."""
-
-    names: tuple[str, ...]  # of its modules; one, empty for the root
-    numel: int
-    largest_numel: int  # of its largest parameter, which no plan can divide
-
-    @property
-    def name(self) -> str:
-        return name_of(self.names)
-
+_HEADER = (
+    *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
+    *("strategy", "ranks", "transport", "why"),
+)
 
 # ------------------------------------------------------------ the table
 
 
-def describe(rows: Sequence[UnitRow]) -> str:
-    """Tabulate units, with a line of totals and a line per transport that says why it is used."""
-    header = (
-        *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
-        *("strategy", "ranks", "transport", "why"),
-    )
-    table = [header]
-    for row in rows:
-        kinds = [f"{one} {one.numel:,}" for one in row.flat_params]
-        if len(kinds) == 1:
-            kinds = [str(row.flat_params[0])]
-        rest = row.strategy, str(row.ranks), row.transport, row.reason
-        first = row.name or "(root)", row.class_name
-        table.append((*first, *_sizes(" + ".join(kinds) or "none", row.flat_params), *rest))
-    count = f"{len(rows)} unit{'s' if len(rows) != 1 else ''}"
-    sizes = _sizes("", [one for row in rows for one in row.flat_params])
+def report(root: Sharding) -> str:
+    """Tabulate the units below a wrapper, with totals, and a line per transport that says why."""
+    inside = shardings_in(root.wrapper)
+    # One row per unit: of wrappers that share a unit, the first counts.
+    first = {sharding.unit: sharding for sharding in reversed(inside)}
+    units = units_in(root.wrapper)
+    rest = "what is left" if len(inside) > 1 else "the whole model"
+    count = f"{len(units)} unit{'s' if len(units) != 1 else ''}"
+    sizes = _sizes("", [handle for unit in units for handle in unit.handles])
+    table = [_HEADER, *(_row(first[unit], rest) for unit in units)]
     table.append(("total", count, *sizes, "", "", "", ""))
-    reasons = (f"{r.transport}: {r.transport_reason}" for r in rows if r.transport_reason)
-    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons)])
+    topologies = [first[unit].settings.topology for unit in units]
+    # Empty where ranks had no choice.
+    reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
+    steppers = stepper.reports(root.wrapper.parameters())
+    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *steppers])
 
 
-def _sizes(kinds: str, flat_params: Sequence[FlatParamRow]) -> tuple[str, str, str, str]:
-    numel = sum(one.numel for one in flat_params)
-    padding = sum(one.padding_numel for one in flat_params)
+def _row(sharding: Sharding, rest: str) -> tuple[str, ...]:
+    unit, topology = sharding.unit, sharding.settings.topology
+    kinds = [
+        str(handle.shard.dtype).removeprefix("torch.")
+        + ("" if handle.params[0].requires_grad else " frozen")
+        + (f" {handle.layout.numel:,}" if len(unit.handles) > 1 else "")
+        for handle in unit.handles
+    ]
+    reason = sharding.reason or ("by hand" if unit.name else f"root: {rest}")
+    return (
+        unit.name or "(root)",
+        ", ".join(dict.fromkeys(type(module).__name__ for module in unit.modules)),
+        *_sizes(" + ".join(kinds) or "none", unit.handles),
+        sharding.settings.strategy.name,
+        str(topology.shard.size),
+        topology.transport,
+        reason + (f", {len(unit.modules)} coalesced" if len(unit.modules) > 1 else ""),
+    )
+
+
+def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, str, str]:
+    numel = sum(handle.layout.numel for handle in handles)
+    padding = sum(handle.layout.padding_numel for handle in handles)
+    unsharded_bytes = sum(
+        handle.layout.padded_numel * handle.buffer.element_size()
+        for handle in handles
+        if handle.topology.shard.size > 1
+    )
     return (
         f"{numel:,}",
         f"{padding:,} ({padding / max(numel, 1):.1%})",
         kinds,
-        show_bytes(sum(one.unsharded_bytes for one in flat_params)),
+        show_bytes(unsharded_bytes),
     )
 
 
@@ -130,11 +120,41 @@ def show_bytes(count: int) -> str:
 # ------------------------------------------------------------ warnings
 
 
-def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
-    """Warnings about a plan that will be slow or large, with a remedy; none about a good plan.
+def lint(plan: ModelPlan, units: Sequence[Unit]) -> list[str]:
+    """Warnings about the units of a plan that will be slow or large, with a remedy.
 
-    ``tied`` has the elements and the names of each weight that has several names.
+    ``units`` are the units of the model, also those that were made before.
     """
+    if plan.settings.policy is None and len(units) == 1:
+        return lint_one_unit(plan.module, plan.ignored)
+    sizes = []
+    for unit in units:
+        numels = [param.span.numel for handle in unit.handles for param in handle.params]
+        sizes.append(UnitSize(tuple(unit.names), sum(numels), max(numels, default=0)))
+    # Modules that own no parameter are no unit. Their tied weights are further up.
+    names = {name for unit in units for name in unit.names}
+    sizes += [UnitSize((one.name,), 0, 0) for one in plan.chosen if one.name not in names]
+    infos = [info for unit in plan.units for info in unit.owned if len(info.locations) > 1]
+    return lint_sizes(
+        sizes, [(info.param.numel(), [place.name for place in info.locations]) for info in infos]
+    )
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """The size of a unit for ``lint_sizes``."""
+
+    names: tuple[str, ...]  # of its modules; one, empty for the root
+    numel: int
+    largest_numel: int  # of its largest parameter, which no plan can divide
+
+    @property
+    def name(self) -> str:
+        return name_of(self.names)
+
+
+def lint_sizes(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
+    """Warnings about units of these sizes; ``tied`` has the elements and names of tied weights."""
     warnings = [_many_small(units), _uneven(units)]
     warnings += [_pulled_up(count, names, units) for count, names in tied]
     return [f"ShardedWrapper: {warning}" for warning in warnings if warning]

@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from flatshard.plan.module_tree import ModuleTree, has_forward
-from flatshard.plan.param_info import find_params
+from flatshard.plan.module_tree import ModuleTree, find_params, has_forward
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes

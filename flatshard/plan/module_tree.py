@@ -10,8 +10,11 @@ they must stay with a unit further up, whatever a policy says:
 - what ``torch.nn.utils.parametrize`` inserts: the owner's attribute access runs it.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -89,6 +92,62 @@ def paths(
         if child is not None and child not in chain:
             below = name if hidden else f"{name}.{attribute}" if name else attribute
             yield from paths(child, below, chain)
+
+
+@dataclass(frozen=True)
+class ParamLocation:
+    """One place of a parameter: ``module._parameters[attribute]``, and its name in the model."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+@dataclass
+class ParamInfo:
+    """An original parameter with all its places; the first one names it."""
+
+    param: nn.Parameter
+    locations: list[ParamLocation] = field(default_factory=list)
+    # The modules that contain all its places, outermost first. Only these can hold it: a tied
+    # weight belongs to none of the modules that it is tied between.
+    containers: Sequence[nn.Module] = ()
+
+    @property
+    def name(self) -> str:
+        return self.locations[0].name
+
+
+def find_params(root: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
+    """The parameters of a model in registration order, without those whose ids are given."""
+    found: dict[int, ParamInfo] = {}
+    for path, chain in paths(root):
+        module = chain[-1]
+        for attribute, param in module._parameters.items():
+            if param is None or id(param) in left_alone:
+                continue
+            # Ties are found by identity, so a weight that two units share is stored once.
+            one = found.setdefault(id(param), ParamInfo(param, [], chain))
+            one.containers = [container for container in one.containers if container in chain]
+            # A shared module is on several paths, and is one place.
+            if all((at.module, at.attribute) != (module, attribute) for at in one.locations):
+                name = f"{path}.{attribute}" if path else attribute
+                one.locations.append(ParamLocation(module, attribute, name))
+    return list(found.values())
+
+
+def find_owners(
+    root: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
+) -> dict[nn.Module, list[ParamInfo]]:
+    """Give every parameter to the lowest unit that contains all its users.
+
+    Returns:
+        For every unit, ``root`` first, what it owns in registration order; may be nothing.
+    """
+    owners: dict[nn.Module, list[ParamInfo]] = {unit: [] for unit in (root, *unit_modules)}
+    for one in find_params(root, left_alone):
+        owners[next(unit for unit in reversed(one.containers) if unit in owners)].append(one)
+    return owners
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.plan.layout import FlatLayout, view_of
-from flatshard.plan.module_tree import unit_text
-from flatshard.plan.param_info import ParamInfo
+from flatshard.plan.module_tree import ParamInfo, unit_text
 from flatshard.tensor import unsharded
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (

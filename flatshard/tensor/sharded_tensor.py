@@ -25,7 +25,7 @@ from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.flat_chunks import as_bytes
-from flatshard.plan.boxes import Box, boxes_of
+from flatshard.plan.layout import Box, boxes_of
 from flatshard.precision.casts import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 

@@ -3,11 +3,8 @@
 import copy
 import functools
 import inspect
-import sys
 import types
-import warnings
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -42,7 +39,6 @@ def _frameworks(rank: int, world_size: int) -> None:
     _signature()
     _parts_are_moved_where_they_are()
     _attributes_of_fsdp(rank, world_size)
-    _mixed_precision_of_accelerate(rank)
 
 
 def _signature() -> None:
@@ -105,28 +101,3 @@ def _attributes_of_fsdp(rank: int, world_size: int) -> None:
     for name in (*missing, "_fsdp_wrapped_module"):
         with pytest.raises(AttributeError, match=f"{name} is not available .*: use"):
             getattr(ours, name)
-
-
-def _mixed_precision_of_accelerate(rank: int) -> None:
-    """A model that was not prepared, or marked as prepared, computed in fp32 without a word."""
-    state = types.SimpleNamespace(_shared_state={"_mixed_precision": "bf16"})
-    accelerate = {"accelerate.state": types.SimpleNamespace(AcceleratorState=state)}
-
-    def warns(autocast: bool = False, **keywords: Any) -> bool:
-        model = ShardedWrapper(_Net(), **keywords)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with torch.no_grad():
-                model(torch.ones(2, 4))
-            for _ in range(2):
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    model(torch.ones(2, 4)).sum().backward()
-        text = "Accelerate's mixed_precision='bf16' does not reach this model"
-        assert len(caught) <= 1
-        return any(text in str(one.message) for one in caught)
-
-    assert not warns()
-    with mock.patch.dict(sys.modules, accelerate):
-        assert warns() == (rank == 0)
-        assert not warns(autocast=True)
-        assert not warns(mixed_precision=MixedPrecision(torch.bfloat16))

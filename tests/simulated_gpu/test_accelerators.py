@@ -25,9 +25,10 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
-from flatshard.module.inspection import UnwrappedModel
+from flatshard.module.inspection import find_device
 from flatshard.options.precision import GradDtypes
 from flatshard.options.transport_options import Collectives, TransportOptions
+from flatshard.plan.ignored import NOTHING
 from flatshard.plan.layout import FlatLayout
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -302,7 +303,7 @@ def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
 def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
     group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        found = UnwrappedModel(torch.nn.Linear(1, 1), None).find_device(None, group)
+        found = find_device(torch.nn.Linear(1, 1), NOTHING, None, group)
     assert found == torch.device("cuda", 1)
 
 

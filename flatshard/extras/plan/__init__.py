@@ -18,7 +18,6 @@ from torch import nn
 
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
-from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.module.unit_report import show_bytes, tabulate
@@ -235,8 +234,9 @@ def predict(
         broadcast_buffers=True,
         device=torch.device("meta"),
         boundary=as_boundary(boundary),
+        policy=auto_wrap_policy,
     )
-    plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
+    plan = ModelPlan(model, settings, predicts=True)
     units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
     # A buffer may stand at several places.
     buffers = {id(one): one for one in model.buffers()}.values()

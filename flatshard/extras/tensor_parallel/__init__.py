@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
-from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import PlannedUnit
 from flatshard.module.settings import Settings
 from flatshard.options.transport_options import Collectives, TransportOptions
-from flatshard.plan.module_tree import unit_text
-from flatshard.plan.param_info import ParamInfo, find_params
+from flatshard.plan.ignored import Ignored
+from flatshard.plan.module_tree import ParamInfo, find_params, unit_text
 
 _NATIVE = TransportOptions(Collectives.NATIVE)  # for numbers alone
 _OTHERWISE = "Leave that out, or apply tensor parallelism to other parameters only."
@@ -107,7 +106,7 @@ class TensorParallel:
 
 
 @contextmanager
-def local_parts(model: UnwrappedModel, settings: Settings) -> Iterator[None]:
+def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iterator[None]:
     """Replace DTensors among the parameters by their local parts; undone by an exception.
 
     Collective: all ranks of their meshes, where there are any.
@@ -117,7 +116,7 @@ def local_parts(model: UnwrappedModel, settings: Settings) -> Iterator[None]:
         NotImplementedError: placements other than Shard and Replicate; a DTensor on the meta
             device; one with hooks or a gradient.
     """
-    infos = find_params(model.module, model.left_alone)
+    infos = find_params(module, ignored.ids())
     found: dict[str, tuple[ParamInfo, Any]] = {
         one.name: (one, one.param) for one in infos if hasattr(one.param, "_spec")
     }
