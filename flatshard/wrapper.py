@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.compat import torch_names
 from flatshard.engine.hooks import surround
-from flatshard.module import unit_report
+from flatshard.module import torch_names, unit_report
 from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import find_device, read_ignored

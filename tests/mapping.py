@@ -6,12 +6,12 @@ from typing import Any
 from unittest import mock
 
 from flatshard.engine import grad_buffer
-from flatshard.memory import page_pool
+from flatshard.memory import buffers
 from flatshard.plan import layout
 
 
 @contextmanager
-def mapping(kind: type = page_pool.PooledBuffer) -> Iterator[list[Any]]:
+def mapping(kind: type = buffers.PooledBuffer) -> Iterator[list[Any]]:
     """Small shards are mapped, and small gradients read in place; yields what was mapped.
 
     Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
@@ -26,7 +26,7 @@ def mapping(kind: type = page_pool.PooledBuffer) -> Iterator[list[Any]]:
 
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
-        mock.patch.object(page_pool, "PAGED_BYTES", 1),
+        mock.patch.object(buffers, "PAGED_BYTES", 1),
         mock.patch.object(grad_buffer, "_SMALL_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),
     ):

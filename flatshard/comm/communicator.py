@@ -11,9 +11,10 @@ order, or of gradients narrower than fp32, is such a reduce-scatter and an all-g
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
-from flatshard.comm.process_groups import Tags, backend_for, control_of, new_group, ranks_text
+from flatshard.comm.process_groups import backend_for, control_of, new_group, ranks_text
 from flatshard.comm.transports import (
     BufferRequest,
     Gather,
@@ -32,11 +33,12 @@ from flatshard.comm.transports import (
     Members,
     ReduceScatter,
     Transport,
-    transport_kinds,
 )
-from flatshard.comm.watch import WaitCondition
-from flatshard.comm.work import AsyncWork, named
+from flatshard.comm.transports.native import NativeTransport
+from flatshard.comm.transports.sockets import SocketTransport
+from flatshard.comm.work import AsyncWork, WaitCondition, named
 from flatshard.memory.buffers import BufferMemory
+from flatshard.options.extras import default_extra
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.plan.module_tree import unit_text
 
@@ -50,7 +52,28 @@ LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
 the purpose, bytes, and the ranks in the default group."""
 
 
-class Communicator(Tags):
+def transport_kinds() -> list[type[Transport]]:
+    """In order of preference: the first one that a group has and that accepts a tensor moves it."""
+    shared_memory = default_extra("shared_memory")
+    first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
+    return [*first, SocketTransport, NativeTransport]
+
+
+_is_copying = False
+
+
+@contextlib.contextmanager
+def copying() -> Iterator[None]:
+    """Inside, models are copied, perhaps on one rank alone, where the copy stays unused."""
+    global _is_copying
+    before, _is_copying = _is_copying, True
+    try:
+        yield
+    finally:
+        _is_copying = before
+
+
+class Communicator(Members):
     """The ranks of one process group, and how they move tensors. A group of one never sends."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
@@ -61,7 +84,6 @@ class Communicator(Tags):
         Raises:
             ValueError: what ``mode`` asks for cannot be had with the group's backend.
         """
-        super().__init__()
         self.group, self.options = group, mode
         self.rank, self.global_rank = 0, 0
         # Ranks of the members in the default group. Recorded events keep this tuple.
@@ -69,7 +91,6 @@ class Communicator(Tags):
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
             self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.size = len(self.ranks)
         self.ranks_text = ranks_text(self.ranks)  # in words, for messages
         self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference
@@ -78,6 +99,8 @@ class Communicator(Tags):
         # Reductions in two stages whose second one is to cross this group, in the order in which
         # all ranks begin them.
         self.second_stages: deque[Any] = deque()
+        self._num_tags = [0, 0]  # inside `copying`: the second
+        self._num_models = 0
         # Where a few numbers must lie to be sent.
         self.control_device = HOST
         self.host = HostExchange(None, HOST)
@@ -85,37 +108,28 @@ class Communicator(Tags):
             self._meet(group)
 
     def _meet(self, group: dist.ProcessGroup) -> None:
-        is_gloo = backend_for(group, "cpu") == "gloo"
-        if not is_gloo and self.options.needs_gloo:
+        self.is_gloo = backend_for(group, "cpu") == "gloo"
+        if not self.is_gloo and self.options.needs_gloo:
             raise ValueError(
                 f"ShardedWrapper, rank {self.global_rank}: {self.options.needs_gloo} is for "
                 "process groups whose backend is gloo, this one's is "
                 f'{dist.get_backend(group)}. Leave it out, or make the group with backend="gloo".'
             )
         # Their aborts and tags must not touch collectives of the user's.
-        is_apart = is_gloo and self.options.collectives is not Collectives.NATIVE
+        is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
         # Ordered collectives on one group match by order. Reductions start when gradients are
         # there, all-gathers when parameters are needed, and the two may interleave differently on
         # each rank: each kind has a group of its own.
         with named(self.meeting):
-            gather_group = new_group(group) if is_apart else group
-            reduce_group = new_group(group)
+            self.gather_group = new_group(group) if is_apart else group
+            self.reduce_group = new_group(group)
             # gloo ends the process where what two ranks send differs in size, so that all-gathers
             # which nobody announced share a group with nothing else.
-            control = new_group(group) if is_gloo and not is_apart else gather_group
+            control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
             control_group, self.control_device = control_of(control)
-        self.host = HostExchange(control_group, self.control_device, reduce_group.group_name)
-        self.members = Members(
-            self.rank,
-            self.ranks,
-            gather_group,
-            reduce_group,
-            self.host,
-            self.options,
-            is_gloo,
-        )
+        self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
         # Every rank asks every class, in the same order: ``connect`` may communicate.
-        found = [kind.connect(self.members) for kind in transport_kinds()]
+        found = [kind.connect(self) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
         self.transport_reason = "; ".join(reasons) or self.transport_for().reason
@@ -133,6 +147,20 @@ class Communicator(Tags):
         with named(self.meeting):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
+
+    def new_tag(self) -> int:
+        """A number that no other user of this communicator has; the same on all ranks.
+
+        Ranks ask for tags in the same order.
+        """
+        # Copies made on one rank alone must not shift the tags of the models that all ranks make.
+        self._num_tags[_is_copying] += 1
+        return 2 * self._num_tags[_is_copying] + _is_copying
+
+    def new_model(self) -> int:
+        """A number below 256 that tells a model from others; ranks construct them together."""
+        self._num_models += 1
+        return self._num_models % 256
 
     # ------------------------------------------------------------ parameters and gradients
 
@@ -212,12 +240,12 @@ class Communicator(Tags):
     def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """The process group whose backend sends ``tensor``."""
         on_host = tensor.device.type == self.control_device.type
-        return self.host.group if on_host else self.members.gather_group
+        return self.host.group if on_host else self.gather_group
 
-    def begin(self, op_name: str) -> WaitCondition | None:
+    def _begin_small(self, op_name: str) -> WaitCondition | None:
         """Count a collective of the gather group, which is no all-gather of parameters."""
         what = compared_name(op_name) if self.transport_for().is_ordered else ""
-        return self.members.begin(self.members.gather_group, what=what)
+        return self.begin(self.gather_group, what=what)
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
         """For each byte, the maximum over the ranks.
@@ -259,7 +287,7 @@ class Communicator(Tags):
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         with self._named_on_stream(op_name):
             for one in (sent,) if are_few else (marks, sent):
-                dist.all_reduce(one, getattr(dist.ReduceOp, op), self.members.gather_group)
+                dist.all_reduce(one, getattr(dist.ReduceOp, op), self.gather_group)
         if are_few:
             sent, marks = sent[: values.numel()].view_as(values), sent[values.numel() :]
         spoiled = math.nan if values.is_floating_point() else -1
@@ -267,7 +295,7 @@ class Communicator(Tags):
 
     def _named_on_stream(self, op_name: str) -> named:
         words = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
-        return named(words, self.begin(op_name))
+        return named(words, self._begin_small(op_name))
 
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor``, contiguous, with that of rank ``source`` of the group, and wait.
@@ -279,7 +307,7 @@ class Communicator(Tags):
         self.note("broadcast", op_name, tensor.nbytes)
         if self.transport_for(tensor.device).stream_waits(tensor.device):
             with self._named_on_stream(op_name):
-                group = self.members.gather_group
+                group = self.gather_group
                 dist.broadcast(as_bytes(tensor), src=self.ranks[source], group=group)
             return
         on_host = tensor.to(self.control_device)
@@ -297,14 +325,14 @@ class Communicator(Tags):
         Collective: all ranks of the group, in the same order of calls.
         """
         self.note("all_to_all", op_name, sent.nbytes)
-        wire = sent.cpu() if self.members.is_gloo else sent
+        wire = sent.cpu() if self.is_gloo else sent
         came = wire.new_empty(sum(expected))
         group, need = self.group_for(wire), None
         name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
         if group is self.host.group:
             self.host.meet(op_name)
         else:
-            need = self.begin(op_name)
+            need = self._begin_small(op_name)
         with named(name, need):
             work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
         return AsyncWork([work], name, [wire, came], need=need), came
@@ -317,7 +345,7 @@ class Communicator(Tags):
             self.note("send", op_name, tensor.nbytes)
             action, peer = "sending to", to
         wire = data
-        if self.members.is_gloo:
+        if self.is_gloo:
             wire = data.cpu()
         elif data.device.type == "cpu":
             # An offloaded shard's. The current device may be another rank's.

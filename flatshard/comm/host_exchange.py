@@ -29,8 +29,7 @@ from torch import Tensor
 
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.comm.process_groups import abort, all_gather_single, backend_for
-from flatshard.comm.watch import History, describe_difference, watch
-from flatshard.comm.work import CollectiveError, named
+from flatshard.comm.work import CollectiveError, History, describe_difference, named, watch
 
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8

@@ -1,7 +1,4 @@
-"""Process groups: how they are made, what backends they have, and how they end.
-
-``Tags`` tell the flat parameters and models of one group apart.
-"""
+"""Process groups: how they are made, what backends they have, and how they end."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -188,38 +185,3 @@ def _what_threads_did() -> list[list[str]]:
             lines = text.splitlines()
             found.append([line for line in lines if line.startswith(("State:", *_SWITCHES))])
     return found
-
-
-# ---------------------------------------------------------------- tags
-
-_is_copying = False
-
-
-@contextlib.contextmanager
-def copying() -> Iterator[None]:
-    """Inside, models are copied, perhaps on one rank alone, where the copy stays unused."""
-    global _is_copying
-    before, _is_copying = _is_copying, True
-    try:
-        yield
-    finally:
-        _is_copying = before
-
-
-class Tags:
-    """Numbers given out over one group; ranks ask for them in the same order."""
-
-    def __init__(self) -> None:
-        self._num_tags = [0, 0]  # inside `copying`: the second
-        self._num_models = 0
-
-    def new_tag(self) -> int:
-        """A number that no other user of this communicator has; the same on all ranks."""
-        # Copies made on one rank alone must not shift the tags of the models that all ranks make.
-        self._num_tags[_is_copying] += 1
-        return 2 * self._num_tags[_is_copying] + _is_copying
-
-    def new_model(self) -> int:
-        """A number below 256 that tells a model from others; ranks construct them together."""
-        self._num_models += 1
-        return self._num_models % 256

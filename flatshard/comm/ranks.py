@@ -352,10 +352,10 @@ def forget_destroyed() -> None:
             one = _communicators.pop((group, mode))
             if one.size == 1:
                 continue
-            members, made = one.members, made_here()
+            made = made_here()
             # After an error this rank may have begun a collective that another rank never begins.
             # The destructor of a gloo group would wait for that collective until the timeout.
-            for part in {members.gather_group, members.reduce_group, members.host.group} & made:
+            for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 
 
@@ -363,8 +363,8 @@ def forget_destroyed() -> None:
 def _end() -> None:
     groups = made_here()
     for one in _communicators.values():
-        if one.size > 1 and one.members.reduce_group in groups:
-            groups.add(one.members.gather_group)  # which may be the user's
+        if one.size > 1 and one.reduce_group in groups:
+            groups.add(one.gather_group)  # which may be the user's
     come_to_rest(groups)
 
 

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import differ, with_complements
-from flatshard.comm.watch import REMEDY, Begun, first_difference
+from flatshard.comm.work import REMEDY, Begun, first_difference
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
@@ -147,7 +147,7 @@ def _order(state: RunState) -> bytes:
         return b""
     # Each smaller group compares its own digest. In the world's exchange every group would need
     # a place, so the message would grow with the number of ranks.
-    digests = {group: group.members.history.to_compare() for group in gathering_groups(state)}
+    digests = {group: group.history.to_compare() for group in gathering_groups(state)}
     own = digests.pop(world)
     comparing = "comparing the order of all-gathers"
     differs = [not one.host.all_equal(digest, comparing) for one, digest in digests.items()]
@@ -158,7 +158,7 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
     """Raise if ranks all-gathered different units. Collective then."""
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return
-    histories = [group.members.history for group in gathering_groups(state)]
+    histories = [group.history for group in gathering_groups(state)]
     mine = {history.name: history.recent() for history in histories}
     of_group: dict[str, dict[int, list[Begun]]] = {}
     said = state.world.host.gather(mine, "what was all-gathered")

@@ -36,7 +36,7 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, Unit
-from flatshard.memory.page_pool import POOL
+from flatshard.memory.buffers import POOL
 
 
 class RootModule(Protocol):

@@ -93,8 +93,8 @@ class ParamGather:
 
     def allocate(self, numel: int) -> BufferMemory:
         """Memory for the unsharded buffer, ``(numel,)``; for the shard too if ``reads_shard``."""
-        files = self._targets.shard.files if self.reads_shard else None
-        request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], files)
+        target = self._targets.shard if self.reads_shard else None
+        request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], target)
         return self._topology.intra_group.allocate_unsharded(request)
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:

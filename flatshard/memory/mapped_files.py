@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 # Linux's numbers, by name only where Python's ``mmap`` has them on every system.
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
@@ -20,14 +20,6 @@ _MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MFD_NOEXEC_SEAL = 8
-
-
-class Files(Protocol):
-    """What makes files to be mapped: this module, or an ``OffloadTarget``."""
-
-    def create(self, nbytes: int) -> int: ...
-
-    def mapped(self, number: int, nbytes: int) -> mmap.mmap: ...
 
 
 def create(nbytes: int, *, reserve: bool = True) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flatshard.memory import mapped_files
-from flatshard.memory.mapped_files import Files
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload
 from flatshard.plan.layout import PAGE_BYTES
@@ -23,11 +24,9 @@ class OffloadTarget:
 
     Attributes:
         is_device: whether nothing is copied.
-        files: makes the file of a shard that an unsharded buffer shows.
     """
 
     is_device = True
-    files: Files = mapped_files
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor in the target, ``(numel,)``; its values are undefined."""
@@ -52,6 +51,23 @@ class OffloadTarget:
 
     def keep_state_of(self, param: Tensor) -> None:
         """Keep state per element of a plain parameter; other parameters' specs name the target."""
+
+    def create(self, nbytes: int) -> int:
+        """An open file of ``nbytes`` zeros, to be mapped; raises OSError or OffloadError."""
+        return mapped_files.create(nbytes)
+
+    def mapped(self, number: int, nbytes: int) -> mmap.mmap:
+        """A range in which an open file is seen, and written; raises OSError."""
+        return mapped_files.mapped(number, nbytes)
+
+    def create_mapped(self, nbytes: int) -> tuple[int, mmap.mmap]:
+        """A new open file, and a range in which it is seen; raises OSError or OffloadError."""
+        number = self.create(nbytes)
+        try:
+            return number, self.mapped(number, nbytes)
+        except OSError:
+            os.close(number)
+            raise
 
 
 class HostMemory(OffloadTarget):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.process_groups import copying
+from flatshard.comm.communicator import copying
 from flatshard.engine import handle_making
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks, surround

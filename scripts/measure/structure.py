@@ -28,7 +28,7 @@ from lib.output import output_file, write_json
 
 ORDER = (
     *("options", "plan", "memory", "precision", "comm", "collectives", "tensor", "engine"),
-    *("optimizer", "state", "module", "compat", "wrapper", "extras", "checkpoint"),
+    *("optimizer", "state", "module", "wrapper", "extras", "checkpoint"),
     "integrations",
 )
 """A package imports those before it; the modules beside them are what users import."""

@@ -132,7 +132,8 @@ def _on_a_stream(rank: int, world_size: int) -> None:
     model(torch.ones(4, 8)).sum().backward()
     weight, bias, *_ = model.parameters()
     assert isinstance(weight, FlatShardTensor)
-    expected = [weight.norm(), weight.abs().max(), weight.full_tensor(), weight.sum()]
+    with torch.no_grad():
+        expected = [weight.norm(), weight.abs().max(), weight.full_tensor(), weight.sum()]
     streams = mock.patch.object(NativeTransport, "stream_waits", return_value=True)
     with torch.no_grad(), streams:
         for few in (communicator._FEW, 0):

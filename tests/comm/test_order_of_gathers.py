@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatshard.comm.transports import Members
-from flatshard.comm.watch import History, first_difference
+from flatshard.comm.work import History, first_difference
 from tests.by_order import DIFFERENT, EQUAL, step, wrapped
 from tests.harness import run_ranks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flatshard.comm import communicator
 from flatshard.comm.flat_chunks import as_bytes, average
-from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, transport_kinds
+from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport
 from flatshard.comm.work import AsyncWork
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -74,7 +73,7 @@ def _trained(rank: int, world_size: int, **keywords: Any) -> tuple[Any, str]:
 def _fourth_transport(rank: int, world_size: int) -> None:
     expected, report = _trained(rank, world_size, collectives="sockets")
     assert ListTransport.name not in report
-    kinds = [ListTransport, *transport_kinds()]
+    kinds = [ListTransport, *communicator.transport_kinds()]
     with mock.patch.object(communicator, "transport_kinds", return_value=kinds):
         actual, report = _trained(rank, world_size)
     assert ListTransport.name in report
@@ -86,23 +85,3 @@ def _fourth_transport(rank: int, world_size: int) -> None:
 def test_a_fourth_transport_is_a_class_and_a_line_in_the_table() -> None:
     """It trains like the others, to the bit; nothing else of the package names it."""
     run_ranks(_fourth_transport, 2, fresh=True)
-
-
-def _no_threads(rank: int, world_size: int) -> None:
-    expected, _ = _trained(rank, world_size, collectives="sockets")
-    start = threading.Thread.start
-
-    def refused(self: threading.Thread) -> None:
-        if rank == 1 and self.name.startswith("flatshard"):
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    with mock.patch.object(threading.Thread, "start", refused):
-        actual, _ = _trained(rank, world_size, collectives="sockets")
-    names = {thread.name for thread in threading.enumerate()}
-    assert names >= {"flatshard messages", "flatshard averages"}  # of the first model
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_threads_cannot_start() -> None:
-    run_ranks(_no_threads, 2, fresh=True)

@@ -114,7 +114,7 @@ def _small_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_buffer, "_SMALL_BYTES", 1 << 12)
         if default_extra("shared_memory") is not None:
-            patch.setattr("flatshard.extras.shared_memory.transport._PIECE_NUMEL", 1000)
+            patch.setattr("flatshard.extras.shared_memory._PIECE_NUMEL", 1000)
         patch.setattr(sockets, "PIECE_BYTES", 1 << 12)
         patch.setattr(sockets, "_ADDED_AT_ONCE", 300)
         # A parameter that a rank does not use holds up its other units' reductions.

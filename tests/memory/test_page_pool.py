@@ -6,8 +6,9 @@ import resource
 import pytest
 import torch
 
-from flatshard.memory import mapped_files, page_pool
-from flatshard.memory.page_pool import POOL, PooledBuffer
+from flatshard.memory import buffers as buffers_module
+from flatshard.memory import mapped_files
+from flatshard.memory.buffers import POOL, PooledBuffer
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -105,7 +106,7 @@ def test_the_own_part(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_more_pages_than_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer then has its own ones, and gives them back."""
-    monkeypatch.setattr(page_pool, "_MAX_CHUNKS", 0)
+    monkeypatch.setattr(buffers_module, "_MAX_CHUNKS", 0)
     monkeypatch.setattr(POOL, "_idle", POOL._idle[:2])
     buffer = PooledBuffer(16 * MIB, torch.uint8)
     before = resident_bytes()

@@ -64,7 +64,7 @@ LARGE_PAGES = """
 import mmap
 mmap.PAGESIZE = 65536
 import torch
-from flatshard.memory.page_pool import fills_pages
+from flatshard.memory.buffers import fills_pages
 from flatshard.plan.layout import FlatLayout
 
 layout = FlatLayout.build([("weight", (1023, 1031))], world_size=3, itemsize=4)

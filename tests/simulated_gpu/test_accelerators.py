@@ -192,14 +192,14 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     model = case.wrap(case.model(), collectives="native")
     comm = model._sharding.settings.ranks.world
     local_loss(model, case, 0, rank, 2).backward()
-    before = comm.members.history.digest
-    assert communicator(dist.group.WORLD).members.history.digest == 0, "those have tags"
+    before = comm.history.digest
+    assert communicator(dist.group.WORLD).history.digest == 0, "those have tags"
     local_loss(model, case, 1, rank, 2).backward()
-    assert comm.members.history.digest != before
-    comm.members.history.digest ^= rank  # as if rank 1 had asked for something alone
+    assert comm.history.digest != before
+    comm.history.digest ^= rank  # as if rank 1 had asked for something alone
     with pytest.raises(RuntimeError, match="all-gathered different units"):
         local_loss(model, case, 2, rank, 2).backward()
-    comm.members.history.digest = 0  # on both again
+    comm.history.digest = 0  # on both again
     local_loss(model, case, 3, rank, 2).backward()
 
 
@@ -208,7 +208,7 @@ def _reductions_are_connected_at_construction() -> None:
     case = CASES["mlp"]
     group = communicator(
         dist.group.WORLD, mode=TransportOptions(collectives=Collectives.NATIVE)
-    ).members.reduce_group
+    ).reduce_group
     connected: list[tuple[str, int]] = []
 
     def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

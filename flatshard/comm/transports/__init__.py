@@ -1,31 +1,223 @@
-"""One class for each way of moving bytes between ranks, with one interface."""
+"""``Transport``: one way to move flat parameters and gradients between the ranks of a group."""
 
-from flatshard.comm.transports.base import (
-    BufferRequest,
-    Gather,
-    LocalTransport,
-    Members,
-    ReduceScatter,
-    Transport,
-)
-from flatshard.comm.transports.native import NativeTransport
-from flatshard.comm.transports.sockets import SocketTransport
-from flatshard.options.extras import default_extra
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatshard.comm.flat_chunks import FlatChunks, sum_dtype
+from flatshard.comm.host_exchange import HostExchange
+from flatshard.comm.process_groups import abort, is_fake
+from flatshard.comm.work import AsyncWork, History, WaitCondition
+from flatshard.memory.buffers import BufferMemory, allocate
+from flatshard.memory.offload_target import OffloadTarget
+from flatshard.options.transport_options import TransportOptions
 
 
-def transport_kinds() -> list[type[Transport]]:
-    """In order of preference: the first one that a group has and that accepts a tensor moves it."""
-    shared_memory = default_extra("shared_memory")
-    first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
-    return [*first, SocketTransport, NativeTransport]
+class Members:
+    """The ranks of one group, as a transport knows them; the group's ``Communicator``."""
+
+    rank: int  # this one's, within the group
+    ranks: tuple[int, ...]  # the members by their ranks in the default group
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup  # the same ranks; reductions have an order of their own
+    host: HostExchange  # exchanges small values between the ranks
+    options: TransportOptions
+    is_gloo: bool  # the backend for tensors in host memory
+
+    @property
+    def history(self) -> History:
+        """The collectives that this rank has begun."""
+        return self.host.history
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def is_fake(self) -> bool:
+        """Whether there are no other ranks (torch's "fake" backend)."""
+        return is_fake(self.gather_group)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """The other ranks of the group; the next one first, so that all links are used at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def begin(
+        self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
+    ) -> WaitCondition | None:
+        """Count a collective that this rank begins now; returns what ends the host's wait for it.
+
+        ``kind``: what it matches on other ranks; None: their next one on the group, ``what``, alike
+        on all.
+        """
+        kind = group.group_name if kind is None else kind
+        if self.is_gloo:
+            return self.history.begin(kind, what, partial(abort, group))
+        self.history.begin(kind, what)
+        return None  # a stream waits, and not the host
+
+    def announce(self, what: str) -> None:
+        """Raise CollectiveError, on all ranks, where they are about to begin different things."""
+        # gloo ends the process, with SIGABRT, where it receives more than was expected. A rank that
+        # leaves the usual order waits here, the others in the usual: deadlock detection ends both.
+        is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
+        if what and not is_safe:
+            self.host.meet(what)
+            self.history.learn(what)
 
 
-__all__ = [
-    "BufferRequest",
-    "Gather",
-    "LocalTransport",
-    "Members",
-    "ReduceScatter",
-    "Transport",
-    "transport_kinds",
-]
+class Gather(NamedTuple):
+    """An all-gather of parameters, or of what a ``ReduceScatter`` gave."""
+
+    shard: Tensor  # (shard_numel,); must not be written before it is sent
+    out: Tensor  # (shard_numel * size,), same dtype and device
+    unit_fqn: str
+    tag: int  # the flat parameter's, from ``Communicator.new_tag``
+    purpose: str  # why the shards are gathered, for error messages
+    memory: BufferMemory | None = None  # of ``allocate_unsharded``, if ``out`` is its buffer
+    exact: bool = False  # do not round, whatever the wire dtype
+    reduced: bool = False  # the second half of an all-reduce; in the order of reductions
+
+    @property
+    def what(self) -> str:
+        """Which one it is, alike on all ranks; "": they may begin it in another order."""
+        # The name leaves out the purpose: all-gathers of one flat parameter match, for whatever
+        # purpose each rank began its own.
+        if self.reduced:
+            return ""
+        return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
+
+
+class ReduceScatter(NamedTuple):
+    """An average over the ranks, of which each gets its part."""
+
+    # ``shard_numel * size`` elements, in one chunk unless ``min_chunk_bytes`` allows more. A single
+    # chunk is undefined afterwards; of several none is written.
+    chunks: FlatChunks
+    # (shard_numel,), in the dtype to add in. What no range of ``chunks`` covers is left as it is.
+    out: Tensor
+    unit_fqn: str
+    tag: int
+    fixed_order: bool = False  # add in rank order also where the backend would add
+    # "all_reduce": the first half of an all-reduce; the second is a ``Gather`` with ``reduced``.
+    kind: str = "reduce"
+
+
+class BufferRequest(NamedTuple):
+    """Memory that an unsharded buffer needs."""
+
+    numel: int  # over all ranks
+    dtype: torch.dtype  # also while it is all-gathered
+    device: torch.device
+    tag: int  # the flat parameter's
+    # Makes the file of this rank's shard, if the shard may live in the memory too, so that
+    # all-gathers need not copy the shard.
+    shard_target: OffloadTarget | None = None
+
+
+class Transport(abc.ABC):
+    """How the ranks of one group all-gather parameters and average gradients.
+
+    A new transport is a subclass in a file of its own and an entry in ``transport_kinds``.
+    """
+
+    name: str  # for reports and messages
+    reason = ""  # why the group has it
+    # Collectives match those of other ranks by the order in which they begin, else by their tag.
+    is_ordered = False
+    adds_here = True  # reductions add in rank order, in no less than fp32, on this host
+    # An all-gather makes progress on the network while the host computes: starting early pays.
+    gathers_in_background = False
+
+    @classmethod
+    @abc.abstractmethod
+    def connect(cls, members: Members) -> Transport | str:
+        """The transport for a group, or why the group cannot have it; "" if nobody asked for it.
+
+        Collective, and of the same kind on all ranks: decide by what all of them know.
+        """
+
+    @abc.abstractmethod
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        """Whether it moves tensors on ``device`` with this tag; the same on all ranks."""
+
+    @abc.abstractmethod
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
+        """Begin filling ``request.out`` with every rank's shard, in rank order.
+
+        Collective: all ranks of the group. ``op_name`` names it in errors.
+        """
+
+    @abc.abstractmethod
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
+        """Begin averaging over the ranks, each receiving its part in ``request.out``.
+
+        Collective: all ranks of the group, in the same order of calls.
+        """
+
+    def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
+        """Begin averaging ``buffer`` over the ranks, in place; only the native one has it."""
+        raise NotImplementedError(f"{self.name} has no all-reduce")
+
+    def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
+        """Memory for an unsharded buffer, which ``gather`` fills."""
+        return allocate(request.numel, request.dtype, request.device)
+
+    def stream_waits(self, device: torch.device) -> bool:
+        """Whether a stream of ``device`` waits for the others, and not the host."""
+        return False
+
+    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
+        """The dtype in which reduce-scatters of ``dtype`` add up, and of their result."""
+        return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
+
+    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
+        """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy."""
+        # ``reduce_scatter`` accepts one chunk only.
+        return None
+
+    def warm_up(  # noqa: B027 (nothing to open)
+        self, device: torch.device, *, fixed_order: bool, replicas: bool
+    ) -> None:
+        """Open connections for reductions of tensors on ``device``, once. Collective.
+
+        ``fixed_order``: they are only exchanged, and added here. ``replicas``: each rank needs the
+        average of all.
+        """
+
+
+class LocalTransport(Transport):
+    """A rank that is alone: copies on the current stream, and sends nothing."""
+
+    name = "nothing"
+
+    @classmethod
+    def connect(cls, members: Members) -> LocalTransport:
+        return cls()
+
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        return True
+
+    def stream_waits(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
+        return dtype  # nothing is added
+
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
+        request.out.copy_(request.shard)
+        return AsyncWork([], op_name)
+
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
+        raise NotImplementedError("one rank's gradients are their average")
+
+    def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
+        return AsyncWork([], op_name, [buffer])

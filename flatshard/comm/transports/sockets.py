@@ -13,22 +13,21 @@ waits for its own thread, or writes into the socket itself: a second thread begi
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import zip_longest
+from functools import partial
+from itertools import chain, zip_longest
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
 from flatshard.comm.process_groups import OUR_THREADS
-from flatshard.comm.transports.base import (
+from flatshard.comm.transports import (
     BufferRequest,
     Gather,
     Members,
@@ -36,8 +35,7 @@ from flatshard.comm.transports.base import (
     Transport,
 )
 from flatshard.comm.work import AsyncWork
-from flatshard.memory.buffers import BufferMemory
-from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages
+from flatshard.memory.buffers import BufferMemory, PooledBuffer, allocate, fills_pages
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import Collectives
 
@@ -50,66 +48,45 @@ SENT_IN_PLACE_BYTES = 1 << 20
 # of which a thread like ours would get a pool of its own.
 _ADDED_AT_ONCE = 1 << 14
 
-_logger = logging.getLogger("flatshard")
-
-
-class _Messages:
-    """Receives and sends of one all-gather or average, under one tag."""
-
-    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
-        self._group, self._tag = group, tag
-        self._to_begin: list[tuple[Callable[..., Any], Tensor, int]] = []
-        self._works: list[Any] = []
-        self._begun: Future[None] = Future()
-
-    def receive(self, out: Tensor, peer: int) -> _Message:
-        """Fill ``out`` with what ``peer`` sends."""
-        return self._add(self._group.recv, out, peer)
-
-    def send(self, source: Tensor, peer: int) -> _Message:
-        """Send ``source`` to ``peer``; it must stay as it is until that is completed."""
-        return self._add(self._group.send, source, peer)
-
-    def _add(self, begin: Callable[..., Any], tensor: Tensor, peer: int) -> _Message:
-        self._to_begin.append((begin, as_bytes(tensor), peer))
-        return _Message(self, len(self._to_begin) - 1)
-
-    def begin(self) -> None:
-        """Begin them in the order in which they were asked for; errors are for those who wait."""
-        try:
-            for begin, tensor, peer in self._to_begin:
-                self._works.append(begin([tensor], peer, self._tag))
-        except BaseException as error:
-            self._begun.set_exception(error)
-        else:
-            self._begun.set_result(None)
-        self._to_begin.clear()
-
-    def wait(self, index: int) -> None:
-        """Wait until one is completed; only once, and on one thread."""
-        self._begun.result()
-        # Not kept: gloo's handle keeps the tensor, and others of these may take long.
-        work, self._works[index] = self._works[index], None
-        work.wait()
-
 
 class _Message:
-    """One receive or send; same interface as ``dist.Work``."""
+    """One receive or send under a tag; same interface as ``dist.Work``."""
 
     reports_end = False  # it becomes completed in a wait alone
 
-    def __init__(self, messages: _Messages, index: int) -> None:
-        self._messages, self._index = messages, index
-        self._is_over = False
+    def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
+        """``begin``: ``recv`` or ``send`` of a group; ``tensor`` is filled by, or sent to, a peer.
+
+        What is sent must stay as it is until the message is completed.
+        """
+        self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
+        self._begun: Future[Any] | None = Future()
+
+    def begin(self) -> None:
+        """Begin it; an error is for whoever waits."""
+        assert self._begun is not None, "begun before it is waited for"
+        try:
+            self._begun.set_result(self._ask())
+        except BaseException as error:
+            self._begun.set_exception(error)
 
     def is_completed(self) -> bool:
         """Whether somebody has waited for it."""
-        return self._is_over
+        return self._begun is None
 
     def wait(self) -> None:
-        """Wait until it is completed; as ``_Messages.wait``."""
-        self._messages.wait(self._index)
-        self._is_over = True
+        """Wait until it is completed; only once, and on one thread."""
+        assert self._begun is not None, "waited for once"
+        self._begun.result().wait()
+        # Not kept: both keep the tensor, and other messages may take long.
+        del self._ask
+        self._begun = None
+
+
+def _begin(messages: Sequence[_Message]) -> None:
+    """Begin messages in the order in which they were asked for."""
+    for message in messages:
+        message.begin()
 
 
 class SocketTransport(Transport):
@@ -147,14 +124,14 @@ class SocketTransport(Transport):
         return wire
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        numel, dtype, files = request.numel, request.dtype, request.shard_files
+        numel, dtype, target = request.numel, request.dtype, request.shard_target
         part = numel // self._members.size
         # Rounded for the wire, the buffer differs from the shard.
         is_exact = self._sent_dtype(dtype) is dtype
-        if files is not None and is_exact and fills_pages(part * dtype.itemsize):
+        if target is not None and is_exact and fills_pages(part * dtype.itemsize):
             start = self._members.rank * part
             with contextlib.suppress(OSError, OffloadError):  # no addresses or no file to be had
-                return PooledBuffer(numel, dtype, own=range(start, start + part), files=files)
+                return PooledBuffer(numel, dtype, range(start, start + part), target)
         return allocate(numel, dtype, request.device)
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
@@ -169,13 +146,13 @@ class SocketTransport(Transport):
             def then() -> None:
                 out.copy_(arrived)
 
-        messages, slots = _Messages(members.gather_group, request.tag), arrived.chunk(members.size)
+        group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
         # All before the sends: a message is sent when its receive was announced, over the same
         # connection as the data. Behind data on their way the announcement would come late, and
         # both directions of a link take turns.
-        receives = [messages.receive(slots[peer], peer) for peer in members.peers]
-        sends = [messages.send(source, peer) for peer in members.peers]
-        self._begin(messages)
+        receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
+        sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
+        self._begins.put(partial(_begin, [*receives, *sends]))
         if request.memory is None or request.memory.shard is None:
             slots[members.rank].copy_(source)
         return AsyncWork(
@@ -192,24 +169,20 @@ class SocketTransport(Transport):
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         members, chunks, out = self._members, request.chunks, request.out
         need = members.begin(members.reduce_group, ("average", request.tag))
-        messages = _Messages(members.reduce_group, request.tag)
         dtype = self._sent_dtype(chunks.dtype)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
-        # Receives before sends here too.
-        average = _Average(members, messages, request, dtype, step)
+        average = _Average(members, request, dtype, step)
         leaving = [_leaving(chunks, peer, out.numel(), dtype, step) for peer in members.peers]
         # To all peers in turn: so all links are used at once.
         for pieces in zip_longest(*leaving):
             for peer, piece in zip(members.peers, pieces, strict=True):
                 if piece is not None:
-                    average.sends.append(messages.send(piece, peer))
-        self._begin(messages)
-        self._adds.put(average.run)  # without a thread, whoever waits runs it
+                    send = _Message(members.reduce_group.send, piece, peer, request.tag)
+                    average.sends.append(send)
+        # Receives before sends here too.
+        self._begins.put(partial(_begin, [*average.receives(), *average.sends]))
+        self._adds.put(average.run)
         return AsyncWork([average], op_name, [*chunks.tensors, out], need=need)
-
-    def _begin(self, messages: _Messages) -> None:
-        if not self._begins.put(messages.begin):
-            messages.begin()
 
 
 def _leaving(
@@ -239,12 +212,7 @@ class _Average:
     """The future of an average, same interface as ``dist.Work``; receives, adds, and sends."""
 
     def __init__(
-        self,
-        members: Members,
-        messages: _Messages,
-        request: ReduceScatter,
-        dtype: torch.dtype,
-        step: int,
+        self, members: Members, request: ReduceScatter, dtype: torch.dtype, step: int
     ) -> None:
         """Ask for what the others have for ``request.out``, ``step`` elements at a time."""
         self._size, self._pieces = members.size, list[_Piece]()
@@ -262,11 +230,16 @@ class _Average:
             part = slice(own.start - begin, own.end - begin)
             values: list[Tensor | None] = [row[part] for row in rows]
             receives = [
-                messages.receive(row[part], peer) for row, peer in zip(rows, peers, strict=True)
+                _Message(members.reduce_group.recv, row[part], peer, request.tag)
+                for row, peer in zip(rows, peers, strict=True)
             ]
             # The first sum of two is the same in either order.
             values.insert(max(members.rank, 1), own.values)
             self._pieces.append(_Piece(out[part], values, receives))
+
+    def receives(self) -> Iterator[_Message]:
+        """What fills the values, piece by piece."""
+        return chain.from_iterable(piece.receives for piece in self._pieces)
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
@@ -324,26 +297,15 @@ class _Thread:
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
-        self._may_start = True
 
-    def put(self, task: Callable[[], None]) -> bool:
-        """Have ``task`` run after those before; False where the system has no more threads."""
-        if self._tasks is None and self._may_start:
-            self._start()
-        if self._tasks is not None:
-            self._tasks.put(task)
-        return self._tasks is not None
-
-    def _start(self) -> None:
-        tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        try:
+    def put(self, task: Callable[[], None]) -> None:
+        """Have ``task`` run after those before; raises RuntimeError if no thread can start."""
+        if self._tasks is None:
+            tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()
-        except RuntimeError as error:
-            self._may_start = False  # or some tasks would run behind others that came later
-            _logger.warning("no thread for %s, so nothing overlaps: %s", self._name, error)
-            return
-        self._tasks = tasks
-        weakref.finalize(self, tasks.put, None)
+            weakref.finalize(self, tasks.put, None)
+            self._tasks = tasks
+        self._tasks.put(task)
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:

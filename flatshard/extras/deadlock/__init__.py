@@ -3,8 +3,224 @@
 Used wherever this folder is installed. Without this folder, ranks that exchange values under
 different names still raise. Ranks that wait in different collectives wait until the timeout of the
 process group, and errors do not name lines of the program.
+
+One thread per process looks at the process's waits each second (``Watchdog``). The thread logs a
+long wait once (logger ``flatshard``, level WARNING), with the program's line and the ranks in no
+collective. The thread ends a wait only if the wait would certainly last for ever (``detector``).
 """
 
-from flatshard.extras.deadlock.watchdog import WATCH
+from __future__ import annotations
 
-__all__ = ["WATCH"]
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+
+from flatshard.comm.process_groups import abort
+from flatshard.comm.work import (
+    CollectiveWatch,
+    History,
+    WaitCondition,
+    waits_by_thread,
+    watched,
+)
+from flatshard.extras.deadlock import detector, program
+from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
+from flatshard.extras.deadlock.program import OwnCollective
+
+# How long a wait may take before it is logged.
+PATIENCE_SECONDS = 60.0
+
+_REMEDY = (
+    "If another rank is only slow, this wait ends by itself. If another rank is past this call, it "
+    "never ends: call forward, backward, state_dict() and every other collective on every rank, "
+    "not under `if rank == 0:`"
+)
+
+_END_SECONDS = 5.0  # how long the end of the program waits for the thread
+
+_logger = logging.getLogger("flatshard")
+
+
+class Watchdog(CollectiveWatch):
+    """The thread that looks at the waits of this process."""
+
+    def __init__(self) -> None:
+        self._pid = 0  # no thread runs before the first group
+        self._waits: dict[watched, BlockedWait] = {}  # as the last look found them
+        self._users: set[int] = set()  # threads that communicate
+        self._thread: threading.Thread | None = None
+        self._looking = threading.Lock()  # held where the thread is in a backend's code
+        self._deadlock = Deadlock()
+        self._own: _OwnWait | None = None  # in a collective of the program itself
+        self._failure = ""
+
+    def add_group(self, history: History) -> None:
+        if self._pid != os.getpid():
+            self._start()
+        detector.histories[history.name] = history
+        tell_of_end()  # from now on others wait for this rank
+
+    def explain(self, wait: watched) -> str | None:
+        return detector.explain(self._waits.get(wait) or _blocked(wait))
+
+    def program_line(self) -> str:
+        return program.line_of(threading.get_ident())
+
+    @property
+    def is_in_program(self) -> bool:
+        """Whether the last look saw a collective of the program."""
+        return self._own is not None
+
+    def _start(self) -> None:
+        self.__init__()  # type: ignore[misc]  # a fork has neither its parent's thread nor waits
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        # Python ends a thread that is still there by unwinding it, and a thread that is unwound in
+        # the middle of a backend's code ends the process with SIGABRT, whatever the program's own
+        # end was. Held from here on, the lock keeps the thread outside of it.
+        if self._thread is not None and self._thread.is_alive():
+            self._looking.acquire(timeout=_END_SECONDS)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(PATIENCE_SECONDS / 4, detector.LOOK_SECONDS))
+            try:
+                self.look()
+            except Exception as error:  # the store's, mostly: it may come back
+                if str(error) != self._failure:
+                    self._failure = str(error)
+                    _logger.warning("looking for deadlocks failed, and goes on: %s", error)
+
+    def look(self) -> None:
+        """Look once at all waits."""
+        if self._looking.acquire(timeout=_END_SECONDS):
+            try:
+                self._look()
+            finally:
+                self._looking.release()
+
+    def _look(self) -> None:
+        stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
+        # Autograd has a thread per accelerator, which is none of Python's; who called backward does
+        # nothing meanwhile.
+        ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+        self._users = {one.ident or 0 for one in ours} & stacks.keys()
+        self._waits = {
+            wait: self._waits.get(wait) or _blocked(wait, thread)
+            for thread, waits in stacks.items()
+            for wait in waits
+        }
+        now = time.monotonic()
+        for wait in (self._waits[waits[-1]] for waits in stacks.values() if waits):
+            if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
+                wait.was_logged = True
+                _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
+        # Of several threads one may begin what other ranks wait for.
+        if len(self._users) == 1:
+            (user,) = self._users
+            # The user's first: a thread of autograd begins its waits inside of the user's.
+            waits = chain(stacks.pop(user), *stacks.values())
+            self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
+
+    def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
+        """The wait of the only thread: in flatshard, or in a collective of the program."""
+        wait = waits[-1] if waits else None
+        found = None
+        if wait is None or wait.need is UNKNOWN:
+            found = program.own_collective(user)
+        if found is None:
+            self._own = None
+            return wait
+        if self._own is None or self._own.work() is not found.work:
+            self._own = _OwnWait(found, user, wait)
+        return self._own if self._own.is_known(found) else wait
+
+    def _about(self, wait: BlockedWait) -> str:
+        lines = [wait.text()]
+        if len(self._users) > 1:
+            lines.append(
+                f"{len(self._users)} threads of this process communicate, so that it is not "
+                "looked whether ranks wait for one another"
+            )
+        elsewhere = ", ".join(map(str, self._deadlock.ranks_elsewhere(wait)))
+        if elsewhere:
+            lines.append(
+                f"No wait is known of rank {elsewhere}, which computes, has ended, or waits for a "
+                "message or an asynchronous work of the program itself"
+            )
+        return ". ".join([*lines, _REMEDY])
+
+
+def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
+    return BlockedWait(wait.describe, wait.condition or UNKNOWN, thread=thread)
+
+
+class _OwnWait(BlockedWait):
+    """A wait in a collective of the program, perhaps inside a wait of flatshard."""
+
+    def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
+        name = found.name
+        super().__init__(lambda: name, UNKNOWN, thread=thread)
+        self.work = weakref.ref(found.work)  # not kept alive: a work keeps its tensors
+        self._outer = outer
+        self._was_asked = False
+
+    def is_known(self, found: OwnCollective) -> bool:
+        """Whether ``need`` is known; looked up once, after the wait has lasted some seconds."""
+        is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
+        if is_long and not self._was_asked:
+            self._was_asked = True
+            if (number := found.number()) is not None:
+                group, ranks = found.group, dist.get_process_group_ranks(found.group)
+                others = tuple(rank for rank in ranks if rank != dist.get_rank())
+                end = partial(self._end, group)
+                self.need = WaitCondition(group.group_name, detector.PROGRAM, number, others, end)
+        return self.need is not UNKNOWN
+
+    def _end(self, group: dist.ProcessGroup) -> None:
+        if self._outer is not None:
+            self._outer.verdict, self._outer.is_given_up = self.verdict, True
+        abort(group)
+
+
+def tell_of_end() -> None:
+    """From now on tell the other ranks of this program's end, and of what it ends by, at once."""
+    # They would hear of it when the process ends, which takes as long as what else it does then.
+    # Not where an exception is raised: who catches it goes on.
+    if getattr(sys.excepthook, "func", None) is not _tell_error:
+        sys.excepthook = partial(_tell_error, sys.excepthook)
+    # Called last and so run first, before what the end of other libraries takes.
+    atexit.unregister(_tell)
+    atexit.register(_tell, "sys.exit(), or as its program was over")
+
+
+def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, trace: Any) -> None:
+    _tell(f"{kind.__name__}: {error}"[:400])
+    before(kind, error, trace)
+
+
+def _tell(how: str) -> None:
+    if WATCH._pid != os.getpid():  # a fork, say, is no rank
+        return
+    with contextlib.suppress(Exception):  # the store may have ended: they see that, too
+        if WATCH.is_in_program:
+            WATCH.look()  # logs why a collective of the program failed
+        detector.tell_end(how)
+
+
+WATCH = Watchdog()
+atexit.register(WATCH.stop)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from flatshard.comm.watch import REMEDY, Begun, History, WaitCondition, first_difference
+from flatshard.comm.work import REMEDY, Begun, History, WaitCondition, first_difference
 from flatshard.extras.deadlock import program
 
 _logger = logging.getLogger("flatshard")

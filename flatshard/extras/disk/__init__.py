@@ -63,7 +63,6 @@ class DiskMemory(OffloadTarget):
         """Try whether files can be made there: else ``ValueError`` or ``NotImplementedError``."""
         self._folder = os.fspath(folder)
         self._reserve: int | None = None
-        self.files = self
         if not mapped_files.CAN_MAP:
             raise NotImplementedError("CPUOffload: path is supported on Linux alone; leave it out")
         try:
@@ -107,7 +106,7 @@ class DiskMemory(OffloadTarget):
         return 0 if self._reserve is None else os.fstat(self._reserve).st_size
 
     def create(self, nbytes: int) -> int:
-        """See ``Files``: zeros which have their room; takes it from the reserve."""
+        """Zeros which have their room; takes it from the reserve."""
         # First: on a full disk the reserve is the only room that there is.
         if self._reserve is not None:
             os.ftruncate(self._reserve, max(0, self.reserved_bytes - nbytes))
@@ -120,7 +119,7 @@ class DiskMemory(OffloadTarget):
         return number
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """See ``Files``: a range whose pages ``release`` gives back."""
+        """A range whose pages ``release`` gives back."""
         found = mapped_files.mapped(number, nbytes)
         address = mapped_files.address_of(found)
         _mapped[address] = nbytes

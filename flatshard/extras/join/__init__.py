@@ -74,7 +74,7 @@ def joining(
 @contextlib.contextmanager
 def _unannounced(context: RunContext) -> Iterator[None]:
     """Inside, no rank waits for others before it begins an all-gather; on all ranks."""
-    histories = [group.members.history for group in gathering_groups(context)]
+    histories = [group.history for group in gathering_groups(context)]
     for history in histories:
         history.announces = False
     try:

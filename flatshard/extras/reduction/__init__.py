@@ -26,7 +26,7 @@ from torch import Tensor
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.comm.process_groups import ranks_text
-from flatshard.comm.watch import watched
+from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.unit import Unit
 from flatshard.options.precision import MixedPrecision, ReduceMode

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flatshard.comm.host_exchange import HostExchange
@@ -116,14 +117,11 @@ class PeerProcess:
 
     def read(self, address: int, out: Tensor) -> None:
         """Fill ``out``, contiguous on the CPU; raises ``RuntimeError`` if the process is gone."""
-        _read(self, address, out.data_ptr(), out.numel() * out.element_size())
-
-    def read_array(self, address: int, out: ctypes.Array[ctypes.c_int64]) -> None:
-        _read(self, address, ctypes.addressof(out), ctypes.sizeof(out))
+        _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:
         """Raise ``RuntimeError`` where it cannot be read any more; its mailbox outlives it."""
-        self.read_array(self._alive, (ctypes.c_int64 * 1)())
+        self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
         """Its publication ``number`` under a tag."""

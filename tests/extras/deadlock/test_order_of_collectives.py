@@ -14,7 +14,8 @@ import torch
 
 from flatshard import CollectiveError, ShardedWrapper
 from flatshard.comm.transports import Members
-from flatshard.extras.deadlock import detector, watchdog
+from flatshard.extras import deadlock
+from flatshard.extras.deadlock import detector
 from tests.by_order import DIFFERENT, EQUAL, Net, step, wrapped
 from tests.harness import run_ranks
 
@@ -112,7 +113,7 @@ def _is_over(rank: int, world_size: int, collectives: str) -> None:
     model = wrapped(*EQUAL, collectives=collectives)
     if rank == 1:
         if os.fork() == 0:
-            watchdog._tell("a fork's end, which is nobody's")
+            deadlock._tell("a fork's end, which is nobody's")
             os._exit(0)
         os.wait()
         step(model)
@@ -126,7 +127,7 @@ def test_what_was_in_the_hook_is_called() -> None:
     called: list[str] = []
     before: Callable[..., None] = lambda kind, error, trace: called.append(str(error))  # noqa: E731
     with mock.patch.object(sys, "excepthook", before):
-        watchdog.tell_of_end()
-        watchdog.tell_of_end()  # once is enough
+        deadlock.tell_of_end()
+        deadlock.tell_of_end()  # once is enough
         sys.excepthook(ValueError, ValueError("one"), None)
     assert called == ["one"]

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from flatshard import CollectiveError
-from flatshard.comm.watch import WaitCondition, watched
-from flatshard.extras.deadlock import detector, watchdog
+from flatshard.comm.work import WaitCondition, watched
+from flatshard.extras import deadlock
+from flatshard.extras.deadlock import detector
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 
@@ -45,7 +46,7 @@ class _Lines(logging.Handler):
 
 
 def _long_wait(rank: int, world_size: int) -> None:
-    watchdog.PATIENCE_SECONDS = 1.0
+    deadlock.PATIENCE_SECONDS = 1.0
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
     case = CASES["mlp"]
@@ -278,7 +279,7 @@ def test_a_rank_that_waits_for_an_asynchronous_work_is_named() -> None:
 
 
 def _own_work(rank: int, world_size: int) -> None:
-    watchdog.PATIENCE_SECONDS = 1.5
+    deadlock.PATIENCE_SECONDS = 1.5
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
     case = CASES["mlp"]
@@ -351,7 +352,7 @@ def test_a_second_thread_that_lives_is_said() -> None:
 
 def _second_thread(rank: int, world_size: int) -> None:
     """It may begin what others wait for, so nothing is certain; who waits long says that."""
-    watchdog.PATIENCE_SECONDS = 1.5
+    deadlock.PATIENCE_SECONDS = 1.5
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
     case = CASES["mlp"]
@@ -373,7 +374,7 @@ def test_overlapping_waits_of_two_threads() -> None:
     """A wait that was over was logged, since the other thread's had begun before its end."""
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
-    dog = watchdog.Watchdog()
+    dog = deadlock.Watchdog()
     begun, over = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -381,7 +382,7 @@ def test_overlapping_waits_of_two_threads() -> None:
             begun.set()
             over.wait()
 
-    with mock.patch.object(watchdog, "PATIENCE_SECONDS", 0.0):
+    with mock.patch.object(deadlock, "PATIENCE_SECONDS", 0.0):
         first = threading.Thread(target=wait)
         first.start()
         begun.wait()
@@ -400,7 +401,7 @@ def test_overlapping_waits_of_two_threads() -> None:
 
 def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
     """An accelerator's backward has a thread of its own: nobody looked for deadlocks there."""
-    begun, over, dog = threading.Event(), threading.Event(), watchdog.Watchdog()
+    begun, over, dog = threading.Event(), threading.Event(), deadlock.Watchdog()
 
     def backward() -> None:
         threading.current_thread()  # as logging asks for
@@ -488,7 +489,7 @@ def test_one_of_many_ranks_is_found_with_traffic_that_does_not_grow() -> None:
 
 LOOKS_AT_THE_END = """
 import threading, time
-from flatshard.comm.watch import History, watched
+from flatshard.comm.work import History, watched
 from flatshard.extras.deadlock import detector
 
 def look(self, wait):

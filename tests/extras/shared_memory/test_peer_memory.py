@@ -23,8 +23,9 @@ from torch import nn
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
 from flatshard.engine import grad_buffer
-from flatshard.extras.shared_memory import peer_memory, transport
-from flatshard.memory import mapped_files, page_pool
+from flatshard.extras import shared_memory
+from flatshard.extras.shared_memory import peer_memory
+from flatshard.memory import buffers, mapped_files
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, run_ranks
@@ -80,7 +81,7 @@ def counting_reads() -> Iterator[list[int]]:
         read(pid, source, destination, nbytes)
 
     with (
-        mock.patch.object(transport, "_PIECE_NUMEL", 19),
+        mock.patch.object(shared_memory, "_PIECE_NUMEL", 19),
         mock.patch.object(peer_memory, "_read", counted),
     ):
         yield sizes
@@ -91,7 +92,7 @@ TRANSPORTS = {"shared memory": {}, "sockets": {"collectives": "sockets"}}
 
 def mapping_for(way: str) -> Any:
     """``mapping`` of what ranks map that talk so."""
-    return mapping(page_pool.PooledBuffer if way == "sockets" else transport.MappedShards)
+    return mapping(buffers.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
 
 
 @contextmanager
@@ -139,7 +140,7 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                     actual = trained(case, rank, world_size, **keywords)
                 assert sizes, "nothing was read"
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-                with mapping(transport.MappedShards) as made, counting_reads():
+                with mapping(shared_memory.MappedShards) as made, counting_reads():
                     actual = trained(case, rank, world_size, **keywords)
                     assert made or what in ON_NODES, "nothing was mapped"
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -281,7 +282,7 @@ def many_units(rank: int, world_size: int, folder: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/proc/self/fd"))) + 24
     offload = {"cpu_offload": CPUOffload(path=folder)} if folder.name == "disk" else {}
-    with mapping(transport.MappedShards) as made:
+    with mapping(shared_memory.MappedShards) as made:
         model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
         del model
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
@@ -298,7 +299,7 @@ def many_units(rank: int, world_size: int, folder: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(made) >= 30
-    kind = transport.MappedShards
+    kind = shared_memory.MappedShards
     memories = [one for one in gc.get_objects() if isinstance(one, kind)]
     assert all(len(memory._mapped) == world_size for memory in memories if memory._has_begun)
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
-from flatshard.compat import torch_names
+from flatshard.module import torch_names
 from tests.harness import allow_warnings, run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
