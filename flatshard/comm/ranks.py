@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,22 +165,17 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     """None, one group, or a pair."""
     if process_group is None:
         return ()
-    outside = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` gives ranks that are not in it
-    if process_group is outside or outside in (
-        process_group if isinstance(process_group, tuple | list) else ()
-    ):
+    is_pair = isinstance(process_group, tuple | list)
+    groups = tuple(process_group) if is_pair else (process_group,)
+    if dist.GroupMember.NON_GROUP_MEMBER in groups:  # what `new_group` gives to other ranks
         raise ValueError(
             f"process_group: rank {dist.get_rank()} is not in this group. Only ranks that are in "
             "it wrap the model and train it."
         )
-    if not isinstance(process_group, tuple | list):
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(f"process_group: expected a ProcessGroup, got {process_group!r}")
-        return (process_group,)
-    groups = tuple(process_group)
-    if len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
+    are_groups = all(isinstance(group, dist.ProcessGroup) for group in groups)
+    if not are_groups or (is_pair and len(groups) != 2):
         raise TypeError(
-            f"process_group: expected one group or a pair (shard group, replicate group), "
+            "process_group: expected a ProcessGroup, or a pair (shard group, replicate group), "
             f"got {process_group!r}"
         )
     return groups
@@ -241,14 +236,7 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
 _Group = tuple[int, ...]  # the global ranks of a group
 
 _COMPARING = "ShardedWrapper: comparing process groups"
-
-
-class _Claim(NamedTuple):
-    """A rank's statement to the ranks of a group."""
-
-    mode: str  # the rank's transport options, in words
-    place: int  # of the group in the rank's pair: 0 for the shard group, 1 for the replicate group
-    crossing: _Group  # the other group of the rank's pair; empty if the rank has only one group
+_PAIR = "process_group=(shard_group, replicate_group)"
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
@@ -266,61 +254,56 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     # Before a communicator is made: modes decide which groups ranks make for it, and one that
     # makes fewer than the others leaves them waiting.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
-    known: tuple[set[_Group], set[_Group]] = (set(members[:1]), set(members[1:]))
+    rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
     problem: str | None = None
     for place, group in enumerate(groups):
         if group.size() == 1:
             continue
-        crossing = members[1 - place] if len(members) == 2 else ()
         exchanges.append(HostExchange(*control_of(group)))
-        claim = _Claim(mode.describe(), place, crossing)
-        claims = exchanges[-1].gather_unless_equal(claim, _COMPARING)
-        problem = problem or _mode_problem(members[place], claims)
-        for one in claims if crossing else ():
-            known[1 - one.place].add(one.crossing)
-            if one.place != place:
-                known[one.place].add(members[place])
-    problem = problem or _grid_problem(*known)
+        crossing = members[1 - place] if len(members) == 2 else None
+        said = f"{mode.describe()} and {len(groups)} process groups"
+        claims = exchanges[-1].gather_unless_equal((said, place, crossing), _COMPARING)
+        for rank, (theirs, their_place, their_crossing) in zip(
+            members[place], claims, strict=False
+        ):
+            if theirs != claims[0][0]:
+                problem = problem or (
+                    f"rank {members[place][0]} has {claims[0][0]}; rank {rank} has {theirs}. Pass "
+                    "the same collectives, wire_dtype and process_group on every rank."
+                )
+            if their_crossing is not None:
+                known[their_place].add(members[place])
+                known[1 - their_place].add(their_crossing)
+    problem = problem or _grid_problem(rows, columns)
     # Only some ranks may see a problem: without this exchange the rest would wait for these ranks.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather_unless_equal(problem, _COMPARING)), None)
     if problem is not None:
         raise ValueError(f"ShardedWrapper: {problem}")
-    return known[0]
-
-
-def _mode_problem(ranks: _Group, claims: Sequence[_Claim]) -> str | None:
-    for rank, claim in zip(ranks, claims, strict=False):
-        if claim.mode != claims[0].mode:
-            return (
-                f"rank {ranks[0]} has {claims[0].mode}; rank {rank} has {claim.mode}. Pass the "
-                "same collectives and wire_dtype on every rank."
-            )
-    return None
+    return rows
 
 
 def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
-    problem = None
+    remedy = (
+        "Every rank must be in one shard group and one replicate group, all shard groups equally "
+        "large, each replicate group with one rank of every shard group."
+    )
     for kind, groups in (("shard", rows), ("replicate", columns)):
         by_size = {len(group): group for group in groups}
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
-            problem = f"groups of different sizes: {kind} groups {first} and {second}"
-    # Sets, once per group: an intersection of sets takes only the time of the smaller set.
-    pairs = product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns)))
-    for row, column in pairs if problem is None else ():
-        if len(row & column) != 1:
-            problem = (
-                f"shard group ({ranks_text(sorted(row))}) and replicate group "
-                f"({ranks_text(sorted(column))}) share {len(row & column)} ranks"
+            return (
+                f"{_PAIR}: groups of different sizes: {kind} groups {first} and {second}. {remedy}"
             )
-            break
-    return problem and (
-        f"process_group=(shard_group, replicate_group): {problem}. Every rank must be in one shard "
-        "group and one replicate group, all shard groups equally large, each replicate group with "
-        "one rank of every shard group."
-    )
+    # Sets, once per group: an intersection of sets takes only the time of the smaller set.
+    for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
+        if len(row & column) != 1:
+            return (
+                f"{_PAIR}: shard group ({ranks_text(sorted(row))}) and replicate group "
+                f"({ranks_text(sorted(column))}) share {len(row & column)} ranks. {remedy}"
+            )
+    return None
 
 
 # ---------------------------------------------------------------- communicators of groups

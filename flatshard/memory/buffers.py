@@ -1,4 +1,4 @@
-"""Memory of buffers: ``BufferMemory`` of unsharded buffers, ``PagePool``, ``BufferCache`` of results.
+"""Memory of buffers: ``BufferMemory`` (unsharded ones), ``PagePool``, ``BufferCache`` (results).
 
 The memory of an unsharded buffer (``BufferMemory``) is taken and given back each time: the
 allocator's for small buffers and on accelerators, ``PooledBuffer`` for large ones on a CPU. A
