@@ -21,7 +21,7 @@ from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import find_device, read_ignored
 from flatshard.module.model_plan import ModelPlan
-from flatshard.module.run import accumulating
+from flatshard.module.run import accumulating, summon
 from flatshard.module.settings import (
     ProcessGroups,
     Settings,
@@ -37,13 +37,12 @@ from flatshard.module.sharding import (
     state_dicts_in,
     units_between_steps,
 )
-from flatshard.module.summon import summon
 from flatshard.optimizer import step as optimizer_step
+from flatshard.optimizer.state_dicts import is_getting_shards
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
-from flatshard.options.torch_request import is_getting_shards
 from flatshard.options.transport_options import as_coalesce_bytes, as_transport
 from flatshard.plan.boundary import as_boundary
 from flatshard.plan.module_proxy import ModuleProxy

@@ -42,8 +42,8 @@ class RunContext(RunState):
             # One list for all: the end of a backward waits once for what others read.
             handle.link.pending_sends = self.pending_sends
         # As in DistributedDataParallel, a model without buffers when it is wrapped broadcasts none.
-        if broadcast_buffers and root_module.buffers():
-            self.buffers = BufferSync(world, self.observers, root_module.buffers)
+        if broadcast_buffers and root_module.shared_buffers():
+            self.buffers = BufferSync(world, self.observers, root_module.shared_buffers)
         self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(self, self._prefetch)
         self._forward = Forward(self, self._backward, self._prefetch, root_module)

@@ -48,7 +48,7 @@ class RootModule(Protocol):
     def check(self) -> None:
         """Raise, on all ranks, if the module cannot be trained as it is now."""
 
-    def buffers(self) -> Buffers:
+    def shared_buffers(self) -> Buffers:
         """The buffers that ranks share, as modules have them now."""
 
 

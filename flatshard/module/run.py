@@ -1,21 +1,45 @@
-"""``start_run``: makes the outermost wrapper the root of a run; ``accumulating``: ``no_sync``."""
+"""The run of a model: how it starts, its checks before forwards, ``no_sync`` and ``summon``."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
+from flatshard.engine.buffer_sync import Buffers
 from flatshard.engine.context import RunContext
+from flatshard.engine.forward import RootModule
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
-from flatshard.module.root_checks import RootChecks
+from flatshard.memory.buffers import prepare_allocator
+from flatshard.module import meta_init
 from flatshard.module.settings import as_flags
-from flatshard.module.sharding import Sharding, outermost_shardings, sharding_of, shardings_in
+from flatshard.module.sharding import (
+    Sharding,
+    handles_in,
+    modules_apart,
+    outermost_shardings,
+    sharding_of,
+    shardings_in,
+)
+from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
+from flatshard.state import full_params
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+# Modules whose assignments are counted, because an assignment may add parameters; and their number.
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_num_registered = 0
 
 
 def start_run(root: Sharding, *, number: int | None = None) -> None:
@@ -51,6 +75,133 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     for one in shardings_in(root.wrapper):
         one.context, one.state_dict.writes = context, context.writes
         one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size
+
+
+def _check_ranks(units: Sequence[Unit]) -> None:
+    """Raise if units train on ranks without the root, or shard over them the other way round."""
+    expected = units[-1].topology.world
+    grids = []
+    for unit in units:
+        topology, world = unit.topology, unit.topology.world
+        if world is not expected and not set(world.ranks) <= set(expected.ranks):
+            raise ValueError(
+                f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, the "
+                f"module around it on {expected.ranks_text}. Pass both the same ranks, or the unit "
+                "some of them."
+            )
+        if topology.intra_group.size > 1 and topology.across.size > 1:
+            grids.append((unit, topology.intra_group, topology.across))
+    # All ranks find the same: a rank's shard and replicate groups share no other rank.
+    for unit, shard, replicate in grids:
+        outermost, *its = grids[-1]
+        if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
+            raise ValueError(
+                f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard.ranks_text} and "
+                f"replicates over {replicate.ranks_text}, "
+                f"{outermost.name or 'the module around it'!r} the other way round. Pass both the "
+                "same pair of groups (shard group, replicate group)."
+            )
+
+
+# ------------------------------------------------------------ before each forward
+
+
+class RootChecks(RootModule):
+    """Checks of the outermost module before its forwards, and the buffers that ranks share."""
+
+    # An exception may have interrupted an optimizer's step, which has plain tensors.
+    recover = staticmethod(optimizer_step.restore_all)
+
+    def __init__(self, root: Sharding) -> None:
+        self._root = root
+        self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
+        self._num_registered = -1  # modules and parameters assigned until the last check
+        self._modules = list(root.wrapper.modules())
+
+    def shared_buffers(self) -> Buffers:
+        """The buffers that modules have now, each once, without those that are ignored."""
+        # This method runs in every step. ``named_buffers()`` would take longer, as it makes the
+        # name of every buffer.
+        ignored = self._root.ignored
+        left_alone = ignored.modules.union(self._apart)
+        seen = {id(buffer) for module in left_alone for buffer in module._buffers.values()}
+        seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
+        shared: Buffers = {}
+        for module in self._modules:
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    shared[module, attribute] = buffer
+        return shared
+
+    def check(self) -> None:
+        """Raise if the module was changed since it was wrapped, lacks values or is captured."""
+        root = self._root
+        if root.context.device is not None:
+            _check_not_captured(root.context.device)
+        # Looking at all modules takes long, so only when something was assigned to one.
+        if self._num_registered != _num_registered:
+            self._check_all_owned()
+            self._num_registered = _num_registered
+        if not root.context.has_run:
+            handles = handles_in(root.wrapper)
+            if any(one.is_left_empty for one in shardings_in(root.wrapper)):
+                meta_init.check_loaded(root.wrapper, handles, root.settings.ranks.world)
+            if any(handle.shard.device.type == "cpu" for handle in handles):
+                prepare_allocator()
+
+    def _check_all_owned(self) -> None:
+        """Raise if modules were added since wrapping: nothing would average their gradients."""
+        root, handles = self._root, handles_in(self._root.wrapper)
+        # Modules that were assigned since the last check are watched from now on, too.
+        self._modules = list(root.wrapper.modules())
+        _watched.update(self._modules)
+        _install()
+        is_summoned = any(handle.summoned is not None for handle in handles)
+        if root.settings.ranks.world.size == 1 or is_summoned:
+            return
+        for handle in handles:
+            handle.check_places()
+        known = root.ignored.ids()
+        known.update(id(param) for handle in handles for param in handle.sharded)
+        for name, param in root.wrapper.named_parameters():
+            if id(param) not in known and param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was added after wrapping: it would be trained on each "
+                    "rank's own gradients. Add modules before wrapping, freeze it, or let "
+                    "ShardedWrapper ignore it (ignored_states) and average its gradient yourself."
+                )
+
+
+@functools.cache
+def _install() -> None:
+    # At the first call, not at import: the hooks slow down every assignment to any module.
+    register_module_module_registration_hook(_registered)
+    register_module_parameter_registration_hook(_registered)
+
+
+def _registered(module: nn.Module, name: str, value: object) -> None:
+    """Global hook of torch, which is about to register ``value``."""
+    global _num_registered
+    # Traced by Dynamo, the look into the set would be an error; what is traced adds no parameters.
+    if not torch.compiler.is_compiling() and module in _watched:
+        _num_registered += 1
+
+
+def _check_not_captured(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph captures the current stream."""
+    # What the host does in a step would run once, at the capture, and never again. Asked of
+    # another device than the current one, torch would begin to use that.
+    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
+    if is_current and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
+            "replays would neither unshard parameters nor reduce gradients. Train without the "
+            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
+        )
+
+
+# ------------------------------------------------------------ no_sync
 
 
 @contextlib.contextmanager
@@ -103,27 +254,44 @@ def _gradient_bytes(unit: Unit) -> int:
     )
 
 
-def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise if units train on ranks without the root, or shard over them the other way round."""
-    expected = units[-1].topology.world
-    grids = []
-    for unit in units:
-        topology, world = unit.topology, unit.topology.world
-        if world is not expected and not set(world.ranks) <= set(expected.ranks):
-            raise ValueError(
-                f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, the "
-                f"module around it on {expected.ranks_text}. Pass both the same ranks, or the unit "
-                "some of them."
-            )
-        if topology.intra_group.size > 1 and topology.across.size > 1:
-            grids.append((unit, topology.intra_group, topology.across))
-    # All ranks find the same: a rank's shard and replicate groups share no other rank.
-    for unit, shard, replicate in grids:
-        outermost, *its = grids[-1]
-        if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
-            raise ValueError(
-                f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard.ranks_text} and "
-                f"replicates over {replicate.ranks_text}, "
-                f"{outermost.name or 'the module around it'!r} the other way round. Pass both the "
-                "same pair of groups (shard group, replicate group)."
-            )
+# ------------------------------------------------------------ summon_full_params
+
+
+@contextlib.contextmanager
+def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
+    """See ``ShardedWrapper.summon_full_params``. Collective at entry."""
+    as_flags(recurse=recurse, **vars(request))
+    if request.rank0_only and request.writeback:
+        raise ValueError(
+            "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
+            "what rank 0 writes would not reach the other ranks' parts. To edit, let every "
+            "rank write the same with rank0_only=False."
+        )
+    shardings = shardings_in(module) if recurse else outermost_shardings(module)
+    for one in shardings:
+        one.check_between_steps("summon_full_params()")
+    _check_owns_parameters(module)
+    units = dict.fromkeys(one.unit for one in shardings)
+    handles = [handle for unit in units for handle in unit.handles]
+    with full_params.summoned(handles, request):
+        # Forwards of modules that hold full parameters communicate nothing.
+        for unit in units:
+            unit.is_summoned = True
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.is_summoned = False
+
+
+def _check_owns_parameters(module: nn.Module) -> None:
+    """Raise if a unit that is not in ``module`` owns one of its parameters."""
+    inside = {id(param.spec) for handle in handles_in(module) for param in handle.params}
+    for part in module.modules():
+        for value in (*part._parameters.values(), *vars(part).values()):
+            if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
+                raise RuntimeError(
+                    f"summon_full_params: parameter {value.spec.name!r} belongs to "
+                    f"{unit_text(value.spec.unit)}, which is not in the given module. Pass its "
+                    "ShardedWrapper, or the whole model."
+                )

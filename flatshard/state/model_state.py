@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.engine.write_through import WriteThrough
-from flatshard.options.torch_request import torch_request
+from flatshard.optimizer.state_dicts import torch_request
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, original_of
 from flatshard.tensor.flat_parameter import OriginalParam

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.module.root_checks import num_registered
+from flatshard.module import run as model_run
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -183,5 +183,5 @@ def _registers(rank: int, world_size: int) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            counts.add(num_registered())
+            counts.add(model_run._num_registered)
         assert len(counts) == 1, counts
