@@ -16,16 +16,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.optimizer import state_dicts
-from flatshard.optimizer.stepper import ONE_PER_PARAMETER, all_params, shared_state, shown
-from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, state_shard
+from flatshard.optimizer.stepper import all_params, part_per_element, shared_state, shown
+from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 
 StateDict = dict[str, Any]
 
@@ -102,12 +99,17 @@ def to_torch(
     """
     for param, state in _sharded_params(optimizer, state_dict):
         for key, value in sorted(state.items()):  # in one order on all ranks
-            is_local = _is_per_element(value, key) and value.shape == param.local.shape
-            if not (is_local or isinstance(value, FlatShardTensor)):
-                if param not in alike:
-                    _check_one_value(param, key, value)
+            part = part_per_element(param.spec, key, value)
+            if part is None:
+                # Each rank may have another value.
+                if isinstance(value, Tensor) and value.numel() > 1 and param not in alike:
+                    raise ValueError(
+                        f"optimizer state {key!r} of parameter {param.spec.name!r} has shape "
+                        f"{tuple(value.shape)}: only numbers, and tensors with one value per "
+                        "element of the parameter, can be saved from the ranks' parts."
+                    )
                 continue
-            result = state_shard(local_range(value), param.spec, f"{key} of")
+            result = state_shard(part, param.spec, f"{key} of")
             if asked.full and isinstance(result, FlatShardTensor):
                 result = result.full_tensor()
                 if asked.rank0_only and param.spec.comm.global_rank > 0:
@@ -124,45 +126,11 @@ def from_torch(
         spec = param.spec
         asked.check_order(spec.name, spec.order)
         for key, value in state.items():
-            if isinstance(value, FlatShardTensor):
-                state[key] = FlatShardTensor(own_part(spec, value), spec).with_role(f"{key} of")
-            elif _is_per_element(value, key) and tuple(value.shape) == spec.shape:
-                # An element-wise optimizer takes the 1-D part of it in the next step.
-                part = own_part(spec, value).clone()
+            part = part_per_element(spec, key, value)
+            if part is not None:
+                # An element-wise optimizer takes the range out of the tensor in its next step.
                 state[key] = FlatShardTensor(part, spec).with_role(f"{key} of")
     return state_dict
-
-
-def own_part(spec: ShardSpec, value: Tensor) -> Tensor:
-    """This rank's range of full or sharded state per element, 1-D.
-
-    Raises:
-        ValueError: it is sharded, and this rank's range of it is another one.
-    """
-    if not isinstance(value, FlatShardTensor):
-        return spec.slice(value)
-    if value.spec.place != spec.place:
-        raise ValueError(
-            f"sharded state of parameter {spec.name!r} ({unit_text(spec.unit)}) is of another "
-            f"layout: expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
-            f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load it through "
-            "torch.distributed.checkpoint into the state that this model has."
-        )
-    return value.local
-
-
-def _is_per_element(value: Any, key: str) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and key not in ONE_PER_PARAMETER
-
-
-def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
-    """Raise for state that is not per element, and of which ranks may have different values."""
-    if isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape:
-        raise ValueError(
-            f"optimizer state {key!r} of parameter {param.spec.name!r} has shape "
-            f"{tuple(value.shape)}: only numbers, and tensors with one value per element of the "
-            "parameter, can be saved from the ranks' parts."
-        )
 
 
 def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
@@ -229,8 +197,8 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         asked = torch_request()
         if asked is not None:
             shared = shared_state(optimizer)
-            state_dict["state"] = state_dicts.with_shared(optimizer, state_dict, shared)["state"]
-            state_dicts.to_torch(optimizer, state_dict, asked, shared)
+            state_dict["state"] = with_shared(optimizer, state_dict, shared)["state"]
+            to_torch(optimizer, state_dict, asked, shared)
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
@@ -256,7 +224,7 @@ def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     """
     if not is_stamped(state_dict):
         asked = torch_request()
-        return state_dicts.from_torch(optimizer, state_dict, asked) if asked else state_dict
+        return from_torch(optimizer, state_dict, asked) if asked else state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         if STAMP in group:

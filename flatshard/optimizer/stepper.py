@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.plan.layout import ALIGNMENT_BYTES
+from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 Optimizer = torch.optim.Optimizer
@@ -283,12 +285,9 @@ class BucketStepper(Stepper):
                     if not isinstance(found, ParamBucket):
                         new.append(found)
                         continue
-                    # If members have different counts of steps, one bucket cannot hold both.
-                    parts = [found] if found.swap_in(optimizer.state) else found.divided
-                    for bucket in parts:
-                        if bucket is found or bucket.swap_in(optimizer.state):
-                            self._buckets.append(bucket)
-                            new.append(bucket.param)
+                    for bucket in found.swap_in(optimizer.state):
+                        self._buckets.append(bucket)
+                        new.append(bucket.param)
                 if len(new) == len(before) and all(map(operator.is_, new, before)):
                     continue  # nothing here is sharded, or has a gradient
                 self.put(before, new)
@@ -498,17 +497,18 @@ class ParamBucket:
         """A bucket for each member, where their states differ in more than values."""
         return [ParamBucket([param]) for param in self._params]
 
-    def swap_in(self, states: MutableMapping[Any, State]) -> bool:
+    def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:
         """Show the members' gradients, and take their states out of an optimizer's ``states``.
 
-        Returns False, and changes nothing, if the members' states cannot be joined.
+        Returns this bucket, or a bucket for each member if the members' states cannot be joined:
+        one bucket cannot hold members with different counts of steps.
         """
         shared: State | None = self._shared
         # Another state: this is the first step, or someone has put it in place since the last one.
         if not all(one.state.is_unchanged(states.get(one.param)) for one in self._members):
             shared = self._join(states)
             if shared is None:
-                return False
+                return [bucket for member in self.divided for bucket in member.swap_in(states)]
             # What was joined has been copied, and is dropped before the step makes temporaries.
             for param in self._params:
                 states.pop(param, None)
@@ -523,7 +523,7 @@ class ParamBucket:
         # An optimizer that writes to `p.data` would leave no trace of it, and what was unsharded
         # before would be taken for current.
         torch.autograd.graph.increment_version(self.param)
-        return True
+        return [self]
 
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
         """Give the members views of the bucket's state, and no gradient if the step dropped it."""
@@ -606,21 +606,40 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 def _local_state(param: FlatShardTensor, state: State) -> State:
     """State of before wrapping, or of an unwrapped model, with this rank's part of each tensor."""
-    held = local_range(param)
+    spec = param.spec
     for key, value in state.items():
-        if isinstance(value, FlatShardTensor):
-            # Made at construction, as Adagrad does; also where this rank holds all of it.
-            state[key] = value.local
-            continue
-        if not isinstance(value, Tensor) or value.shape == held.shape or key in ONE_PER_PARAMETER:
-            continue
-        if value.shape == param.shape:
-            state[key] = param.spec.slice(value).clone()
-        elif value.numel() > 1:
+        # State may be sharded already: Adagrad makes its state at construction.
+        part = part_per_element(spec, key, value)
+        if part is not None:
+            state[key] = part
+        elif isinstance(value, Tensor) and value.numel() > 1 and key not in ONE_PER_PARAMETER:
             raise RuntimeError(
-                f"optimizer state {key!r} of parameter {param.spec.name!r}: "
-                f"expected shape {tuple(held.shape)} (this rank's part) or {tuple(param.shape)} "
-                f"(full), got {tuple(value.shape)}. A plain optimizer.state_dict() holds one "
+                f"optimizer state {key!r} of parameter {spec.name!r}: expected shape "
+                f"({spec.numel},) (this rank's part) or {spec.shape} (full), got "
+                f"{tuple(value.shape)}. A plain optimizer.state_dict() holds one "
                 "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )
     return state
+
+
+def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
+    """This rank's range of full, sharded or local state per element, 1-D; None for other state.
+
+    Raises:
+        ValueError: the state is sharded, and this rank's range of it is another one.
+    """
+    if not isinstance(value, Tensor) or key in ONE_PER_PARAMETER:
+        return None
+    if isinstance(value, FlatShardTensor):
+        if value.spec.place != spec.place:
+            raise ValueError(
+                f"sharded state of parameter {spec.name!r} ({unit_text(spec.unit)}) is of another "
+                f"layout: expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
+                f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load it through "
+                "torch.distributed.checkpoint into the state that this model has."
+            )
+        return value.local
+    if tuple(value.shape) == (spec.numel,):
+        return value
+    # A clone: a view would keep the full tensor alive.
+    return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -174,10 +173,15 @@ def _give_own_dtypes(
             state_dict[prefix + name] = value.to(dtype)
 
 
-# Torch's optimizers, by name, that cannot step where gradients are in another dtype than the
-# parameter's, as MixedPrecision(keep_low_precision_grads=True) leaves them; and that should not.
-_NEED_SAME_DTYPE = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam"}
-_KEEP_STATE_IN_IT = {"Adafactor", "LBFGS", "Muon", "Rprop"}
+# Torch's optimizers, by name, that cannot step gradients of another dtype than the parameter's,
+# as MixedPrecision(keep_low_precision_grads=True) leaves them, or should not; and why.
+_NEEDS_SAME_DTYPE = "needs gradients in the parameters' dtype"
+_REFUSALS = {
+    **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam"), _NEEDS_SAME_DTYPE),
+    **dict.fromkeys(
+        ("Adafactor", "LBFGS", "Muon", "Rprop"), "would keep its state in the gradients' dtype"
+    ),
+}
 
 
 # Under DisableTorchFunctionSubclass these take a third of the time of the attribute.
@@ -208,13 +212,9 @@ def check_dtype(
     # Whose step it runs: a subclass may have one of its own, which raises errors of its own.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
-    why = None
+    why = _REFUSALS.get(kind)
     if group.get("fused"):
-        why = "needs gradients in the parameters' dtype with fused=True"
-    elif kind in _NEED_SAME_DTYPE:
-        why = "needs gradients in the parameters' dtype"
-    elif kind in _KEEP_STATE_IN_IT:
-        why = "would keep its state in the gradients' dtype"
+        why = f"{_NEEDS_SAME_DTYPE} with fused=True"
     elif kind == "SGD" and group["momentum"]:
         why = "would keep its momentum in the gradients' dtype"
     if why is not None:
@@ -288,7 +288,6 @@ class PrecisionPlan:
         self._params: dict[int, tuple[str, Override | None]] = {}
         self._not_linear: set[int] = set()
         self._by_function: dict[str, torch.dtype] = {}
-        self._untouched: dict[str, torch.dtype] = {}
         self._matched: set[str] = set()
         if all(policy.changes_nothing for policy in policies.values()):
             return
@@ -322,12 +321,10 @@ class PrecisionPlan:
                 self._plan_param(module, attribute, param)
 
     def _plan_param(self, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
+        if not param.is_floating_point():
+            return
         policy = self._policy_of[module]
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
-        if not param.is_floating_point():
-            if policy.param_dtype is not None or policy.reduce_dtype is not None:
-                self._untouched[names[0]] = param.dtype
-            return
         if not (isinstance(module, nn.Linear) and attribute == "weight"):
             self._not_linear.add(id(param))
         # The innermost decides: the parameter's own name, then its module's override.
@@ -371,29 +368,13 @@ class PrecisionPlan:
         return f", overrides by function: {self._by_function}" if self._by_function else ""
 
     def warnings(self) -> list[str]:
-        """Warnings about settings that have no effect."""
-        found = []
-        if self._untouched:
-            listed = ", ".join(f"{name!r} ({dtype})" for name, dtype in self._untouched.items())
-            found.append(
-                "mixed_precision: only floating point parameters are cast; these stay as they are: "
-                + listed
-            )
-        if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and any(
-            policy.param_dtype or policy.buffer_dtype for policy in self._policies.values()
-        ):
-            found.append(
-                "mixed_precision: FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect: after model.eval() "
-                "param_dtype and buffer_dtype are used as in training. To evaluate in full "
-                "precision, wrap without them, and train under torch.autocast"
-            )
+        """Warnings about overrides that have no effect."""
         given = [policy.overrides for policy in self._policies.values()]
-        patterns = {name for one in given if isinstance(one, Mapping) for name in one}
-        found.extend(
+        patterns = {name for names in given if isinstance(names, Mapping) for name in names}
+        return [
             f"mixed_precision: overrides: no module or parameter is called {pattern!r}"
             for pattern in sorted(patterns - self._matched)
-        )
-        return found
+        ]
 
     def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:
         """The dtypes of a parameter and its gradient; ``policy`` is its unit's."""

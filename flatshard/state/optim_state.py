@@ -19,8 +19,13 @@ from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
-from flatshard.optimizer.state_dicts import own_part, with_shared
-from flatshard.optimizer.stepper import ONE_PER_PARAMETER, is_elementwise, shared_state
+from flatshard.optimizer.state_dicts import with_shared
+from flatshard.optimizer.stepper import (
+    ONE_PER_PARAMETER,
+    is_elementwise,
+    part_per_element,
+    shared_state,
+)
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
@@ -372,7 +377,7 @@ def _loaded(param: OptimParam, state: StateDict, optimizer: torch.optim.Optimize
     """This rank's part of the full state of one parameter."""
     elementwise = is_elementwise(optimizer)
     return {
-        key: _local(param, value, elementwise)
+        key: _local(param, key, value, elementwise)
         if _is_per_element(param, key, value, elementwise)
         else _copied(value)
         for key, value in state.items()
@@ -397,7 +402,7 @@ def _is_per_element(param: OptimParam, key: str, value: Any, elementwise: bool) 
     )
 
 
-def _local(param: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
+def _local(param: OptimParam, key: str, value: Tensor, elementwise: bool) -> Tensor:
     """This rank's part of full state, as the optimizer has it."""
     handle, original = param.handle, param.original
     assert handle is not None, "the parameter is sharded"
@@ -407,8 +412,9 @@ def _local(param: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
         # In the parameter's strides, which optimizers' fast paths compare.
         return spec.empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
     # Sharded state is taken as it is, as torch's load_state_dict takes tensors.
-    is_full = not isinstance(value, FlatShardTensor)
-    part = own_part(spec, value.detach()).to(handle.shard.device, copy=is_full)
+    part = part_per_element(spec, key, value.detach())
+    assert part is not None, "_is_per_element() has compared the shapes"
+    part = part.to(handle.shard.device, copy=not isinstance(value, FlatShardTensor))
     return part if elementwise else FlatShardTensor(part, spec)
 
 

@@ -76,16 +76,12 @@ class FlatParameter(nn.Parameter):
             lines.append(f"  chunk {rank}: elements {begin:,} to {end:,}{here}")
             for param in self.params:
                 local = layout.local_span(param.index, rank)
-                if local.numel:
-                    part = (
-                        ""
-                        if local.numel == param.span.numel
-                        else (f", its elements {local.offset:,} to {local.offset + local.numel:,}")
-                    )
-                    shape = tuple(param.span.shape)
-                    lines.append(
-                        f"    {local.start:,} to {local.end:,}: {param.name!r} {shape}{part}"
-                    )
+                if not local.numel:
+                    continue
+                line = f"    {local.start:,} to {local.end:,}: {param.name!r} {param.span.shape}"
+                if local.numel < param.span.numel:
+                    line += f", its elements {local.offset:,} to {local.offset + local.numel:,}"
+                lines.append(line)
         return "\n".join(lines)
 
 

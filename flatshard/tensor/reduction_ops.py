@@ -33,9 +33,9 @@ from flatshard.tensor.sharded_tensor import (
     first_sharded,
     local_range,
     sharded_in,
-    untraced,
     wrote,
 )
+from flatshard.tensor.unsharded import OutsideUse
 
 aten = torch.ops.aten
 Comms = Sequence[Communicator]
@@ -230,47 +230,14 @@ HANDLERS.update(
 )
 
 
-class OutsideUses:
-    # Differentiable uses of sharded tensors outside of a forward, by all models: an operation on
-    # parameters of two would count for the first alone.
-    count = 0
-
-
-class _Sum(torch.autograd.Function):
-    """``loss + p.pow(2).sum()`` outside forward: the sum over all elements."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
-        OutsideUses.count += 1
-        ctx.spec = tensor.spec
-        # Backward only needs dtype and device: without the copy it would keep the shard.
-        ctx.save_for_backward(tensor.local.new_empty(0))
-        return _sum(aten.sum.default, (tensor,), {})
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
-        spec: ShardSpec = ctx.spec
-        spec.owner.start_backward()
-        # The loss may be scaled differently on each rank, and data parallelism wants the average.
-        # A clone: the reduction is in place, and autograd may hand the tensor to others too.
-        op_name = f"backward of a sum of {spec.name!r}"
-        average = _reduced(gradient.clone(), (spec.comm, spec.replicas), "SUM", op_name)
-        average = average / (spec.comm.size * spec.replicas.size)
-        (like,) = ctx.saved_tensors
-        return FlatShardTensor(like.new_empty(spec.numel).copy_(average), spec)
-
-
 def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
-    # By keyword, torch's functions do not agree on a name for their first argument.
-    key = next((key for key in ("input", "x", "A") if key in kwargs), None)
-    source, *rest = args if key is None else (kwargs.pop(key), *args)
-    if not (isinstance(source, FlatShardTensor) and source.requires_grad):
+    source = first_sharded(args, kwargs)
+    if not source.requires_grad:
         return NotImplemented
-    has_options = rest or any(value is not None and value is not False for value in kwargs.values())
-    if kind == "norm" or has_options:
+    if kind == "norm" or len(args) + len(kwargs) > 1:
         source.spec.refuse(f"the gradient of a {kind}")
-    total = _Sum.apply(source)  # type: ignore[no-untyped-call]
+    apply: Any = OutsideUse.apply
+    total = apply(source, lambda tensor: _sum(aten.sum.default, (tensor,), {}))
     return total / source.spec.unsharded_numel if kind == "mean" else total
 
 

@@ -22,14 +22,8 @@ class ParamSplit(Protocol):
     """How a parameter is one part of a larger one, of which other groups of ranks hold the rest."""
 
     comms: tuple[Communicator, ...]  # those groups
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the larger parameter."""
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """In elements, of the larger parameter."""
+    shape: tuple[int, ...]  # of the larger parameter
+    stride: tuple[int, ...]  # in elements, of the larger parameter
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """What modules hold for ``local``, this group's part."""

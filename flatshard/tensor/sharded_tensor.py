@@ -148,16 +148,19 @@ class FlatShardTensor(torch.Tensor):
     is_parameter: bool = False
     origin: Origin
     role: str = "tensor like"
+    # Whether shape and strides are those of the parameter without tensor parallelism.
+    shows_unsplit = False
 
     @staticmethod
     def __new__(
         cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False, flat: Tensor | None = None
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
+        split = spec.tensor_parallel if cls.shows_unsplit else None
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            spec.shape,
-            strides=spec.strides,
+            spec.shape if split is None else split.shape,
+            strides=spec.strides if split is None else split.stride,
             dtype=local.dtype,
             device=local.device,
             requires_grad=requires_grad,
@@ -166,7 +169,7 @@ class FlatShardTensor(torch.Tensor):
         # collective whose tensors lie in nested lists) would read address 0; now torch raises.
         torch._C._set_throw_on_mutable_data_ptr(self)
         self.local, self.spec, self.flat = local, spec, flat
-        self.origin = Origin(0, is_parameter=True) if self.is_parameter else Origin()
+        self.origin = Origin()
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -509,18 +512,7 @@ class StateShard(FlatShardTensor):
     What has no storage, it makes anew by ``new_empty``, and copies the attributes of.
     """
 
-    @staticmethod
-    def __new__(cls, local: Tensor, spec: ShardSpec, *_: Any) -> StateShard:  # type: ignore[override]
-        """Wrap ``local``, ``(spec.numel,)``; shows the shape without tensor parallelism."""
-        split = spec.tensor_parallel
-        if split is None:
-            return FlatShardTensor.__new__(cls, local, spec)  # type: ignore[return-value]
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, split.shape, strides=split.stride, dtype=local.dtype, device=local.device
-        )
-        self.local, self.spec, self.flat = local, spec, None
-        self.origin = Origin()
-        return self  # type: ignore[no-any-return]
+    shows_unsplit = True
 
     def of_local_shape(self) -> FlatShardTensor:
         """The same with the shape that the parameter has on this rank."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -175,29 +175,41 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
     return pytree.tree_map_only(Tensor, view, result)
 
 
-class _Gathered(torch.autograd.Function):
+class OutsideUse(torch.autograd.Function):
+    """A function of all elements of a sharded tensor, outside of a forward, under autograd."""
+
+    # Uses in all models: one operation on parameters of two models counts for the first one only.
+    count = 0
+
     @staticmethod
-    def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: FlatShardTensor, function: Callable[[FlatShardTensor], Tensor]
+    ) -> Tensor:
+        OutsideUse.count += 1
         ctx.spec = tensor.spec
-        return tensor.full_tensor()
+        return function(tensor)
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
-        return _averaged(ctx.spec, gradient)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
+        return _averaged(ctx.spec, gradient), None
 
 
 def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
-    """This rank's range of the average of the ranks' full gradients of a parameter.
+    """This rank's range of the average of the ranks' gradients of a parameter.
+
+    ``gradient``: of the full parameter, or of a shape that broadcasts to the parameter's.
 
     Collective: all ranks that train the parameter.
     """
     if isinstance(gradient, FlatShardTensor):
         return gradient
     spec.owner.start_backward()
+    # A clone: the reduction is in place, and autograd may hand the gradient to others too.
     part = gradient.contiguous().clone()
+    # The loss may be scaled differently on each rank, and data parallelism wants the average.
     for comm in (spec.comm, spec.replicas):
-        comm.reduce_scalars(part, "SUM", op_name=f"backward of the full tensor of {spec.name!r}")
+        comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
     return FlatShardTensor(spec.slice(part) / (spec.comm.size * spec.replicas.size), spec)
 
 
@@ -221,5 +233,6 @@ def gathered(tensor: FlatShardTensor) -> Tensor:
     Collective: all ranks of the shard group, and in backward all that train the parameter.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _Gathered.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+        apply: Any = OutsideUse.apply
+        return apply(tensor, FlatShardTensor.full_tensor)  # type: ignore[no-any-return]
     return tensor.full_tensor()

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepExtension, profiled
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
@@ -32,7 +31,7 @@ from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.optimizer.stepper import OptimizerExtension, extensions, is_elementwise
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import tensors_in
-from flatshard.tensor.reduction_ops import OutsideUses
+from flatshard.tensor.unsharded import OutsideUse
 
 __all__ = ["register"]
 
@@ -85,9 +84,8 @@ class SteppedInBackward(StepExtension):
         self._problem: Exception | None = None
         # Since the last step:
         self._has_accumulated = False
-        self._outside_uses = OutsideUses.count
+        self._outside_uses = OutsideUse.count
         self._showing: list[nn.Parameter] = []  # those whose gradient was consumed
-        self._consumed: dict[int, ConsumedGrad] = {}  # by the parameter's id
 
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise for what cannot be stepped in backward; else what ranks must agree on."""
@@ -141,7 +139,7 @@ class SteppedInBackward(StepExtension):
         if self.state.accumulates:
             self._has_accumulated = True
             return
-        self._waits_for_end = OutsideUses.count != self._outside_uses
+        self._waits_for_end = OutsideUse.count != self._outside_uses
         try:
             for optimizer in self.optimizers:
                 state_dicts.check_state(optimizer)
@@ -205,7 +203,7 @@ class SteppedInBackward(StepExtension):
             # Other ranks may be receiving the shard of before.
             and not self.state.pending_sends.is_sending(handle.shard)
             # Users' hooks see gradients when backward is over.
-            and not _has_hooks(handle)
+            and not any(param.post_accumulate_hooks for param in handle.params)
             for handle in unit.handles
         )
 
@@ -227,7 +225,7 @@ class SteppedInBackward(StepExtension):
         if self.state.depth > 0:  # a backward inside a forward, which another one follows
             return
         parts, self._parts = self._parts, {}
-        has_outside, self._outside_uses = OutsideUses.count != self._outside_uses, OutsideUses.count
+        has_outside, self._outside_uses = OutsideUse.count != self._outside_uses, OutsideUse.count
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -282,13 +280,7 @@ class SteppedInBackward(StepExtension):
         """Let ``.grad`` say that the gradient was used; after backward, which may bring more."""
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._showing:
-                consumed = self._consumed.get(id(param))
-                # One of an earlier step serves again, but for a model that was moved since.
-                kind = param.dtype, param.device
-                if consumed is None or (consumed.dtype, consumed.device) != kind:
-                    consumed = ConsumedGrad(param, self._owned[id(param)][1])
-                    self._consumed[id(param)] = consumed
-                param.grad = consumed
+                param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
 
 def _drop_consumed(params: Iterable[nn.Parameter]) -> None:
@@ -336,10 +328,6 @@ def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
         for handle in unit.handles
         for param in handle.params
     }
-
-
-def _has_hooks(handle: FlatParamHandle) -> bool:
-    return any(param.post_accumulate_hooks for param in handle.params)
 
 
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)

@@ -36,19 +36,11 @@ class TensorParallel:
 
     layout: Any  # torch's DTensorSpec
     comms: tuple[Communicator, ...]  # one for each dimension of the mesh that splits it
+    shape: tuple[int, ...]  # of the parameter in the model without any parallelism
+    stride: tuple[int, ...]  # in elements, of the same parameter
 
     def __deepcopy__(self, _: object) -> TensorParallel:
         return self  # process groups cannot be copied
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """In elements, of the same parameter."""
-        return tuple(self.layout.stride)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the parameter in the model without any parallelism."""
-        return tuple(self.layout.shape)
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """A differentiable DTensor over ``local``, which gets the local part of its gradient.
@@ -151,7 +143,8 @@ def _local_part(param: Any) -> nn.Parameter:
     )
     local = nn.Parameter(param._local_tensor.detach(), param.requires_grad)
     local.__dict__.update({k: v for k, v in attributes.items() if k not in ("_spec", "_is_param")})
-    local.tensor_parallel = TensorParallel(layout, comms)  # type: ignore[attr-defined]
+    split = TensorParallel(layout, comms, tuple(layout.shape), tuple(layout.stride))
+    local.tensor_parallel = split  # type: ignore[attr-defined]
     return local
 
 

@@ -167,10 +167,9 @@ def _compression(rank: int, world_size: int) -> None:
             precision = MixedPrecision(reduce_dtype=dtype)
             runs = []
             for state, hook in [(None, None), *hooks]:
-                with allow_warnings(UserWarning, ".*these stay as they are: 'phase'"):
-                    model = case.wrap(
-                        case.model(), sharding_strategy=strategy, mixed_precision=precision
-                    )
+                model = case.wrap(
+                    case.model(), sharding_strategy=strategy, mixed_precision=precision
+                )
                 if hook is not None:
                     model = case.wrap(case.model(), sharding_strategy=strategy)
                     model.register_comm_hook(state, hook)
