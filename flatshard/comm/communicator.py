@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -71,6 +71,11 @@ def copying() -> Iterator[None]:
         yield
     finally:
         _is_copying = before
+
+
+@cache  # every all-gather and reduction of every step asks
+def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
+    return f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}"
 
 
 class Communicator(Members):
@@ -194,7 +199,7 @@ class Communicator(Members):
             action = "all-reducing gradients in backward"
         else:  # of an all-reduce the first half was noted
             self.note("gather", request.unit_fqn, out.nbytes)
-        op_name = self._op_name(request.unit_fqn, action)
+        op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
 
@@ -210,7 +215,9 @@ class Communicator(Members):
             nbytes = (nbytes + out.nbytes * self.size) // 2
             action = "all-reducing"
         self.note(request.kind, request.unit_fqn, nbytes)
-        op_name = self._op_name(request.unit_fqn, f"{action} gradients in backward")
+        op_name = _op_name(
+            request.unit_fqn, f"{action} gradients in backward", self.global_rank, self.ranks_text
+        )
         with named(op_name):
             return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)
 
@@ -220,7 +227,9 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
         """
         self.note("all_reduce", unit_fqn, buffer.nbytes)
-        op_name = self._op_name(unit_fqn, "all-reducing gradients in backward")
+        op_name = _op_name(
+            unit_fqn, "all-reducing gradients in backward", self.global_rank, self.ranks_text
+        )
         with named(op_name):
             # Only the native one has it, which comes last and accepts everything.
             return self.transports[-1].all_reduce(buffer, op_name)
@@ -230,10 +239,6 @@ class Communicator(Members):
         if self.size > 1:  # one rank by itself only copies
             for listen in LISTENERS:
                 listen(kind, unit_fqn, nbytes, self.ranks)
-
-    def _op_name(self, unit_fqn: str, action: str) -> str:
-        unit = unit_text(unit_fqn)
-        return f"{unit}, rank {self.global_rank}: {action} over ranks {self.ranks_text}"
 
     # ------------------------------------------------------------ small things, at once
 

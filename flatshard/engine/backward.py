@@ -262,11 +262,13 @@ class Backward:
         try:
             for unit, handle in self._state.handles:
                 if used and unit.sync is Sync.ALL:
-                    handle.grad_publish.run_post_accumulate_hooks(used[handle])
+                    for param in handle.params:
+                        if used[handle][param.index]:
+                            param.run_hooks()
         finally:
             for _, handle in self._state.handles:
                 if handle.is_aliased:
-                    handle.grad_publish.give_hooks_back()
+                    handle.give_hooks_back()
 
     def recover(self) -> None:
         """Drop what is left of a backward that failed, unless one is running."""

@@ -43,7 +43,7 @@ class RootModule(Protocol):
     """The outermost wrapped module, as a forward sees it: more than units and flat parameters."""
 
     def recover(self) -> None:
-        """Undo what an exception in an optimizer's step has left."""
+        """Undo what an exception in an optimizer's step has left; take over what users wrote."""
 
     def check(self) -> None:
         """Raise, on all ranks, if the module cannot be trained as it is now."""
@@ -74,7 +74,6 @@ class Forward:
         """Return to a state to start from, after a step that was left by an exception."""
         # First the optimizer's parameters, which a step that raised has replaced.
         self._root_module.recover()
-        self._state.writes.take_over()
         for extension in self._state.extensions:
             extension.recover()
         self._backward.recover()
@@ -93,7 +92,6 @@ class Forward:
         self.recover()
         # Before anything communicates: these raise on all ranks.
         self._root_module.check()
-        state.writes.check()
         for extension in state.extensions:
             extension.begin_forward(of_root=unit is state.root)
         for observer in self._observers.all:

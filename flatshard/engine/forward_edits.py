@@ -67,28 +67,29 @@ class ForwardEdits:
             if handle.buffer._version != version or not is_same:
                 self._was_edited = True
                 raise _edited(handle)
-            self._check_installed(handle, module)
+            places = self._places.get((handle, module))
+            if places is None:
+                inside = set(module.modules())
+                places = [place for place in handle.places if place[0] in inside]
+                self._places[handle, module] = places
+            _check_installed(handle, places)
 
-    def _check_installed(self, handle: FlatParamHandle, outer: nn.Module) -> None:
-        """See that the modules in ``outer`` still hold the full parameters."""
-        places = self._places.get((handle, outer))
-        if places is None:
-            inside = set(outer.modules())
-            places = [place for place in handle.places if place[0] in inside]
-            self._places[handle, outer] = places
-        address = handle.buffer.data_ptr()
-        itemsize = handle.buffer.element_size()
-        for module, attribute, param in places:
-            if module._parameters.get(attribute) is not param.held:
-                raise RuntimeError(
-                    f"{param.where} was replaced in forward: the model would go on with the one "
-                    "before. Compute with the changed value instead, without assigning it to the "
-                    "module."
-                )
-            full, span = param.full, param.span  # a DTensor is over the full one
-            if span.numel and full.data_ptr() != address + span.start * itemsize:
-                full.data = view_of(handle.buffer, span)
-                raise _edited(handle)
+
+def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
+    """Raise if the modules at ``places`` do not hold the full parameters any more."""
+    address = handle.buffer.data_ptr()
+    itemsize = handle.buffer.element_size()
+    for module, attribute, param in places:
+        if module._parameters.get(attribute) is not param.held:
+            raise RuntimeError(
+                f"{param.where} was replaced in forward: the model would go on with the one "
+                "before. Compute with the changed value instead, without assigning it to the "
+                "module."
+            )
+        full, span = param.full, param.span  # a DTensor is over the full one
+        if span.numel and full.data_ptr() != address + span.start * itemsize:
+            full.data = view_of(handle.buffer, span)
+            raise _edited(handle)
 
 
 def _edited(handle: FlatParamHandle) -> RuntimeError:

@@ -145,7 +145,7 @@ class GradPublish:
         """
         self._show_earlier()  # where a user's hook raised at the end of the last backward
         for param in self._params:
-            param.hold_hooks()
+            param.hold_hooks()  # `FlatParamHandle.give_hooks_back` ends this
             if param.sharded.grad is not None:
                 self._earlier[param], param.sharded.grad = param.sharded.grad, None
 
@@ -228,16 +228,6 @@ class GradPublish:
             grad.add_(before)
             self._target.page_out(local_range(grad), local_range(before))
         set_grad(param, grad)
-
-    def run_post_accumulate_hooks(self, used: Sequence[bool]) -> None:
-        for param in self._params:
-            if used[param.index]:
-                param.run_hooks()
-
-    def give_hooks_back(self) -> None:
-        """Put the hooks that ``hold_earlier`` took where users registered, and may remove, them."""
-        for param in self._params:
-            param.give_hooks_back()
 
     def drop(self) -> None:
         self._buffer.drop()

@@ -61,6 +61,10 @@ class ReducePlan:
     full_bytes: int = field(init=False)  # of the unsharded gradients
     bytes_in_flight: int = field(init=False)  # that a reduction holds until it is finished
     adds_replicas: bool = field(init=False)  # whether replicas' averages are added up in parts
+    across: Communicator = field(init=False)  # the group of the second stage
+    # In which the first and the second stage add up.
+    intra_sum_dtype: torch.dtype = field(init=False)
+    across_sum_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         intra_group, replicate = self.topology.intra_group, self.topology.replicate
@@ -71,7 +75,10 @@ class ReducePlan:
         # has two units under way, without which its host would be too little ahead of it.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
-        sums_wider = self.sum_dtype(replicate) is not self.reduce_dtype
+        self.across = self.topology.across
+        self.intra_sum_dtype = self._sum_dtype(intra_group)
+        self.across_sum_dtype = self._sum_dtype(self.across)
+        sums_wider = self._sum_dtype(replicate) is not self.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
     @property
@@ -93,7 +100,7 @@ class ReducePlan:
             and (topology.replicate.size == 1 or self.adds_replicas)
         )
 
-    def sum_dtype(self, comm: Communicator) -> torch.dtype:
+    def _sum_dtype(self, comm: Communicator) -> torch.dtype:
         transport = comm.transport_for(self.device)
         return transport.sum_dtype(self.reduce_dtype, fixed_order=self.fixed_order)
 
@@ -141,7 +148,7 @@ class GradReduce:
         if plan.device.type == "cuda":
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the stream that is current on its device
-        intra_group, across = plan.topology.intra_group, plan.topology.across
+        intra_group, across = plan.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.link.unit_name)
         # Stages that follow the first, in order. `_across` has a turn among all models.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
@@ -172,7 +179,7 @@ class GradReduce:
         """Where this rank's part of the first stage goes; only its padding has values."""
         plan, intra_group = self._plan, self._plan.topology.intra_group
         is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
-        part = plan.new_output(plan.intra_numel, plan.sum_dtype(intra_group), is_last=is_last)
+        part = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
         if chunks.ranges != [(0, chunks.numel)]:
             plan.zero_padding(part, intra_group.rank)  # no chunk covers it
         return part
@@ -214,7 +221,7 @@ class GradReduce:
 
     def _across(self) -> AsyncWork:
         """Second stage: split the average further, or average it over the replicas."""
-        plan, across = self._plan, self._plan.topology.across
+        plan, across = self._plan, self._plan.across
         self._turns.popleft()
         if self._held is not None:
             # Before the cast: `held` is in the accumulation dtype, which may be wider.
@@ -224,7 +231,7 @@ class GradReduce:
         if across is plan.topology.replicate and not plan.adds_replicas:
             return across.all_reduce(values, unit_fqn=plan.link.unit_name)
         chunks = FlatChunks.of(_padded(values, across.size))
-        self._out = values.new_empty(chunks.numel // across.size, dtype=plan.sum_dtype(across))
+        self._out = values.new_empty(chunks.numel // across.size, dtype=plan.across_sum_dtype)
         if across is plan.topology.replicate:
             return self._reduce_scatter(across, chunks, plan.tags[2], "all_reduce")
         return self._reduce_scatter(across, chunks, plan.tags[1])

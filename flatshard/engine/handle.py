@@ -1,7 +1,8 @@
 """``FlatParamHandle``: owns every buffer of one flat parameter, which is one segment of a unit.
 
 It works on the current stream with explicit arguments, never picks a stream and never reads the
-phase of a step: ``Unit`` decides when. ``handle_making`` makes, converts and copies handles.
+phase of a step: ``Unit`` decides when. ``module.handle_making`` makes,
+converts and copies handles.
 
 [Note: what is where]
     FlatParamHandle  the unsharded buffer, and how the flat parameter becomes that and back
@@ -435,7 +436,12 @@ class FlatParamHandle:
             reduce.abandon()
         self.grad_publish.drop()
         if self.is_aliased:
-            self.grad_publish.give_hooks_back()
+            self.give_hooks_back()
+
+    def give_hooks_back(self) -> None:
+        """Put the hooks that waited for backward where users registered, and may remove, them."""
+        for param in self.params:
+            param.give_hooks_back()
 
     @property
     def gradient_bytes(self) -> int:

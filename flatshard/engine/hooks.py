@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.handle_making import copied
 from flatshard.engine.unit import Call, Unit
 from flatshard.precision.casts import tensors_in
 from flatshard.tensor.flat_parameter import OriginalParam
@@ -41,11 +40,17 @@ class UnitHooks:
                 for param in handle.params:
                     param.connect(partial(self._grad_hook, handle))
 
-    def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
+    def copy_into(
+        self,
+        memo: dict[int, Any],
+        twin: UnitHooks,
+        unit: Unit,
+        handles: Iterable[FlatParamHandle],
+    ) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
         self.unit.copy_into(memo, unit)
         twin.unit = unit
-        twin.own(copied(handle, memo) for handle in self.unit.handles)
+        twin.own(handles)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

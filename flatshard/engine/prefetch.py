@@ -7,7 +7,56 @@ from collections.abc import Sequence
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
-from flatshard.plan.schedule import ExecutionOrder
+
+
+class ExecutionOrder:
+    """Records the order of units in a forward and predicts from it.
+
+    A prediction is a hint: a unit that comes out of order is unsharded on demand.
+    """
+
+    def __init__(self) -> None:
+        self._previous: list[int] = []
+        self._current: list[int] = []
+
+    def begin_forward(self) -> None:
+        """Start a new recording; what was recorded before becomes the prediction."""
+        self._previous = self._current or self._previous
+        self._current = []
+
+    def record(self, unit: int) -> None:
+        self._current.append(unit)
+
+    def next_forward(self) -> list[int]:
+        """The units expected after the one recorded last, in order; none without a prediction."""
+        position = len(self._current)
+        # A forward that left the recorded order gets no guesses until it is all recorded.
+        if position == 0 or self._previous[position - 1 : position] != self._current[-1:]:
+            return []
+        return self._previous[position:]
+
+    def next_backward(self, unit: int) -> list[int]:
+        """The units whose backward is expected after that of ``unit``, in order."""
+        after = _after(unit, (self._current or self._previous)[::-1])
+        # A unit that ran twice: what comes after its other backward is expected then.
+        return after[: after.index(unit)] if unit in after else after
+
+    def next_recomputed(self, unit: int) -> list[int]:
+        """The units expected after ``unit`` where this forward is computed again, in order."""
+        return _after(unit, self._current)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this forward ran the units of the one before, in the same order."""
+        return bool(self._current) and self._current == self._previous
+
+    def first_backward(self) -> list[int]:
+        """The units whose backward comes first, in order; none while more may come in forward."""
+        return self._current[::-1] if self.is_complete else []
+
+
+def _after(unit: int, units: list[int]) -> list[int]:
+    return units[units.index(unit) + 1 :] if unit in units else []
 
 
 class Prefetch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +23,66 @@ from flatshard.engine.grad_reduce import GradReduce
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
-from flatshard.plan.schedule import ReduceOrder, UnevenUnits
 
 # How long a reduction may hold up backward; past this the peers may be waiting for us.
 _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
+
+# Backwards after which an uneven bucket that was even in all of them is forgotten.
+_REMEMBERED = 100
+
+
+class ReduceOrder:
+    """The one order in which all ranks start the reduce-scatters of a backward.
+
+    Collectives match by order, and ranks may finish units at different moments, or not at all: a
+    later unit therefore waits for an earlier incomplete one.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        # A first guess, which the first backward corrects: registration order reversed. But the
+        # outermost unit, numbered last, holds what forward begins with: embeddings, say.
+        self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
+        self.num_taken = 0  # units that have had their turn
+        self._ready: dict[int, None] = {}  # in the order in which they became so
+
+    def adopt(self, sequence: list[int]) -> None:
+        """Use another order from the next backward on; the caller sees that all ranks agree."""
+        assert sorted(sequence) == sorted(self.sequence), "not a permutation of the units"
+        self.sequence = list(sequence)
+
+    def begin_backward(self) -> None:
+        self._ready.clear()
+        self.num_taken = 0
+
+    def ready(self, unit: int) -> None:
+        self._ready[unit] = None
+
+    def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
+        """The units whose turn has come, in order, until ``allows`` is False of one.
+
+        It is asked about each when those before have been started.
+        """
+        while self.num_taken < len(self.sequence):
+            head = self.sequence[self.num_taken]
+            if head not in self._ready or not allows(head):
+                return
+            self.num_taken += 1
+            yield head
+
+    def num_ready(self) -> int:
+        """Number of units, from the first of the order on, that are ready without a gap."""
+        rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
+        return next(rest, len(self.sequence))
+
+    def rest(self) -> list[int]:
+        """The units that have not had their turn, in order."""
+        return self.sequence[self.num_taken :]
+
+    def suggested(self) -> list[int]:
+        """The order in which units became ready here, those that never did at the end."""
+        return [*self._ready, *(unit for unit in self.sequence if unit not in self._ready)]
 
 
 @dataclass(eq=False, slots=True)
@@ -57,10 +111,10 @@ class ReduceBucket:
 
         Collective: all ranks of the unit, in the same order of calls.
         """
+        # The results of an earlier start would be lost: a handle keeps one reduction.
+        assert not self.under_way, "the reduction before was not finished"
         sync, self.bytes_in_flight = self.unit.sync, 0
         for handle in handles:
-            # Its result would be lost: a handle keeps one reduction.
-            assert not handle.is_reducing, "the reduction before was not finished"
             chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
             if plan.hook is not None:
                 assert sync is Sync.ALL, "units with a hook have one stage"
@@ -118,7 +172,10 @@ class ReduceQueue:
         self._order = ReduceOrder(len(self.buckets))
         self._adopt(self._order.sequence)
         self._is_order_agreed = False
-        self._uneven = UnevenUnits()
+        # For indices of uneven buckets: the number of backwards for which they are remembered. In
+        # a recent backward, some ranks reduced the bucket during backward and others only at its
+        # end: these ranks lack a gradient, so a wait before the end never succeeds.
+        self._uneven: dict[int, int] = {}
         self._in_flight: list[ReduceBucket] = []
         self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
         self._must_wait = False  # whether nothing starts before the end of backward
@@ -240,7 +297,8 @@ class ReduceQueue:
         # The turn of these buckets reduces their gradients, on all ranks.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
-        self._uneven.note(agreed.uneven)
+        self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
+        self._uneven.update(dict.fromkeys(agreed.uneven, _REMEMBERED))
         for bucket in (self.buckets[index] for index in rest):
             if any(any(agreed.used[handle]) for handle in bucket.handles):
                 self._start(bucket)

@@ -13,7 +13,6 @@ from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, Observers, StepExtension, Voter
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
-from flatshard.engine.write_through import WriteThrough
 from flatshard.options.extras import EXTRAS
 
 
@@ -27,7 +26,6 @@ class RunState:
         self.observers = Observers()
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: each rank keeps its own buffers
-        self.writes = WriteThrough()
         self.pending_sends = PendingSends()  # what other ranks may still be reading from this one
         # Where something is all-gathered or reduced; None: a forward is only kernels.
         self.device: torch.device | None = None

@@ -11,11 +11,11 @@ from torch import nn
 from flatshard.comm import consistency
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.handle_making import make_handle
 from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module import meta_init, unit_report
+from flatshard.module.handle_making import make_handle
 from flatshard.module.initial_values import InitialValues, compare_values
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import copying
-from flatshard.engine import handle_making
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
+from flatshard.module import handle_making
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.plan.module_proxy import ModuleProxy
@@ -83,7 +83,8 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
     with copying():
         for one in hooks:
-            one.copy_into(memo, memo[id(one)], memo[id(one.unit)])
+            handles = [handle_making.copied(handle, memo) for handle in one.unit.handles]
+            one.copy_into(memo, memo[id(one)], memo[id(one.unit)], handles)
             for module in memo[id(one)].unit.modules:  # torch copies no compiled call
                 surround(memo[id(one)], module)
     if is_outermost:

@@ -14,7 +14,7 @@ from torch import Tensor
 from flatshard.comm.communicator import Communicator, Topology
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
-from flatshard.engine.handle_making import BroadcastSource
+from flatshard.module.handle_making import BroadcastSource
 
 
 @dataclass

@@ -24,7 +24,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.handle_making import fill
+from flatshard.module.handle_making import fill
 from flatshard.module.initial_values import InitialValues, names_of_different
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.settings import Settings

@@ -35,6 +35,7 @@ from flatshard.options.extras import extra
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
 from flatshard.state import full_params
+from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 # Modules whose assignments are counted, because an assignment may add parameters; and their number.
@@ -60,9 +61,10 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     _check_ranks(units)
     settings = root.settings
     hooks = {one.unit: one.hooks for one in shardings_in(root.wrapper)}
+    root_checks = RootChecks(root)
     context = RunContext(
         [hooks[unit] for unit in units],
-        RootChecks(root),
+        root_checks,
         settings.ranks.world,
         number=settings.ranks.world.new_model() if number is None else number,
         forward_prefetch=settings.forward_prefetch,
@@ -73,7 +75,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
     for one in shardings_in(root.wrapper):
-        one.context, one.state_dict.writes = context, context.writes
+        one.context, one.state_dict.writes = context, root_checks.writes
         one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size
 
 
@@ -109,14 +111,17 @@ def _check_ranks(units: Sequence[Unit]) -> None:
 class RootChecks(RootModule):
     """Checks of the outermost module before its forwards, and the buffers that ranks share."""
 
-    # An exception may have interrupted an optimizer's step, which has plain tensors.
-    recover = staticmethod(optimizer_step.restore_all)
-
     def __init__(self, root: Sharding) -> None:
-        self._root = root
+        self._root, self.writes = root, WriteThrough()
         self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
         self._num_registered = -1  # modules and parameters assigned until the last check
         self._modules = list(root.wrapper.modules())
+
+    def recover(self) -> None:
+        # An exception may have interrupted an optimizer's step, which has plain tensors.
+        optimizer_step.restore_all()
+        if self.writes.given:
+            self.writes.take_over()
 
     def shared_buffers(self) -> Buffers:
         """The buffers that modules have now, each once, without those that are ignored."""
@@ -137,6 +142,8 @@ class RootChecks(RootModule):
     def check(self) -> None:
         """Raise if the module was changed since it was wrapped, lacks values or is captured."""
         root = self._root
+        if self.writes.lost:
+            self.writes.raise_lost()
         if root.context.device is not None:
             _check_not_captured(root.context.device)
         # Looking at all modules takes long, so only when something was assigned to one.

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.engine.write_through import WriteThrough
 from flatshard.optimizer.state_dicts import torch_request
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, original_of
+from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 

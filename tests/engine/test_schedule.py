@@ -5,7 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.plan.schedule import ExecutionOrder, ReduceOrder
+from flatshard.engine.prefetch import ExecutionOrder
+from flatshard.engine.reduce_queue import ReduceOrder
 
 
 def _run(order: ExecutionOrder, units: list[int]) -> list[list[int]]:

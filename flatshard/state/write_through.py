@@ -36,8 +36,8 @@ class WriteThrough:
     """The tensors of a model's state dicts that are still alive."""
 
     def __init__(self) -> None:
-        self._given: dict[int, _Given] = {}  # by the id of the weak reference
-        self._lost = ""
+        self.given: dict[int, _Given] = {}  # by the id of the weak reference
+        self.lost = ""  # a parameter whose copy was written too late
 
     def __deepcopy__(self, memo: object) -> WriteThrough:
         return WriteThrough()  # users have nothing of a copied model yet
@@ -49,24 +49,28 @@ class WriteThrough:
         user = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
-        self._given[id(user)] = _Given(
+        self.given[id(user)] = _Given(
             user, copy, copy._version, unit, handle, param, _identity(handle)
         )
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
-        given = self._given.pop(id(user), None)
+        given = self.given.pop(id(user), None)
         if given is not None:
             self._take_over(given)
 
     def take_over(self) -> None:
         """Write into the shards what users wrote into the tensors."""
-        for given in list(self._given.values()):
+        for given in list(self.given.values()):
             self._take_over(given)
 
     def check(self) -> None:
         """Take over what was written; RuntimeError if some of it was lost."""
         self.take_over()
-        lost, self._lost = self._lost, ""
+        self.raise_lost()
+
+    def raise_lost(self) -> None:
+        """Raise RuntimeError if something that was written could not be taken over."""
+        lost, self.lost = self.lost, ""
         if lost:
             raise RuntimeError(
                 f"parameter {lost!r}: a tensor of a state_dict() was written after the model had "
@@ -81,14 +85,14 @@ class WriteThrough:
         given.version = given.copy._version
         handle, param, before = given.handle, given.param, given.shard
         if before != _identity(handle):
-            self._lost = param.name
+            self.lost = param.name
             return
         with torch.inference_mode(False), torch.no_grad():
             param.sharded.copy_(param.spec.split(given.copy))
         handle.page_out()
         given.unit.num_loads += 1  # on all ranks, or the next backward raises
         given.shard = after = _identity(handle)
-        for other in self._given.values():
+        for other in self.given.values():
             if other.handle is handle and other.shard == before:
                 other.shard = after
 
