@@ -24,10 +24,34 @@ setup() {
     done
     if [ -n "$missing" ]; then
         echo "Installing flatshard[${missing#,}] in $venv" >&2
-        "$python" -m pip install --quiet ${FLATSHARD_TORCH:+"$FLATSHARD_TORCH"} \
-            --editable ".[${missing#,}]"
+        install "$venv" ${FLATSHARD_TORCH:+"$FLATSHARD_TORCH"} --editable ".[${missing#,}]"
         for extra in "$@"; do
             echo "$key" > "$venv/.flatshard-$extra"
         done
     fi
+}
+
+# install VENV ARGUMENT...: as `pip install ARGUMENT...` does, with uv, which unpacks on all cores and
+# takes half the time. uv reads the settings of pip from the environment here, and keeps no cache.
+# Where uv cannot be installed, or fails, pip installs.
+install() {
+    local venv="$1" python="$1/bin/python"
+    shift
+    (
+        "$python" -m pip install --quiet uv
+        while IFS='=' read -r name value; do
+            value="${value:1:-1}"
+            case "${name##*.}" in
+                cert) export SSL_CERT_FILE="$value" ;;
+                constraint) export UV_CONSTRAINT="$value" ;;
+                default-timeout | timeout) export UV_HTTP_TIMEOUT="$value" ;;
+                extra-index-url) export UV_INDEX="$value" ;;
+                find-links) export UV_FIND_LINKS="${value// /,}" ;;
+                index-url) export UV_DEFAULT_INDEX="$value" ;;
+            esac
+        done < <("$python" -m pip config list)
+        export UV_CACHE_DIR="$venv/uv-cache" UV_INDEX_STRATEGY=unsafe-best-match
+        trap 'rm -rf "$UV_CACHE_DIR"' EXIT
+        "$venv/bin/uv" pip install --quiet --python "$python" "$@"
+    ) || "$python" -m pip install --quiet "$@"
 }

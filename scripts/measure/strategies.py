@@ -4,8 +4,7 @@
 
 Starts its own ranks on this machine's CPU (gloo) and treats every `--ranks-per-node` of them as a
 node. Prints, for every strategy: the collectives of a step and their volume; persistent memory,
-peak memory, and memory while gradients accumulate; and the difference from the unwrapped model on
-the concatenated batch after 20 steps. Nothing is timed.
+peak memory, and memory while gradients accumulate. Nothing is timed.
 """
 
 import argparse
@@ -42,9 +41,9 @@ VOCABULARY, HEADS = 512, 4
 # ------------------------------------------------------------------------------------------- model
 
 
-def build(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Transformer:
+def build(args: argparse.Namespace) -> Transformer:
     torch.manual_seed(0)  # the same weights on every rank
-    return Transformer(args.width, args.depth, HEADS, LENGTH, VOCABULARY).to(dtype)
+    return Transformer(args.width, args.depth, HEADS, LENGTH, VOCABULARY)
 
 
 def wrap(model: nn.Module, keywords: dict[str, Any]) -> ShardedWrapper:
@@ -446,7 +445,7 @@ def measured_accumulated(job: Job, max_bytes: int) -> dict[str, int]:
 
 
 def measure_way(way: Way, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one strategy but parity, each beside its formula. Collective."""
+    """All figures of one strategy, each beside its formula. Collective."""
     before = all_tensors()
     job = Job(way, args)
     for _ in range(2):  # the first steps also agree on an order
@@ -501,61 +500,6 @@ def measure_step(job: Job, way: Way, sizes: Sizes, micro_batches: int, mode: str
 def padding(model: ShardedWrapper) -> int:
     """Bytes that alignment and equal shards add to the parameters."""
     return 4 * sum(handle.layout.padding_numel for handle in handles_in(model))
-
-
-# ------------------------------------------------------------------------------------------ parity
-
-OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
-    "SGD, momentum, float64": (
-        torch.float64,
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    ),
-    "AdamW, float32": (torch.float32, lambda params: torch.optim.AdamW(params, lr=1e-3)),
-}
-
-
-def train(model: nn.Module, kind: str, steps: int, rows: slice, world_size: int) -> list[float]:
-    optimizer = OPTIMIZERS[kind][1](model.parameters())
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, text(step, ROWS * world_size)[rows])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def measure_parity(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Largest differences from the unwrapped model on the concatenated batch. Collective."""
-    rank, world_size = dist.get_rank(), args.world_size
-    results = []
-    for kind, (dtype, _) in OPTIMIZERS.items():
-        plain = build(args, dtype)
-        plain_losses = train(plain, kind, args.steps, slice(None), world_size)
-        for way in ways(args):
-            model = wrap(build(args, dtype), way.keywords)
-            rows = slice(ROWS * rank, ROWS * (rank + 1))
-            losses = torch.tensor(
-                train(model, kind, args.steps, rows, world_size), dtype=torch.float64
-            )
-            dist.all_reduce(losses)
-            losses = losses / world_size - torch.tensor(plain_losses, dtype=torch.float64)
-            state = model.state_dict()
-            results.append(
-                {
-                    "name": way.name,
-                    "optimizer": kind,
-                    "steps": args.steps,
-                    "parameters": max(
-                        float((state[name] - value).abs().max())
-                        for name, value in plain.state_dict().items()
-                    ),
-                    "losses": float(losses.abs().max()),
-                    "last_loss": plain_losses[-1],
-                }
-            )
-    return results
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -673,23 +617,7 @@ def accumulated_table(figures: dict[str, Any]) -> Table:
     return made
 
 
-def parity_table(figures: dict[str, Any]) -> Table:
-    made = table(
-        "Largest difference from the unwrapped model",
-        *("Strategy", "Optimizer", "Steps", "Parameters", "Losses"),
-    )
-    for row in figures["parity"]:
-        made.add_row(
-            row["name"],
-            row["optimizer"],
-            str(row["steps"]),
-            f"{row['parameters']:.1e}",
-            f"{row['losses']:.1e}",
-        )
-    return made
-
-
-TABLES = (traffic_table, between_table, peaks_table, accumulated_table, parity_table)
+TABLES = (traffic_table, between_table, peaks_table, accumulated_table)
 
 # --------------------------------------------------------------------------------------------- job
 
@@ -704,7 +632,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "settings": {name: value for name, value in vars(args).items() if name != "json"},
         "sizes": asdict(sizes),
         "strategies": [measure_way(way, sizes, args) for way in ways(args)],
-        "parity": measure_parity(args),
     }
 
 
@@ -726,17 +653,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--ranks-per-node", type=int, default=2, help="how many of them make a node (2)")
     add("--width", type=int, default=128, help="of the model; a multiple of 8, at least 96 (128)")
     add("--depth", type=int, default=5, help="its blocks, at least 4 (5)")
-    add("--steps", type=int, default=20, help="to compare with the unwrapped model (20)")
     add("--json", type=measuring.output_file, metavar="PATH", help="write all figures, in bytes")
     args = parser.parse_args(arguments)
     nodes, rest = divmod(args.world_size, max(args.ranks_per_node, 1))
     if rest or nodes < 2 or args.ranks_per_node < 2:
         parser.error("--ranks-per-node must divide --world-size into at least 2 nodes of 2 ranks")
     # Narrower, the root would be the largest unit, and the formulas of the peaks others.
-    if args.width < 96 or args.width % 8 or args.depth < 4 or args.steps < 1:
-        parser.error(
-            "--width must be a multiple of 8 from 96 on, --depth at least 4, --steps at least 1"
-        )
+    if args.width < 96 or args.width % 8 or args.depth < 4:
+        parser.error("--width must be a multiple of 8 from 96 on, --depth at least 4")
     return args
 
 

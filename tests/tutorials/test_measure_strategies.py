@@ -32,7 +32,7 @@ def _load() -> ModuleType:
 
 
 script = _load()
-ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4 --steps 1".split()
+ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4".split()
 
 
 @pytest.fixture(scope="module")
@@ -201,16 +201,7 @@ def test_accumulated(figures: dict[str, Any], name: str) -> None:
     assert held == pytest.approx(expected, rel=0.01)
 
 
-# ---------------------------------------------------------------- parity, and the script itself
-
-LARGEST = {"SGD, momentum, float64": 1e-13, "AdamW, float32": 1e-4}
-
-
-def test_parity(figures: dict[str, Any]) -> None:
-    assert len(figures["parity"]) == 2 * len(ONE_STEP)
-    for row in figures["parity"]:
-        for what in ("parameters", "losses"):
-            assert row[what] <= LARGEST[row["optimizer"]], row
+# ---------------------------------------------------------------- the script itself
 
 
 def test_formulas(figures: dict[str, Any]) -> None:
@@ -227,7 +218,7 @@ def test_formulas(figures: dict[str, Any]) -> None:
 
 
 def test_tables(figures: dict[str, Any]) -> None:
-    assert [make(figures).row_count for make in script.TABLES] == [27, 8, 8, 8, 16]
+    assert [make(figures).row_count for make in script.TABLES] == [27, 8, 8, 8]
 
 
 @pytest.mark.parametrize(
