@@ -769,7 +769,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         the chunks of all ranks, the padding, and where each original parameter lies. To edit
         values, write to the parameters themselves.
         """
-        return [handle.shard for handle in handles_in(self)]
+        return [handle.flat_param for handle in handles_in(self)]
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper contains this one."""

@@ -109,7 +109,7 @@ class Forward:
         # All-gathers across nodes are slow: all units' overlap the forward.
         with self._observers.span(Kind.STARTING, purpose="forward"):
             for handle in self._crossing:
-                handle.gather.begin_refresh(handle.shard.detach(), handle.version)
+                handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
 
     # ------------------------------------------------------------ a module's forward
 

@@ -6,7 +6,7 @@ converts and copies handles.
 
 [Note: what is where]
     FlatParamHandle  the unsharded buffer, and how the flat parameter becomes that and back
-    FlatParameter    ``shard``: the padded 1-D parameter, of which this rank holds a chunk
+    FlatParameter    ``flat_param``: the padded 1-D parameter, of which this rank holds a chunk
     OriginalParam    ``params``: each parameter that was flattened, as users and modules hold it
     GradientBuffer, GradReduce, GradPublish: what autograd gave goes in, is reduced, and becomes
                      what users read in ``.grad``; `Backward` calls one after the other
@@ -138,20 +138,20 @@ class FlatParamHandle:
         # What the optimizer updates.
         self._set_shard(self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard))
         # Of the unsharded buffer; where it is apart from the shard, `make_buffer` allocates it.
-        self.memory = ShardItself(self.shard) if memory is None else memory
+        self.memory = ShardItself(self.flat_param) if memory is None else memory
         self.page_out()
 
     def _set_shard(self, chunk: Tensor) -> None:
-        self.shard = FlatParameter(chunk, self.layout, self.topology.index, self.params)
+        self.flat_param = FlatParameter(chunk, self.layout, self.topology.index, self.params)
 
     def show_shard(self) -> None:
         """Let the sharded parameters show the shard."""
         for param in self.params:
-            param.show_chunk(self.shard, is_whole=self.is_whole)
+            param.show_chunk(self.flat_param, is_whole=self.is_whole)
 
     def make_buffer(self) -> None:
         """Make the unsharded buffer and the full parameters over it; views are made once."""
-        shard, device = self.shard, self.device
+        shard, device = self.flat_param, self.device
         is_uncast = self.gather.compute_dtype == shard.dtype
         self.is_aliased = self.is_whole and is_uncast and shard.device.type == device.type
         with torch.inference_mode(False), torch.no_grad():
@@ -171,12 +171,12 @@ class FlatParamHandle:
 
     def part(self, param: OriginalParam) -> Tensor:
         """This rank's part of an original parameter, ``(numel held here,)``; a view."""
-        return self.shard[param.local.start : param.local.end]
+        return self.flat_param[param.local.start : param.local.end]
 
     def page_out(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
         if not self._targets.shard.is_device:
-            self._targets.shard.page_out(self.shard)
+            self._targets.shard.page_out(self.flat_param)
 
     # ------------------------------------------------------------ unshard and reshard
 
@@ -206,7 +206,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             unsharded.allow(self.buffer)
             self.memory.take()
-            self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
+            self.gather.start(self.flat_param.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
             self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
@@ -278,18 +278,18 @@ class FlatParamHandle:
         if not self.is_whole:
             return
         if all(
-            param.sharded.data_ptr() == view_of(self.shard, param.span).data_ptr()
+            param.sharded.data_ptr() == view_of(self.flat_param, param.span).data_ptr()
             or not param.span.numel
             for param in self.params
         ):
             return
         # In new memory: what was assigned over may be kept by somebody to be put back.
         with torch.inference_mode(False), torch.no_grad():
-            self._set_shard(self._targets.shard.take_in(self.shard.clone()))
+            self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:
-                self.memory, self.buffer = ShardItself(self.shard), self.shard
+                self.memory, self.buffer = ShardItself(self.flat_param), self.flat_param
             for param in self.params:
-                place = view_of(self.shard, param.span)
+                place = view_of(self.flat_param, param.span)
                 place.copy_(param.sharded)
                 param.sharded.data = place
                 torch.autograd.graph.increment_version(param.sharded)
@@ -300,7 +300,7 @@ class FlatParamHandle:
         if self.is_whole:
             # Each has a counter of its own: they are views made through `.data`.
             return sum(param.sharded._version for param in self.params)
-        return self.shard._version
+        return self.flat_param._version
 
     @property
     def is_current(self) -> bool:
@@ -410,7 +410,7 @@ class FlatParamHandle:
 
     def replan_gradients(self) -> None:
         """Reduce in another way from now on; what was accumulated stays."""
-        self.grad_buffer = self._plan_gradients(self.shard.dtype)
+        self.grad_buffer = self._plan_gradients(self.flat_param.dtype)
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def set_comm_hook(self, hook: CommHook) -> None:

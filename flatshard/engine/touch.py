@@ -142,14 +142,16 @@ class Touch(ParamOwner):
         """
         _, handle, param = self._places[tensor.spec]
         last, self._last = self._last, param
-        of_shard = tensor.local.untyped_storage()._cdata == handle.shard.untyped_storage()._cdata
+        of_shard = (
+            tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
+        )
         held, self._flat = self._flat, None
         if not of_shard:  # it was computed from the parameter
             return tensor.full_tensor()
         if held is None or held[:2] != (handle, handle.version):
             if param.index == 0 or last is not handle.params[param.index - 1]:
                 return tensor.full_tensor()
-            held = handle, handle.version, handle.gather_flat(handle.shard)
+            held = handle, handle.version, handle.gather_flat(handle.flat_param)
         if param is not handle.params[-1]:
             self._flat = held
         return view_of(held[2], param.span)

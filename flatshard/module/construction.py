@@ -200,7 +200,7 @@ class Construction:
         for handle in handles:
             source = initial_values.source(handle.topology)
             if source is not None:
-                source.replicate(handle.shard)
+                source.replicate(handle.flat_param)
             handle.page_out()
         self._offload.trim()
 

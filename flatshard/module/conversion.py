@@ -38,7 +38,7 @@ def convert(
     units = units_in(root.wrapper) if recurse else [root.unit]
     handles = [handle for unit in units for handle in unit.handles]
     # Teardowns call `.cpu()` on parts of a model that is on the CPU already.
-    if any(_changes(handle.shard, fn) for handle in handles):
+    if any(_changes(handle.flat_param, fn) for handle in handles):
         root.check_has_all_modules("converted")
     # Check all units before converting any: an error must leave no unit converted.
     for handle in handles:

@@ -124,7 +124,7 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
         RunLink(handle.unit_name),
         handle.options,
         handle.layout,
-        dtype=handle.shard.dtype,
+        dtype=handle.flat_param.dtype,
         device=handle.device,
     )
     for param in handle.params:
@@ -133,7 +133,7 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
         if param in handle.unfilled:
             twin.unfilled.add(copy)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        twin.adopt(handle.shard.detach().clone())
+        twin.adopt(handle.flat_param.detach().clone())
         twin.show_shard()
     twin.make_buffer()
     return twin
@@ -147,16 +147,16 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        before = handle.shard.data_ptr()
-        converted = fn(handle.shard)
-        if converted is handle.shard and converted.data_ptr() == before:
+        before = handle.flat_param.data_ptr()
+        converted = fn(handle.flat_param)
+        if converted is handle.flat_param and converted.data_ptr() == before:
             return
         if converted.device.type == "meta":
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: moving a sharded model to the meta device would "
                 "lose its weights"
             )
-        if converted.device != handle.shard.device:
+        if converted.device != handle.flat_param.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device, converted.dtype)
         grads = handle.grad_publish.take_off()
@@ -178,7 +178,7 @@ def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -
             # As many dimensions in the same order, but small: the shape takes no part.
             sizes = (2,) * len(span.order)
             strides = strides_of(sizes, span.order)
-            probe = fn(handle.shard.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
+            probe = fn(handle.flat_param.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
             after[span.order] = memory_order(probe.shape, probe.stride())
         asked = strides_of(span.shape, after[span.order])
         if asked != span.strides:

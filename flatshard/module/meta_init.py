@@ -172,7 +172,7 @@ def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
     slots = []
     for handle in handles:
         for param in (one for one in handle.params if one in handle.unfilled):
-            meta = param.spec.empty(handle.shard.new_empty(0, device="meta"))
+            meta = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
             places = param.locations
             slots += [
                 _Slot(at.module, at.attribute, param.name, meta, handle, param, at is places[0])

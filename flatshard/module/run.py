@@ -154,7 +154,7 @@ class RootChecks(RootModule):
             handles = handles_in(root.wrapper)
             if any(one.is_left_empty for one in shardings_in(root.wrapper)):
                 meta_init.check_loaded(root.wrapper, handles, root.settings.ranks.world)
-            if any(handle.shard.device.type == "cpu" for handle in handles):
+            if any(handle.flat_param.device.type == "cpu" for handle in handles):
                 prepare_allocator()
 
     def _check_all_owned(self) -> None:

@@ -64,7 +64,7 @@ def report(root: Sharding) -> str:
 def _row(sharding: Sharding, rest: str) -> tuple[str, ...]:
     unit, topology = sharding.unit, sharding.settings.topology
     kinds = [
-        str(handle.shard.dtype).removeprefix("torch.")
+        str(handle.flat_param.dtype).removeprefix("torch.")
         + ("" if handle.params[0].requires_grad else " frozen")
         + (f" {handle.layout.numel:,}" if len(unit.handles) > 1 else "")
         for handle in unit.handles

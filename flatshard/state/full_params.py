@@ -45,7 +45,9 @@ def gather_full(
     with torch.inference_mode(False), torch.no_grad():
         if handle.is_whole:
             flat = shard.detach()
-        elif shard is handle.shard and handle.is_current and handle.buffer.dtype == shard.dtype:
+        elif (
+            shard is handle.flat_param and handle.is_current and handle.buffer.dtype == shard.dtype
+        ):
             flat = handle.buffer
         else:
             flat = handle.gather_flat(shard)
@@ -57,7 +59,7 @@ def join(
     handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
 ) -> Tensor:
     """This rank's 1-D parts of originals at their places in a shard; else zero."""
-    shard = torch.zeros_like(handle.shard, dtype=dtype)
+    shard = torch.zeros_like(handle.flat_param, dtype=dtype)
     for param, part in parts:
         shard[param.local.start : param.local.end].copy_(part)
     return shard
@@ -98,7 +100,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
         (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
         for param, grad in _grads(handle).items()
     )
-    return join(handle, parts, handle.shard.dtype)
+    return join(handle, parts, handle.flat_param.dtype)
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
@@ -196,7 +198,7 @@ class Summoned:
         self.params: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
         self._handle, self._shows = handle, False
-        moves = request.offload_to_cpu and handle.shard.device.type != "cpu"
+        moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
             # Else the sharded parameters are full, plain, and what is to be edited.
             if moves or not (handle.is_aliased and request.writeback):
@@ -233,7 +235,7 @@ class Summoned:
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
         # Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may
         # be overwritten by an all-gather at any time.
-        values = gather_full(handle, handle.shard, device, is_kept=self.is_held)
+        values = gather_full(handle, handle.flat_param, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
         present = _grads(handle)
         if request.with_grads and present:
@@ -305,9 +307,9 @@ class Summoned:
         handle = self._handle
         for original in handle.params:
             spec, where, param = original.spec, original.where, self.params[original.index]
-            if tuple(param.shape) != spec.shape or param.dtype != handle.shard.dtype:
+            if tuple(param.shape) != spec.shape or param.dtype != handle.flat_param.dtype:
                 problems.append(
-                    f"{where}: expected data of shape {spec.shape}, {handle.shard.dtype}, got "
+                    f"{where}: expected data of shape {spec.shape}, {handle.flat_param.dtype}, got "
                     f"{tuple(param.shape)}, {param.dtype}. Convert the whole wrapper: model.to(...)"
                 )
             if param.grad is not None and not self.request.with_grads:
@@ -345,7 +347,7 @@ class Summoned:
             if grad is None:
                 continue
             part = grad if handle.is_whole else original.spec.slice(grad)
-            part = part.to(handle.shard.device, copy=True)
+            part = part.to(handle.flat_param.device, copy=True)
             if not handle.is_whole:
                 part = FlatShardTensor(part, original.spec).with_role(GRADIENT)
             set_grad(original.sharded, part)

@@ -87,7 +87,7 @@ class ModelShards:
         Raises:
             ValueError: an entry is no plain tensor, or a hook replaced the values of a parameter.
         """
-        handles = {_storage(handle.shard): handle for handle in self._handles}
+        handles = {_storage(handle.flat_param): handle for handle in self._handles}
         entries: dict[str, EntryShard] = {}
         others = []
         for name, value in self.state_dict().items():
@@ -126,7 +126,7 @@ class ModelShards:
             unit.num_loads += 1
         for handle in self._handles:
             # Writes into memory do not reach the version counters.
-            written = handle.sharded if handle.is_whole else [handle.shard]
+            written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()
 

@@ -160,7 +160,7 @@ def _replace_by_full(
     if not shown:
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
-    full = gather_full(handle, handle.shard, device, is_kept=is_saving)
+    full = gather_full(handle, handle.flat_param, device, is_kept=is_saving)
     # In one order on all ranks: a DTensor's part is put together by the ranks of its mesh.
     wanted = sorted({*shown.values()}, key=lambda param: param.index) if is_saving else ()
     full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}
@@ -184,7 +184,7 @@ def _keep_sharded(
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.role)
-        elif value.untyped_storage()._cdata != handle.shard.untyped_storage()._cdata:
+        elif value.untyped_storage()._cdata != handle.flat_param.untyped_storage()._cdata:
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: a sharded state dict was asked for in the forward "
                 "of the unit. Ask for it between steps."
@@ -254,7 +254,7 @@ def warn_of_size(parts: Sequence[UnitStateDict]) -> None:
     if options.is_sharded or options.rank0_only or world.rank > 0:
         return
     device = torch.device("cpu") if options.offload_to_cpu else handles[0].device
-    needed = sum(handle.layout.numel * handle.shard.element_size() for handle in handles)
+    needed = sum(handle.layout.numel * handle.flat_param.element_size() for handle in handles)
     # All ranks of a host share its memory.
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     copies = min(on_host, world.size) if device.type == "cpu" else 1

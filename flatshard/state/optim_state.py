@@ -410,11 +410,11 @@ def _local(param: OptimParam, key: str, value: Tensor, elementwise: bool) -> Ten
     spec = original.spec
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
-        return spec.empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
+        return spec.empty(value.new_empty(0, device=handle.flat_param.device)).copy_(value)
     # Sharded state is taken as it is, as torch's load_state_dict takes tensors.
     part = part_per_element(spec, key, value.detach())
     assert part is not None, "_is_per_element() has compared the shapes"
-    part = part.to(handle.shard.device, copy=not isinstance(value, FlatShardTensor))
+    part = part.to(handle.flat_param.device, copy=not isinstance(value, FlatShardTensor))
     return part if elementwise else FlatShardTensor(part, spec)
 
 

@@ -98,4 +98,4 @@ class WriteThrough:
 
 
 def _identity(handle: FlatParamHandle) -> tuple[Any, ...]:
-    return handle.shard.data_ptr(), handle.shard.dtype, handle.version
+    return handle.flat_param.data_ptr(), handle.flat_param.dtype, handle.version

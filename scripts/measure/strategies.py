@@ -342,7 +342,7 @@ def held(job: Job) -> dict[str, int]:
     published = [p.grad for p in job.model.parameters() if p.grad is not None]
     states = (value for state in job.optimizer.state.values() for value in state.values())
     return {
-        "parameters": bytes_of(handle.shard for handle in handles),
+        "parameters": bytes_of(handle.flat_param for handle in handles),
         "gradients": bytes_of([*gradients, *published]),
         "optimizer": bytes_of(value for value in states if isinstance(value, Tensor)),
         **gathered(handles),

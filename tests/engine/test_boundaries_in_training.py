@@ -117,7 +117,7 @@ def _large_shards(rank: int, world_size: int, collectives: str) -> None:
                 nn.Sequential(*layers), boundary=boundary, collectives=collectives
             )
             (handle,) = handles_in(model)
-            assert handle.shard.nbytes > PAGED_BYTES
+            assert handle.flat_param.nbytes > PAGED_BYTES
             inner = [end - start for start, end in handle.layout.gaps[:-1]]
             assert boundary == "element" or max(inner) > 4, "padding in the middle"
             optimizer = sgd(model.parameters())
@@ -126,7 +126,7 @@ def _large_shards(rank: int, world_size: int, collectives: str) -> None:
                 model(torch.randn(2, 512)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert all(not handle.shard[a:b].any() for a, b in _own_gaps(handle))
+            assert all(not handle.flat_param[a:b].any() for a, b in _own_gaps(handle))
             found.append(snapshot(model))
             _same(found[-1], found[0])
 
@@ -313,7 +313,7 @@ def _plans(rank: int, world_size: int) -> None:
         predicted = predict(_large(), world_size=2, boundary=boundary, **policy)
         if policy == {}:
             model = ShardedWrapper(_large(), boundary=boundary)
-        held = sum(handle.shard.nbytes for handle in handles_in(model))
+        held = sum(handle.flat_param.nbytes for handle in handles_in(model))
         assert predicted.parameter_bytes == held
 
 

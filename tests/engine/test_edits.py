@@ -331,7 +331,7 @@ def _no_graph(rank: int, world_size: int) -> None:
     for way in BASIC:
         sharded, _ = pair(rank, world_size, way)
         for handle in _handles(sharded):
-            assert handle.shard.grad_fn is None
+            assert handle.flat_param.grad_fn is None
             assert handle.buffer.grad_fn is None
 
 

@@ -274,7 +274,7 @@ def _once_across_nodes(rank: int, world_size: int) -> None:
     run.step()
     assert _gathers(lambda: run.loss(4).backward()) == 3 + 6
     for handle in _handles(model):
-        assert handle.shard.numel() == handle.layout.padded_numel // 4
+        assert handle.flat_param.numel() == handle.layout.padded_numel // 4
 
 
 # ---------------------------------------------------------------- accumulation

@@ -178,7 +178,7 @@ def _collectives(rank: int, world_size: int) -> None:
     planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
     assert [unit.name for unit in planned.units] == [*units[1:], ""]
     assert sum(u.parameter_bytes for u in planned.units) == sum(
-        h.shard.nbytes for unit in model._sharding.context.units for h in unit.handles
+        h.flat_param.nbytes for unit in model._sharding.context.units for h in unit.handles
     )
     assert "to blocks" not in wrapped(coalesce_bytes=0).unit_report()
 
@@ -195,7 +195,7 @@ def _large_parameters(rank: int, world_size: int) -> None:
         planned = predict(case.model(), world_size=2, auto_wrap_policy=ModuleWrapPolicy(case.units))
     root = model._sharding.context.root
     assert [handle.reduces_alone for handle in root.handles].count(True) == 2
-    assert planned.units[-1].parameter_bytes == sum(h.shard.nbytes for h in root.handles)
+    assert planned.units[-1].parameter_bytes == sum(h.flat_param.nbytes for h in root.handles)
     inputs, target = case.batch(0, ROWS)
     for _ in range(2):  # the first finds the order
         with record() as events:

@@ -167,7 +167,7 @@ def _as_late_as_can_be(rank: int, world_size: int) -> None:
                             local_loss(model, case, step, 0, 4).backward()
                             optimizer.step()
                             optimizer.zero_grad()
-                    shards.append([handle.shard.clone() for handle in _handles(model)])
+                    shards.append([handle.flat_param.clone() for handle in _handles(model)])
                 assert all(map(torch.equal, *shards)), f"{strategy} {mode}"
     dist.destroy_process_group()
 

@@ -201,7 +201,7 @@ class SteppedInBackward(StepExtension):
             # Of frozen ones, others may have accumulated gradients before they were frozen.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may be receiving the shard of before.
-            and not self.state.pending_sends.is_sending(handle.shard)
+            and not self.state.pending_sends.is_sending(handle.flat_param)
             # Users' hooks see gradients when backward is over.
             and not any(param.post_accumulate_hooks for param in handle.params)
             for handle in unit.handles

@@ -84,7 +84,7 @@ def _train_both(rank: int, size: int, folder: str) -> None:
                 _assert_equal(figures[1], figures[0])
                 handles = [h for unit in model._sharding.context.units for h in unit.handles]
                 assert all(map(disk.is_on_disk, _tensors(optimizer)))
-                assert all(disk.is_on_disk(h.shard) is mode.takes_params for h in handles)
+                assert all(disk.is_on_disk(h.flat_param) is mode.takes_params for h in handles)
     del model, optimizer, handles, figures
     gc.collect()
     assert not disk._mapped, "files outlive what was in them"
@@ -181,7 +181,9 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     before_step = snapshot(model)
     _step(twin, twin_optimizer, rank)
     _assert_equal(snapshot(model), before_step)
-    assert all(disk.is_on_disk(h.shard) for u in twin._sharding.context.units for h in u.handles)
+    assert all(
+        disk.is_on_disk(h.flat_param) for u in twin._sharding.context.units for h in u.handles
+    )
 
     # What is loaded and converted lives on the disk as well.
     state = ShardedWrapper.optim_state_dict(plain, optimizers[1])
@@ -195,7 +197,9 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     with ShardedWrapper.summon_full_params(twin), torch.no_grad():
         twin.module[0].weight.mul_(2)
     twin.double()
-    assert all(disk.is_on_disk(h.shard) for u in twin._sharding.context.units for h in u.handles)
+    assert all(
+        disk.is_on_disk(h.flat_param) for u in twin._sharding.context.units for h in u.handles
+    )
     doubled = snapshot(plain)["0.weight"].double() * 2
     _assert_equal(snapshot(twin)["0.weight"], doubled)
 

@@ -75,7 +75,7 @@ def _measure(rank: int, world_size: int) -> None:
         report = model.step_report()
         with naming(way):
             assert plan.numel == sum(p.numel() for p in build().parameters())
-            assert plan.parameter_bytes == _bytes(handle.shard for handle in handles)
+            assert plan.parameter_bytes == _bytes(handle.flat_param for handle in handles)
             assert plan.gradient_bytes == _bytes(p.grad for p in model.parameters())
             kept = sum(handle.unsharded_bytes for handle in handles)
             assert sum(unit.kept_bytes for unit in plan.units) == kept

@@ -75,7 +75,10 @@ def _figures(rank: int, world_size: int, case: str, folder: Path) -> None:
     assert all(really == recorded for really, recorded in seen)
     assert last.memory.totals()[-1][1:] == (0, 0)
     unsharded = [
-        sum(h.layout.padded_numel * h.shard.element_size() for h in wrapper._sharding.unit.handles)
+        sum(
+            h.layout.padded_numel * h.flat_param.element_size()
+            for h in wrapper._sharding.unit.handles
+        )
         for wrapper in sharded_modules(model)
     ]
     assert last.peak_gradient_bytes >= max(unsharded)
