@@ -736,12 +736,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """How this unit is sharded; can be set before the first forward if shards stay the same."""
+        """How this unit is sharded."""
         return self._sharding.settings.strategy
-
-    @sharding_strategy.setter
-    def sharding_strategy(self, value: ShardingStrategy | str) -> None:
-        self._sharding.change_strategy(value)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

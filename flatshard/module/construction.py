@@ -20,7 +20,7 @@ from flatshard.module.initial_values import InitialValues, compare_values
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, initialising, sharding_of, shardings_in, units_in
+from flatshard.module.sharding import Sharding, initialising, sharding_of, shardings_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
@@ -63,9 +63,6 @@ class Construction:
         # While the module is as the user made it.
         messages = [*notes, *_warnings(plan)] if is_first else []
         self._make_units(root, kind, initial_values)
-        # Not `settings.topology`: where all units may diverge, no other rank makes its groups.
-        if is_first and plan.units[-1].settings.topology.shard.size > 1:
-            messages += unit_report.lint(plan, units_in(root))
         optimizer_step.install()
         # After the last collective: where warnings are errors, no other rank waits for rank 0.
         for message in [*initial_values.warnings(), *messages] if is_first else []:
@@ -236,6 +233,10 @@ def _warnings(plan: ModelPlan) -> list[str]:
         )
     if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
         found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
+    # Not `settings.topology`: where all units may diverge, no other rank makes its groups.
+    is_sharded = plan.units[-1].settings.topology.shard.size > 1
+    if settings.policy is None and is_sharded and not shardings_in(module):
+        found += unit_report.one_unit_warning(module, ignored)
     return found
 
 

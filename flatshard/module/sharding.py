@@ -15,8 +15,7 @@ from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
-from flatshard.module.settings import Settings, read_strategy
-from flatshard.options.strategy import ShardingStrategy
+from flatshard.module.settings import Settings
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
@@ -80,32 +79,6 @@ class Sharding:
                     "coalesced with its neighbours. Do it with the outermost wrapper, or wrap with "
                     "coalesce_bytes=0."
                 )
-
-    def change_strategy(self, value: ShardingStrategy | str) -> None:
-        before, unit = self.settings, self.unit
-        strategy, placement = read_strategy(value, None, before.ranks)
-        self.check_has_all_modules("given another strategy")
-        if self.context.has_run:
-            raise RuntimeError(
-                f"{unit_text(unit.name)}: its strategy {before.strategy.name} cannot become "
-                f"{strategy.name} after the first forward. Wrap the model anew, "
-                "between flatshard.checkpoint.save() and load()."
-            )
-        # Strategies that differ only in when they reshard have the same shards.
-        when = {
-            "reshard_after_forward": placement.reshard_after_forward,
-            "reshard_after_backward": placement.reshard_after_backward,
-        }
-        if before.placement.may_diverge:
-            placement = placement.diverging()
-        if placement != dataclasses.replace(before.placement, **when):
-            raise ValueError(
-                f"{unit_text(unit.name)}: {strategy.name} places parameters differently from "
-                f"{before.strategy.name}, with which the model was wrapped. Wrap it with "
-                f"sharding_strategy={strategy.name!r}."
-            )
-        self.settings = dataclasses.replace(before, strategy=strategy, placement=placement)
-        unit.placement = placement
 
     def summary(self) -> str:
         unit, strategy = self.unit, self.settings.strategy.name

@@ -1,39 +1,20 @@
-"""``report`` tabulates a model's units; ``lint`` warns of units that will be slow or large.
-
-A plan that ``lint`` warns of is correct, but wastes time or memory. Its thresholds are far from
-any reasonable plan, since a false alarm costs more than a missed one.
-"""
+"""``report`` tabulates a model's units; ``one_unit_warning`` finds models that want several."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.unit import Unit
-from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.optimizer import stepper
 from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
-from flatshard.plan.module_tree import ModuleTree, name_of, numel, unit_text
+from flatshard.plan.module_tree import ModuleTree, numel
 
 # Elements from which unit sizes matter: 40 MB of float32. For smaller models any plan will do.
 LARGE_MODEL_NUMEL = 10_000_000
-# Elements below which a unit's all-gather is latency-bound.
-FEW_ELEMENTS = 10_000
-# So many small units are too many: each costs a fraction of a millisecond per pass.
-MANY_UNITS = 32
-# Elements from which it matters in which unit a tied weight is.
-LARGE_TIE_NUMEL = 1_000_000
-# A unit may hold so many times the median.
-UNEVEN = 10
-
-_AUTO = 'auto_wrap_policy="auto"'
-
 
 _HEADER = (
     *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
@@ -120,47 +101,7 @@ def show_bytes(count: int) -> str:
 # ------------------------------------------------------------ warnings
 
 
-def lint(plan: ModelPlan, units: Sequence[Unit]) -> list[str]:
-    """Warnings about the units of a plan that will be slow or large, with a remedy.
-
-    ``units`` are the units of the model, also those that were made before.
-    """
-    if plan.settings.policy is None and len(units) == 1:
-        return lint_one_unit(plan.module, plan.ignored)
-    sizes = []
-    for unit in units:
-        numels = [param.span.numel for handle in unit.handles for param in handle.params]
-        sizes.append(UnitSize(tuple(unit.names), sum(numels), max(numels, default=0)))
-    # Modules that own no parameter are no unit. Their tied weights are further up.
-    names = {name for unit in units for name in unit.names}
-    sizes += [UnitSize((one.name,), 0, 0) for one in plan.chosen if one.name not in names]
-    infos = [info for unit in plan.units for info in unit.owned if len(info.locations) > 1]
-    return lint_sizes(
-        sizes, [(info.param.numel(), [place.name for place in info.locations]) for info in infos]
-    )
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """The size of a unit for ``lint_sizes``."""
-
-    names: tuple[str, ...]  # of its modules; one, empty for the root
-    numel: int
-    largest_numel: int  # of its largest parameter, which no plan can divide
-
-    @property
-    def name(self) -> str:
-        return name_of(self.names)
-
-
-def lint_sizes(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
-    """Warnings about units of these sizes; ``tied`` has the elements and names of tied weights."""
-    warnings = [_many_small(units), _uneven(units)]
-    warnings += [_pulled_up(count, names, units) for count, names in tied]
-    return [f"ShardedWrapper: {warning}" for warning in warnings if warning]
-
-
-def lint_one_unit(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
+def one_unit_warning(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
     """Warn if a large model with repeated blocks becomes one unit."""
     # A large module without repeated blocks may be a part that the user wraps by hand.
     tree = ModuleTree(module, ignored)
@@ -170,64 +111,7 @@ def lint_one_unit(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
         return []
     return [
         f"ShardedWrapper: all {size:,} elements of {type(module).__name__} are one unit, so every "
-        f"rank holds the full model during a step. {_AUTO} makes a unit of each of {blocks} "
-        "repeated blocks, so that about two blocks at a time are unsharded. [FS-ONE-UNIT]"
+        f'rank holds the full model during a step. auto_wrap_policy="auto" makes a unit of each '
+        f"of {blocks} repeated blocks, so that about two blocks at a time are unsharded. "
+        "[FS-ONE-UNIT]"
     ]
-
-
-def _many_small(units: Sequence[UnitSize]) -> str:
-    small = [unit.name or "(root)" for unit in units if 0 < unit.numel < FEW_ELEMENTS]
-    if len(small) < MANY_UNITS:
-        return ""
-    return (
-        f"{len(small)} of {len(units)} units hold fewer than {FEW_ELEMENTS:,} elements "
-        f"({_some(small)}); each has an all-gather and a reduce-scatter of its own, which are "
-        f"latency-bound. Choose larger modules: {_AUTO}, or a size_based_auto_wrap_policy with a "
-        "larger min_num_params."
-    )
-
-
-def _uneven(units: Sequence[UnitSize]) -> str:
-    filled = [unit for unit in units if unit.numel]
-    if len(filled) < 4 or sum(unit.numel for unit in filled) < LARGE_MODEL_NUMEL:
-        return ""
-    middle = median(unit.numel for unit in filled)
-    largest = max(filled, key=lambda unit: unit.numel)
-    # If one parameter is most of the unit, no plan makes the unit much smaller.
-    if largest.numel <= UNEVEN * middle or largest.largest_numel > largest.numel / 2:
-        return ""
-    where = f"{unit_text(largest.name)}" if largest.name else "the root"
-    return (
-        f"{where} holds {largest.numel:,} elements, more than {UNEVEN} times the median of "
-        f"{len(filled)} units ({int(middle):,}), and is unsharded at once. Make units of the "
-        f"modules in it too (embeddings and heads, say), or use {_AUTO}. model.unit_report() "
-        "lists the units."
-    )
-
-
-def _pulled_up(count: int, names: Sequence[str], units: Sequence[UnitSize]) -> str:
-    if count < LARGE_TIE_NUMEL:
-        return ""
-    modules = [name for unit in units for name in unit.names]
-    innermost = (max((m for m in modules if _contains(m, name)), key=len) for name in names)
-    nearest = list(dict.fromkeys(innermost))
-    # If one of the units contains all others, the weight is in it anyway.
-    lowest = max(nearest, key=len)
-    if all(_contains(unit, lowest) for unit in nearest):
-        return ""
-    return (
-        f"{' and '.join(map(repr, names))} are one weight of {count:,} elements, but units "
-        f"{_some([repr(unit) if unit else 'the root' for unit in nearest])} each use it, so it "
-        "moved up to a unit that contains them all. Choose a policy that makes no units there: "
-        f"{_AUTO} does not."
-    )
-
-
-def _contains(unit: str, name: str) -> bool:
-    return not unit or name == unit or name.startswith(f"{unit}.")
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first three, and how many more there are."""
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join([*names[:3], *more])

@@ -17,6 +17,7 @@ Without a policy, ``wrap`` inside ``enable_wrap`` makes units where a model is b
 import contextlib
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -326,19 +327,14 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
 def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
     """A warning's text for a policy that chose no unit: what it could have chosen."""
     tree = ModuleTree(root, ignored)
-    names = {module: name for name, module in root.named_modules()}
-    sizes = {module: numel(tree.params(module)) for module in tree.candidates()}
-    by_class: dict[type, list[nn.Module]] = {}
-    for module in sorted(sizes, key=sizes.__getitem__, reverse=True):
-        by_class.setdefault(type(module), []).append(module)
-    options = []
-    for cls, (first, *others) in list(by_class.items())[:5]:
-        count = f" and {len(others)} more" if others else ""
-        options.append(f"{cls.__name__} ({names[first]!r}{count}, {sizes[first]:,} elements)")
+    by_class: Counter[str] = Counter()
+    for module in tree.candidates():
+        by_class[type(module).__name__] += numel(tree.params(module))
+    options = [f"{name} ({count:,} elements)" for name, count in by_class.most_common(5)]
     return (
         f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
         f"{numel(tree.params(root)):,} elements are one unit, unsharded together. "
-        f"It could have chosen, largest first: {', '.join(options) or 'nothing'}."
+        f"It could have chosen these classes, largest first: {', '.join(options) or 'none'}."
     )
 
 

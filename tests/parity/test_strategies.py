@@ -498,23 +498,6 @@ def _uneven_nodes(rank: int, world_size: int) -> None:
         _model_with(sharding_strategy="HYBRID_SHARD")
 
 
-def test_changed_strategy() -> None:
-    run_ranks(_changed_strategy, 2)
-
-
-def _changed_strategy(rank: int, world_size: int) -> None:
-    model = _model_with()
-    model.sharding_strategy = "SHARD_GRAD_OP"
-    assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    with pytest.raises(ValueError, match="NO_SHARD places parameters differently"):
-        model.sharding_strategy = ShardingStrategy.NO_SHARD
-    with record() as events:
-        model(torch.ones(2, 7)).sum().backward()
-    assert [e.kind for e in events].count("gather") == 1
-    with pytest.raises(RuntimeError, match="SHARD_GRAD_OP cannot become FULL_SHARD after"):
-        model.sharding_strategy = "FULL_SHARD"
-
-
 def test_no_sync_inside_forward() -> None:
     run_ranks(_no_sync_inside, 2)
 

@@ -289,8 +289,6 @@ def _one_of_several(rank: int, world_size: int) -> None:
         copy.deepcopy(model.blocks[4])
     with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be converted alone"):
         model.blocks[0].float()
-    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be given another strategy alone"):
-        model.blocks[0].sharding_strategy = "SHARD_GRAD_OP"
     with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be given a hook alone"):
         model.blocks[0].register_comm_hook(None, lambda state, full, out: None)
     twin = copy.deepcopy(model).float()

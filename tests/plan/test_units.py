@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
-from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Block, Case, Mlp, Transformer, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
@@ -179,14 +179,6 @@ def _report_otherwise(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- the judgement
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10_000, 128)
-        self.head = nn.Linear(128, 10_000, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def _stack(count: int, width: int) -> nn.Module:
     return nn.Sequential(*(Layer2(width) for _ in range(count)))
 
@@ -204,23 +196,6 @@ class Layer2(nn.Module):
 
 JUDGED: dict[str, tuple[Any, Any, str]] = {
     "one unit": (lambda: _stack(4, 1600), None, "are one unit"),
-    "many small": (
-        lambda: nn.Sequential(*(nn.LayerNorm(8) for _ in range(40))),
-        always_wrap_policy,
-        "40 of 41 units hold fewer than 10,000",
-    ),
-    "tied": (
-        Tied,
-        ModuleWrapPolicy({nn.Embedding, nn.Linear}),
-        "'embed.weight' and 'head.weight' are one weight",
-    ),
-    "uneven": (
-        lambda: nn.Sequential(_stack(10, 1100), *(nn.Linear(500, 500) for _ in range(5))),
-        lambda module, recurse, nonwrapped_numel: (
-            recurse or 0 < getattr(module, "in_features", 0) < 501
-        ),
-        "the root holds",
-    ),
 }
 
 
@@ -246,25 +221,6 @@ def _judged(rank: int, world_size: int, kind: str) -> None:
             assert not messages  # nothing is gathered, or it is said by another rank
     # The remedy is one.
     ShardedWrapper(build(), auto_wrap_policy="auto")
-
-
-def test_hand_wrapped_parts_are_judged_together() -> None:
-    run_ranks(_judged_by_hand, 2)
-
-
-def _judged_by_hand(rank: int, world_size: int) -> None:
-    """Each alone says nothing; a warning is an error here."""
-    model = _stack(4, 1600)
-    for index in range(4):
-        model[index] = ShardedWrapper(model[index])
-    assert unit_names(ShardedWrapper(model)) == ["", "0", "1", "2", "3"]
-    rest = _stack(10, 1100)
-    uneven = nn.Sequential(rest, *(ShardedWrapper(nn.Linear(500, 500)) for _ in range(5)))
-    if rank:
-        ShardedWrapper(uneven)
-    else:
-        with pytest.warns(UserWarning, match="the root holds"):
-            ShardedWrapper(uneven)
 
 
 # ---------------------------------------------------------------- by hand

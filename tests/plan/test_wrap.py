@@ -533,7 +533,7 @@ def test_explain_no_match() -> None:
     assert explain_no_match(root, policy) == (
         "auto_wrap_policy: size_based_auto_wrap_policy(min_num_params=9999) chose no module of "
         "Sequential, so all its 169 elements are one unit, unsharded together. "
-        "It could have chosen, largest first: Block ('0.1' and 1 more, 85 elements), "
-        "Linear ('0.1.up' and 3 more, 45 elements), LayerNorm ('1', 8 elements)."
+        "It could have chosen these classes, largest first: Linear (161 elements), "
+        "Block (161 elements), LayerNorm (8 elements)."
     )
-    assert "first: nothing." in explain_no_match(nn.Linear(2, 2), ModuleWrapPolicy({Block}))
+    assert "first: none." in explain_no_match(nn.Linear(2, 2), ModuleWrapPolicy({Block}))
