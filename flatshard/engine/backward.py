@@ -128,7 +128,7 @@ class Backward:
             # All ranks come here, so hooks can reduce what all ranks have.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
-            self._unshard_now(unit)
+            self._state.unshard(unit, "backward")
         else:
             unit.wait_unshard()  # recomputed forwards look at the modules
         unit.enter(Phase.BACKWARD)
@@ -140,14 +140,9 @@ class Backward:
         """
         if unit.is_current:
             return
-        self._unshard_now(unit, everything=True)
+        self._state.unshard(unit, "backward", everything=True)
         if self.begin():
             unit.enter(Phase.BACKWARD)
-
-    def _unshard_now(self, unit: Unit, *, everything: bool = False) -> None:
-        self._state.start_unshard(unit, "backward", everything=everything)
-        with self._observers.span(Kind.GATHER_WAIT, unit):
-            unit.wait_unshard()
 
     def bring_back(self, unit: Unit) -> bool:
         """``unshard_again``, if a backward has begun; what it does without was used after all."""

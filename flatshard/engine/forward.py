@@ -149,9 +149,7 @@ class Forward:
 
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for use in the forward under way, and wait for it. Collective."""
-        self._state.start_unshard(unit, "forward")
-        with self._observers.span(Kind.GATHER_WAIT, unit):
-            unit.wait_unshard()
+        self._state.unshard(unit, "forward")
         if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
             unit.enter(Phase.IDLE)
         unit.enter(Phase.FORWARD)
@@ -185,7 +183,7 @@ class Forward:
             # Under a reentrant checkpoint gradients are disabled here, and a backward follows.
             follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
             if unit.end_call(backward_follows=follows) or not has_output:
-                unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
+                unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         if state.depth == 0:
             return
         state.depth -= 1
@@ -206,12 +204,7 @@ class Forward:
         while self._touched and self._touched[-1][0] > self._state.depth:
             _, unit = self._touched.pop()
             unit.backward_follows = self._state.expects_backward
-            unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
-
-    def is_needed_soon(self, unit: Unit) -> bool:
-        if unit is self._state.root:
-            return True
-        return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
+            unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
 
     def begins_recomputation(self) -> bool:
         """Whether a reentrant checkpoint around the full model computes it again."""
@@ -228,7 +221,7 @@ class Forward:
         for extension in self._state.extensions:
             extension.end_forward(failed)
         for unit in self._of_several:
-            unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
+            unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)

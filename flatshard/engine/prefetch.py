@@ -84,8 +84,12 @@ class Prefetch:
             self._backward is BackwardPrefetch.AUTO and backward_is_slow
         )
 
-    def keeps_for_backward(self, unit: Unit) -> bool:
-        return self._begins_in_forward and self.order.first_backward()[:1] == [unit.index]
+    def needs_soon(self, unit: Unit) -> bool:
+        """Whether the rest of the forward, or the beginning of backward, needs the unit."""
+        if unit is self._state.root:
+            return True
+        begins_backward = self._state.expects_backward and self._begins_in_forward
+        return begins_backward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
         if self._forward:

@@ -64,6 +64,12 @@ class RunState:
             for extension in self.extensions:
                 extension.gathering(started, purpose)
 
+    def unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
+        """Start all-gathers of a unit, and wait for them. Collective."""
+        self.start_unshard(unit, purpose, everything=everything)
+        with self.observers.span(Kind.GATHER_WAIT, unit):
+            unit.wait_unshard()
+
     def extend(self, extension: StepExtension) -> None:
         """Let ``extension`` act in each step from now on."""
         found, places = (*self.extensions, extension), list(EXTRAS)

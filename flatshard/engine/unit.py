@@ -277,20 +277,26 @@ class Unit:
 
     def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
         """Let the modules hold sharded parameters, and free what ``fate`` says. Any -> IDLE."""
+        is_after_forward = moment is Moment.AFTER_FORWARD
         for handle in self.handles:
             handle.show_sharded()
-            handle.grad_buffer.arrived.clear()
+            if not is_after_forward:
+                handle.grad_buffer.arrived.clear()
         self.enter(Phase.IDLE)
-        self._outstanding_inputs.clear()
+        if not is_after_forward:
+            self._outstanding_inputs.clear()
         for handle in self.handles:
-            fate = self.fate(handle, moment)
+            fate, secondary = self.fate(handle, moment), handle.gather.secondary
             if fate is Fate.SNAPSHOT:
                 handle.snapshot()
                 continue
-            if handle.gather.secondary is not None:
-                handle.gather.secondary.end_backward()
+            if secondary is not None and not is_after_forward:
+                secondary.end_backward()
+            elif secondary is not None and fate is Fate.FREE:
+                if self.backward_follows and handle.is_current:
+                    secondary.cut(handle.buffer, handle.version)
             if fate is Fate.FREE:
-                handle.reshard(though_held=moment is Moment.STEP_LEFT)
+                handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
             else:
                 # The optimizer may write the shard next, so it must not be on its way.
                 handle.wait_unshard()
@@ -325,19 +331,8 @@ class Unit:
         """FORWARD -> IDLE: free what ``fate`` says, as no call is to come."""
         if self.phase is not Phase.FORWARD or self.running:
             return
-        for handle in self.handles:
-            handle.show_sharded()
-        self.enter(Phase.IDLE)
         self.is_needed_soon = is_needed_soon
-        for handle in self.handles:
-            fate = self.fate(handle, Moment.AFTER_FORWARD)
-            if fate is Fate.SNAPSHOT:
-                handle.snapshot()
-            elif fate is Fate.FREE:
-                secondary = handle.gather.secondary
-                if secondary is not None and self.backward_follows and handle.is_current:
-                    secondary.cut(handle.buffer, handle.version)
-                handle.reshard()
+        self.reshard(Moment.AFTER_FORWARD)
 
     # ------------------------------------------------------------ backward
 
