@@ -452,3 +452,52 @@ def _boxed(rank: int, world_size: int, way: str, kind: type) -> None:
     for run in (sharded, plain):
         run.train(0, 3)
     assert_same(sharded.model, plain.model, 1e-12)
+
+
+class _Child(nn.Linear):
+    """A unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class _Reader(nn.Module):
+    """A unit that sums the weight of its child (a unit too) and calls the child, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = _Child(7, 7), nn.LayerNorm(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.norm(self.layer(x + self.layer.weight.sum().tanh()))
+        return x
+
+
+class _Readers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.reader, self.head = nn.Linear(7, 7), _Reader(), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.reader, self.first(x), use_reentrant=False))
+
+
+@each_way
+@pytest.mark.uncoalesced
+def test_checkpointed_unit_that_sums_a_childs_weight(way: str) -> None:
+    """A sum over ranks saved a tensor for backward, the sum of an unsharded weight saves none.
+
+    The child is resharded after its first pass in forward, and not in the recomputed forward, so
+    the checkpoint counted one saved tensor fewer.
+    """
+    run_ranks(_sums_weight, 2, way)
+
+
+def _sums_weight(rank: int, world_size: int, way: str) -> None:
+    case = Case("readers", _Readers, vectors, (_Reader, _Child))
+    sharded, plain = pair(rank, world_size, way, case)
+    with allow_warnings():  # the sum is taken outside the child's forward
+        for run in (sharded, plain):
+            run.train(0, 3)
+    assert_same(sharded.model, plain.model, 1e-12)
