@@ -18,6 +18,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -203,25 +204,13 @@ class Closure:
         return self.loss
 
 
-class GroupSwap:
-    """Other parameters in the groups of an optimizer, until ``undo``."""
-
-    def __init__(self) -> None:
-        self._lists: list[tuple[list[Any], list[Any]]] = []
-
-    def put(self, params: list[Any], others: Sequence[Any]) -> None:
-        """Put others into the list of a group: in place, as optimizers (LBFGS) keep the list."""
-        self._lists.append((params, list(params)))
-        params[:] = others
-
-    def undo(self, optimizer: Optimizer) -> None:
-        """Put the parameters and their state back; without a swap there is nothing to do."""
-        for params, before in self._lists:
-            params[:] = before
-        self._lists = []
+def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> None:
+    """Put other parameters into the list of a group, until ``undo`` is closed."""
+    undo.callback(params.__setitem__, slice(None), list(params))
+    params[:] = others  # in place: optimizers (LBFGS) keep the list
 
 
-class Stepper(GroupSwap):
+class Stepper:
     """Steps an optimizer without sharded parameters, as it is.
 
     A stepper outlives steps, so it must not keep the optimizer alive.
@@ -242,6 +231,9 @@ class Stepper(GroupSwap):
         """After a step that went well."""
         self.undo(optimizer)
 
+    def undo(self, optimizer: Optimizer) -> None:
+        """Put the parameters and their state back, if others are in their place."""
+
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
         return {}
@@ -255,10 +247,9 @@ class BucketStepper(Stepper):
     """Steps an element-wise optimizer: buckets stand in for its sharded parameters."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._known: dict[int, ParamBucket] = {}  # of the last step, by the id of the first member
         self._buckets: list[ParamBucket] = []  # of the step that runs
-        self._fused: list[dict[str, Any]] = []
+        self._undo = ExitStack()  # restores the groups
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         stepped: Collection[int] = ()
@@ -290,19 +281,17 @@ class BucketStepper(Stepper):
                         new.append(bucket.param)
                 if len(new) == len(before) and all(map(operator.is_, new, before)):
                     continue  # nothing here is sharded, or has a gradient
-                self.put(before, new)
+                put_others(self._undo, before, new)
                 if _suits_fused(optimizer, group):
-                    self._fused.append(group)
+                    self._undo.callback(group.__setitem__, "fused", None)
                     group["fused"] = True
 
     def undo(self, optimizer: Optimizer) -> None:
-        super().undo(optimizer)
+        self._undo.close()
         with torch._C.DisableTorchFunctionSubclass():
-            for group in self._fused:
-                group["fused"] = None
             for bucket in self._buckets:
                 bucket.swap_out(optimizer.state)
-        self._buckets, self._fused = [], []
+        self._buckets = []
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -38,7 +38,6 @@ class WholeStepper(Stepper):
     """Steps one optimizer that is not known to be element-wise, in its ``StepMode``."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.mode = StepMode.ON_SHARDS
         self._tried: set[int] = set()  # ids of the parameters with which the mode was found
         self._step: WholeStep | None = None
@@ -69,7 +68,7 @@ class WholeStepper(Stepper):
     def pause(self, optimizer: torch.optim.Optimizer) -> None:
         if self._swap is not None:
             self._swap.write_back()
-            self._swap.undo(optimizer)
+            self._swap.undo()
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         self.pause(optimizer)
@@ -78,7 +77,7 @@ class WholeStepper(Stepper):
     def undo(self, optimizer: torch.optim.Optimizer) -> None:
         swap, self._swap = self._swap, None
         if swap is not None:
-            swap.undo(optimizer)
+            swap.undo()
         if self._compile_again is not None:
             self._compile_again()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,10 @@ from flatshard.extras.whole_tensors.owners import (
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.stepper import (
     ONE_PER_PARAMETER,
-    GroupSwap,
     State,
     all_params,
     local_grad,
+    put_others,
     step_groups,
 )
 from flatshard.precision.casts import set_grad
@@ -54,29 +55,24 @@ def _others(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for param in all_params(optimizer) if not isinstance(param, FlatShardTensor)]
 
 
-class FullParamSwap(GroupSwap):
-    """Until ``undo``, an optimizer has full parameters in place of sharded ones, and their state.
+def swap_full_in(
+    optimizer: torch.optim.Optimizer,
+    full: dict[FlatShardTensor, nn.Parameter],
+    others: Collection[Any],
+) -> ExitStack:
+    """Give an optimizer full parameters in place of sharded ones, and their state, until closed.
 
-    Of its parameters without a full one it has only those in ``others``.
+    Of its parameters without a full one the optimizer keeps only those in ``others``.
     """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        full: dict[FlatShardTensor, nn.Parameter],
-        others: Collection[Any],
-    ) -> None:
-        super().__init__()
-        self._full = full
-        kept = {id(param) for param in others}
-        for group in optimizer.param_groups:
-            params = group["params"]
-            self.put(params, [full.get(p, p) for p in params if p in full or id(p) in kept])
-        _move_state(optimizer, full.items())
-
-    def undo(self, optimizer: torch.optim.Optimizer) -> None:
-        super().undo(optimizer)
-        _move_state(optimizer, ((full, sharded) for sharded, full in self._full.items()))
+    undo = ExitStack()
+    kept = {id(param) for param in others}
+    for group in optimizer.param_groups:
+        params = group["params"]
+        chosen = [full.get(p, p) for p in params if p in full or id(p) in kept]
+        put_others(undo, params, chosen)
+    _move_state(optimizer, full.items())
+    undo.callback(_move_state, optimizer, [(new, sharded) for sharded, new in full.items()])
+    return undo
 
 
 def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -174,14 +170,11 @@ class WholeStep:
             if error is not None:
                 continue  # the other ranks wait for this one's parts
             try:
-                swap = FullParamSwap(optimizer, full, others if number == 0 else ())
-                try:
+                with swap_full_in(optimizer, full, others if number == 0 else ()):
                     groups = optimizer.param_groups
                     if self.mode is StepMode.IN_PARTS:  # some optimizers take no empty group
                         groups = [group for group in groups if group["params"]]
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
-                finally:
-                    swap.undo(optimizer)
                 if changed is not None and self.mode is StepMode.IN_PARTS:
                     raise NotImplementedError(
                         f"{type(optimizer).__name__}.step() has begun to change its parameter "
@@ -384,7 +377,7 @@ class EveryRankSwap:
         self._step = step
         self._params = list(step.owned)
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
-        self._swap: FullParamSwap | None = None
+        self._swap = ExitStack()
 
     @torch.no_grad()
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -395,7 +388,7 @@ class EveryRankSwap:
             known = self._full.setdefault(param, full)
             known.data = full.data
             set_grad(known, full.grad)
-        self._swap = FullParamSwap(optimizer, self._full, _others(optimizer))
+        self._swap = swap_full_in(optimizer, self._full, _others(optimizer))
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -406,11 +399,9 @@ class EveryRankSwap:
         done = {param: full.detach() for param, full in self._full.items()}
         self._step.scatter(self._params, done)
 
-    def undo(self, optimizer: torch.optim.Optimizer) -> None:
+    def undo(self) -> None:
         """Put the sharded parameters back."""
-        swap, self._swap = self._swap, None
-        if swap is not None:
-            swap.undo(optimizer)
+        self._swap.close()
 
 
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
