@@ -60,7 +60,7 @@ class UnreducedGrads:
             return slot.to(sharded.device, sharded.dtype).view(slot.shape)
         # Cut first: a view of a full cast would keep all of that alive.
         part = param.spec.slice(slot).to(sharded.device, sharded.dtype)
-        return FlatShardTensor(part, param.spec).with_role(GRADIENT)
+        return FlatShardTensor(part, param.spec, role=GRADIENT)
 
     def is_shown(self) -> bool:
         """Whether any ``.grad`` lacks, or is nothing but, local gradients that are not reduced."""
@@ -259,8 +259,8 @@ class GradPublish:
         for param in self._params:
             grad = grads[param.index]
             if isinstance(grad, FlatShardTensor):
-                twin = FlatShardTensor(fn(grad.local), param.spec)
-                set_grad(param.sharded, twin.with_role(grad.role))
+                twin = FlatShardTensor(fn(grad.local), param.spec, role=grad.role)
+                set_grad(param.sharded, twin)
             elif grad is not None:
                 set_grad(param.sharded, fn(grad))
 

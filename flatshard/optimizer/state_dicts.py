@@ -129,7 +129,7 @@ def from_torch(
             part = part_per_element(spec, key, value)
             if part is not None:
                 # An element-wise optimizer takes the range out of the tensor in its next step.
-                state[key] = FlatShardTensor(part, spec).with_role(f"{key} of")
+                state[key] = FlatShardTensor(part, spec, role=f"{key} of")
     return state_dict
 
 

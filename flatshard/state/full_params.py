@@ -349,5 +349,5 @@ class Summoned:
             part = grad if handle.is_whole else original.spec.slice(grad)
             part = part.to(handle.flat_param.device, copy=True)
             if not handle.is_whole:
-                part = FlatShardTensor(part, original.spec).with_role(GRADIENT)
+                part = FlatShardTensor(part, original.spec, role=GRADIENT)
             set_grad(original.sharded, part)

@@ -84,7 +84,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target is not None and func._schema.name.endswith("_like"):
         # ``zeros_like`` and the like: what optimizers make their state with.
         result = target.take_in(result) if result.device == like.local.device else result
-    computed = FlatShardTensor(result, spec).with_role(_role_of(func, args))
+    computed = FlatShardTensor(result, spec, role=_role_of(func, args))
     computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
     return computed
 
@@ -167,7 +167,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_mutable:
         role = f"{func._schema.name.removeprefix('aten::')} of {first_sharded(args, kwargs).role}"
         return [
-            value if spec is None else FlatShardTensor(value, spec).with_role(role)
+            value if spec is None else FlatShardTensor(value, spec, role=role)
             for value, spec in zip(result, specs, strict=True)
         ]
     for argument, values in zip(func._schema.arguments, args, strict=False):
@@ -200,7 +200,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
         # A clone, as the range alone would keep the full tensor alive.
-        drawn = FlatShardTensor(part.clone(), spec).with_role(_role_of(func, args))
+        drawn = FlatShardTensor(part.clone(), spec, role=_role_of(func, args))
         drawn.origin.is_drawn = True
         return drawn
     local.copy_(part)
@@ -219,7 +219,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     # Not a view made here: its version counter would be another. A tensor of inference mode has
     # none, and autograd, which adds this one's, would raise.
     with torch.inference_mode(False):
-        twin = FlatShardTensor(tensor.local, tensor.spec).with_role(tensor.role)
+        twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role)
     twin.origin = origin = tensor.origin
     if origin.aliases is None:
         origin.aliases = weakref.WeakValueDictionary()

@@ -260,7 +260,7 @@ class OriginalParam:
         """What ``.grad`` shows of a chunk of gradients, ``(shard_numel,)``: a view."""
         if not self.is_sharded:
             return view_of(chunk, self.span)
-        return FlatShardTensor.in_flat(chunk, self.spec).with_role(GRADIENT)
+        return FlatShardTensor.in_flat(chunk, self.spec, role=GRADIENT)
 
     def hold_hooks(self) -> None:
         """Keep users' post-accumulate hooks of a parameter that computes until ``give_back``."""

@@ -147,14 +147,20 @@ class FlatShardTensor(torch.Tensor):
     flat: Tensor | None
     is_parameter: bool = False
     origin: Origin
-    role: str = "tensor like"
+    role: str
     # Whether shape and strides are those of the parameter without tensor parallelism.
     shows_unsplit = False
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False, flat: Tensor | None = None
-    ) -> FlatShardTensor:
+        cls,
+        local: Tensor,
+        spec: ShardSpec,
+        *,
+        role: str = "tensor like",
+        flat: Tensor | None = None,
+        requires_grad: bool = False,
+    ) -> Self:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         split = spec.tensor_parallel if cls.shows_unsplit else None
         self = torch.Tensor._make_wrapper_subclass(
@@ -168,26 +174,24 @@ class FlatShardTensor(torch.Tensor):
         # The tensor has no memory of its own. Without this, C++ code that bypasses dispatch (a
         # collective whose tensors lie in nested lists) would read address 0; now torch raises.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        self.local, self.spec, self.flat = local, spec, flat
+        self.local, self.spec, self.flat, self.role = local, spec, flat, role
         self.origin = Origin()
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def in_flat(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatShardTensor:
+    def in_flat(
+        cls, flat: Tensor, spec: ShardSpec, role: str, requires_grad: bool = False
+    ) -> FlatShardTensor:
         """Wrap the range of ``flat``, ``(shard_numel,)``, that ``spec`` names, without copying."""
-        return cls(flat[spec.start : spec.start + spec.numel], spec, requires_grad, flat)
+        local = flat[spec.start : spec.start + spec.numel]
+        return cls(local, spec, role=role, flat=flat, requires_grad=requires_grad)
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """The same, counted as an ``nn.Parameter``."""
-        self = cls.in_flat(flat, spec, requires_grad)
+        self = cls.in_flat(flat, spec, "parameter", requires_grad)
         self._is_param = self.is_parameter = True
-        self.origin, self.role = Origin(0, is_parameter=True), "parameter"
-        return self
-
-    def with_role(self, role: str) -> Self:
-        """The same tensor with another ``role``."""
-        self.role = role
+        self.origin = Origin(0, is_parameter=True)
         return self
 
     @property
@@ -270,7 +274,7 @@ class FlatShardTensor(torch.Tensor):
             spec, local = self.spec.detached(), self.local.detach()
             target = spec.state_target
             copied = local.clone() if target is None else target.copy(local)
-            twin = type(self)(copied, spec, self.requires_grad).with_role(self.role)
+            twin = type(self)(copied, spec, role=self.role, requires_grad=self.requires_grad)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]
@@ -516,7 +520,7 @@ class StateShard(FlatShardTensor):
 
     def of_local_shape(self) -> FlatShardTensor:
         """The same with the shape that the parameter has on this rank."""
-        return FlatShardTensor(self.local, self.spec).with_role(self.role)
+        return FlatShardTensor(self.local, self.spec, role=self.role)
 
     def data_ptr(self) -> int:
         """None: the range that it holds is an attribute."""
@@ -527,7 +531,7 @@ class StateShard(FlatShardTensor):
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         local = self.local.new_empty(self.local.shape, **kwargs)
-        return type(self)(local, self.spec).with_role(self.role)
+        return type(self)(local, self.spec, role=self.role)
 
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
@@ -537,4 +541,4 @@ def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
     """
     if not math.prod(spec.shape):  # no rank has a chunk of it to write
         return local.new_empty(spec.shape)
-    return StateShard(local.detach(), spec.detached()).with_role(role)
+    return StateShard(local.detach(), spec.detached(), role=role)

@@ -326,7 +326,7 @@ class WholeStep:
                         (owned, optimizer.state[param][key] if owned.is_full_here else like)
                     )
                     parts.append(like.new_empty(param.spec.numel))
-                    state[key] = FlatShardTensor(parts[-1], param.spec).with_role(f"{key} of")
+                    state[key] = FlatShardTensor(parts[-1], param.spec, role=f"{key} of")
                 shared[param] = state
             if pieces:
                 scatter_to_shards(comm, pieces, parts, "optimizer state: to the shards")
