@@ -15,8 +15,8 @@ class Event(NamedTuple):
     """One started collective.
 
     Attributes:
-        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"``,
-            ``"broadcast"`` or ``"send"``.
+        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"all_to_all"``,
+            ``"scalars"`` or ``"broadcast"``.
         unit_fqn: names the unit; where there is none, the purpose.
         nbytes: of an all-gather's result, or of every rank's input to a reduction; of an
             all-reduce in two stages the mean of both, whose dtypes may differ.

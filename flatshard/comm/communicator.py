@@ -242,11 +242,6 @@ class Communicator(Members):
 
     # ------------------------------------------------------------ small things, at once
 
-    def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
-        """The process group whose backend sends ``tensor``."""
-        on_host = tensor.device.type == self.control_device.type
-        return self.host.group if on_host else self.gather_group
-
     def _begin_small(self, op_name: str) -> WaitCondition | None:
         """Count a collective of the gather group, which is no all-gather of parameters."""
         what = compared_name(op_name) if self.transport_for().is_ordered else ""
@@ -332,35 +327,15 @@ class Communicator(Members):
         self.note("all_to_all", op_name, sent.nbytes)
         wire = sent.cpu() if self.is_gloo else sent
         came = wire.new_empty(sum(expected))
-        group, need = self.group_for(wire), None
         name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
-        if group is self.host.group:
+        if wire.device.type == self.control_device.type:
+            group, need = self.host.group, None
             self.host.meet(op_name)
         else:
-            need = self._begin_small(op_name)
+            group, need = self.gather_group, self._begin_small(op_name)
         with named(name, need):
             work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
         return AsyncWork([work], name, [wire, came], need=need), came
-
-    def transfer(self, tensor: Tensor, *, source: int, to: int, op_name: str) -> None:
-        """Overwrite a contiguous tensor of rank ``to`` with that of rank ``source``; both wait."""
-        sends = self.rank == source
-        data, action, peer = as_bytes(tensor), "receiving from", source
-        if sends:
-            self.note("send", op_name, tensor.nbytes)
-            action, peer = "sending to", to
-        wire = data
-        if self.is_gloo:
-            wire = data.cpu()
-        elif data.device.type == "cpu":
-            # An offloaded shard's. The current device may be another rank's.
-            wire = data.to(self.control_device)
-        group = self.group_for(wire)
-        # No WaitCondition: point-to-point messages are not counted, so no deadlock is proved.
-        with named(f"{op_name!r}, rank {self.global_rank}: {action} rank {self.ranks[peer]}"):
-            (group.send if sends else group.recv)([wire], peer, 0).wait()
-        if not sends and wire.device != data.device:
-            data.copy_(wire)
 
 
 def _marks(op_name: str, op: str) -> list[int]:

@@ -170,7 +170,7 @@ class Construction:
                 layout=planned.layouts[kind],
                 device=settings.device,
                 missing=initial_values.missing,
-                source=initial_values.source(topology),
+                source=initial_values.source,
             )
             for kind, params in planned.flat_params.items()
         )
@@ -193,11 +193,7 @@ class Construction:
             init = meta_init.MetaInit(root, handles, initial_values, self._resets, self._settings)
             with initialising(root):
                 sharding_of(root).is_left_empty = init.run()
-        # Replicas copy a shard, so only once every tensor in it has its value.
         for handle in handles:
-            source = initial_values.source(handle.topology)
-            if source is not None:
-                source.replicate(handle.flat_param)
             handle.page_out()
         self._offload.trim()
 

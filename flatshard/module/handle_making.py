@@ -8,61 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Topology
+from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import RunLink
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.plan.layout import FlatLayout, memory_order, part_of, strides_of
 from flatshard.plan.module_tree import ParamInfo, unit_text
 from flatshard.tensor.flat_parameter import OriginalParam
-
-
-class BroadcastSource:
-    """Hands rank 0's values out to the ranks of one topology."""
-
-    def __init__(self, topology: Topology) -> None:
-        """Find out who holds which part. Collective: all ranks of the world."""
-        world = topology.world
-        self._world, self._replicate = world, topology.replicate
-        # A shard group of one is no group, and does not know its rank.
-        first = topology.shard.ranks[0] if topology.shard.size > 1 else world.global_rank
-        everyone = world.host.gather((topology.index, first), "meeting")
-        # Keys are parts, values are places in the world: the holders in the shard group of rank 0.
-        # In a simulated world all ranks answer as rank 0, so the first answer counts.
-        self._places = {
-            number: place
-            for place, (number, theirs) in reversed([*enumerate(everyone)])
-            if theirs == everyone[0][1]
-        }
-        self._receives = first == everyone[0][1]
-        sources = {world.ranks[place] for place in self._places.values()}
-        replicas = enumerate(self._replicate.ranks)
-        self._origin = next((place for place, rank in replicas if rank in sources), 0)
-
-    def hand_out(self, layout: FlatLayout, index: int, value: Tensor | None, part: Tensor) -> None:
-        """Fill ``part``, 1-D, with this rank's range of rank 0's ``value`` of parameter ``index``.
-
-        Collective: all ranks. Replicas get theirs from ``replicate``.
-        """
-        span, world, places = layout.spans[index], self._world, self._places
-        if world.rank != 0:
-            if self._receives and part.numel():
-                world.transfer(part, source=0, to=world.rank, op_name=span.name)
-            return
-        assert value is not None, "rank 0 has the values"
-        # One parameter at a time: receivers ask for parts in the order of parameters.
-        for number in layout.holders(index):
-            theirs = part_of(value, span, layout.local_span(index, number))
-            place = places.get(number)
-            if place == 0:
-                part.copy_(theirs)
-            elif place is not None:
-                wire = theirs.to(part.device, part.dtype).contiguous()
-                world.transfer(wire, source=0, to=place, op_name=span.name)
-
-    def replicate(self, shard: Tensor) -> None:
-        """Give the replicas of a filled shard the same. Collective: all ranks."""
-        self._replicate.broadcast(shard, op_name="starting weights", source=self._origin)
 
 
 def make_handle(
@@ -73,11 +25,11 @@ def make_handle(
     layout: FlatLayout,
     device: torch.device,
     missing: Collection[int],
-    source: BroadcastSource | None,
+    source: Communicator | None,
 ) -> FlatParamHandle:
     """Keep this rank's part of ``owned``, and turn the originals into views of it.
 
-    Collective with a ``source``, which hands rank 0's values out. ``missing`` are ids of parameters
+    Collective with a ``source``, whose rank 0 broadcasts its values. ``missing`` are ids of parameters
     without values yet. The unit computes on ``device``.
     """
     by_name, dtype = {one.name: one for one in owned}, owned[0].param.dtype
@@ -99,17 +51,26 @@ def fill(
     handle: FlatParamHandle,
     param: OriginalParam,
     value: Tensor | None,
-    source: BroadcastSource | None,
+    source: Communicator | None,
 ) -> None:
-    """Keep this rank's part of ``value``, all of ``param``; with a ``source`` of rank 0's.
+    """Keep this rank's part of ``value``, all of ``param``.
 
-    Collective with a ``source``: all ranks.
+    With ``source`` the value is that of rank 0 of ``source``; the other ranks may pass None.
+    Collective with a ``source``: all its ranks.
     """
+    part, span = handle.part(param), param.span
     if source is not None:
-        source.hand_out(handle.layout, param.index, value, handle.part(param))
+        # One parameter at a time: no rank needs memory for more.
+        numel = span.end - span.start
+        whole = torch.empty(numel, dtype=part.dtype, device=part.device)
+        if source.rank == 0:
+            assert value is not None, "rank 0 has the values"
+            whole.copy_(value.permute(span.order).reshape(-1))
+        source.broadcast(whole, op_name=span.name)
+        part.copy_(whole[param.local.offset : param.local.offset + part.numel()])
     else:
         assert value is not None, "every rank has the values"
-        handle.part(param).copy_(part_of(value, param.span, param.local))
+        part.copy_(part_of(value, span, param.local))
     handle.unfilled.discard(param)
 
 

@@ -1,20 +1,19 @@
 """The values that units start with: each rank's own, rank 0's, or none yet (the meta device).
 
-No rank needs the full model: a unit takes its part of each original parameter, and if rank 0's
-values count, rank 0 sends every rank just that part.
+No rank needs the full model: a unit takes its part of each original parameter. If rank 0's values
+count, rank 0 broadcasts one parameter after the other, and every rank keeps its part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from flatshard.comm.communicator import Communicator, Topology
+from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
-from flatshard.module.handle_making import BroadcastSource
 
 
 @dataclass
@@ -27,18 +26,16 @@ class InitialValues:
     missing: set[int]  # ids of tensors on the meta device: rank 0's if `sends`, else this rank's
     any_missing: bool  # whether some rank must initialise tensors
     different: list[str]  # names of the tensors that differ between ranks
-    _sources: dict[Topology, BroadcastSource] = field(default_factory=dict)
 
     @property
     def initialises(self) -> bool:
         """Whether this rank initialises tensors."""
         return bool(self.missing) and (not self.sends or self.world.rank == 0)
 
-    def source(self, topology: Topology) -> BroadcastSource | None:
-        """The source of rank 0's values; None: each rank has its own. Collective at first call."""
-        if self.sends and topology not in self._sources:
-            self._sources[topology] = BroadcastSource(topology)
-        return self._sources[topology] if self.sends else None
+    @property
+    def source(self) -> Communicator | None:
+        """The ranks whose rank 0 broadcasts its values; None: each rank has its own values."""
+        return self.world if self.sends else None
 
     def warnings(self) -> list[str]:
         """A warning that names tensors which differed."""

@@ -423,7 +423,7 @@ class MetaInit:
                     if start.sends:
                         _send_buffer(slot, start, self._device)
                 elif slot.is_first and (value is not None or start.sends):
-                    fill(handle, param, value, start.source(handle.topology))
+                    fill(handle, param, value, start.source)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
                     handle.unfilled.discard(param)
