@@ -22,7 +22,6 @@ T = TypeVar("T")
 Checksum = tuple[int, int]
 
 _COLUMNS = 1 << 10
-_SETTINGS = "the configuration"
 
 
 def check_same_model(
@@ -40,8 +39,9 @@ def check_same_model(
     Raises:
         ValueError: on every rank, naming the first difference.
     """
-    facts = {_SETTINGS: settings, "what is ignored": repr(list(ignored))}
     # By number: the order counts, too.
+    facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
+    facts["what is ignored"] = repr(list(ignored))
     tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
     facts |= {f"tensor {number}": described for number, described in enumerate(tensors)}
     facts |= {f"unit {number}": described for number, described in enumerate(units)}
@@ -125,18 +125,9 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
         values = [facts.get(key, "nothing") for facts in everyone]
         for rank, value in zip(ranks, values, strict=True):
             if value != values[0]:
-                first, other = _unlike(values[0], value) if key == _SETTINGS else (values[0], value)
-                return key, f"{key} is {first:.300} on rank {ranks[0]}, {other:.300} on rank {rank}"
+                first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
+                return key, f"{first}, {value:.300} on rank {rank}"
     raise AssertionError("the digests differ, so the facts do")
-
-
-def _unlike(one: str, other: str) -> tuple[str, str]:
-    """Of two lists in words the items that differ; of lists of different lengths all."""
-    items, others = one.split(", "), other.split(", ")
-    if len(items) != len(others):
-        return one, other
-    differ = [pair for pair in zip(items, others, strict=True) if pair[0] != pair[1]]
-    return ", ".join(a for a, _ in differ), ", ".join(b for _, b in differ)
 
 
 def checksum(tensor: Tensor) -> Checksum:

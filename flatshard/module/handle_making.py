@@ -29,8 +29,8 @@ def make_handle(
 ) -> FlatParamHandle:
     """Keep this rank's part of ``owned``, and turn the originals into views of it.
 
-    Collective with a ``source``, whose rank 0 broadcasts its values. ``missing`` are ids of parameters
-    without values yet. The unit computes on ``device``.
+    Collective with a ``source``, whose rank 0 broadcasts its values. ``missing`` are ids of
+    parameters without values yet. The unit computes on ``device``.
     """
     by_name, dtype = {one.name: one for one in owned}, owned[0].param.dtype
     owned = [by_name[span.name] for span in layout.spans]

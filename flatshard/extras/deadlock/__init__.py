@@ -62,7 +62,7 @@ class Watchdog(CollectiveWatch):
         self._thread: threading.Thread | None = None
         self._looking = threading.Lock()  # held where the thread is in a backend's code
         self._deadlock = Deadlock()
-        self._own: _OwnWait | None = None  # in a collective of the program itself
+        self._own: _OwnWait | None = None  # in a collective of the program, as the last look saw
         self._failure = ""
 
     def add_group(self, history: History) -> None:
@@ -76,11 +76,6 @@ class Watchdog(CollectiveWatch):
 
     def program_line(self) -> str:
         return program.line_of(threading.get_ident())
-
-    @property
-    def is_in_program(self) -> bool:
-        """Whether the last look saw a collective of the program."""
-        return self._own is not None
 
     def _start(self) -> None:
         self.__init__()  # type: ignore[misc]  # a fork has neither its parent's thread nor waits
@@ -217,7 +212,7 @@ def _tell(how: str) -> None:
     if WATCH._pid != os.getpid():  # a fork, say, is no rank
         return
     with contextlib.suppress(Exception):  # the store may have ended: they see that, too
-        if WATCH.is_in_program:
+        if WATCH._own is not None:  # the last look saw a collective of the program
             WATCH.look()  # logs why a collective of the program failed
         detector.tell_end(how)
 

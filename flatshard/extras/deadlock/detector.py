@@ -375,10 +375,7 @@ def _default_store() -> Any:
 
 
 def _own_store() -> Any:
-    store = _default_store()
-    with contextlib.suppress(AttributeError, RuntimeError):  # not every kind can be cloned
-        return store.clone()
-    return store
+    return _default_store().clone()
 
 
 def _publish(store: Any, report: _Report) -> None:
