@@ -23,9 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
-from flatshard.comm.process_groups import backend_for, control_of, new_group, ranks_text
+from flatshard.comm.process_groups import (
+    as_bytes,
+    as_real,
+    backend_for,
+    control_of,
+    new_group,
+    ranks_text,
+)
 from flatshard.comm.transports import (
     BufferRequest,
     Gather,

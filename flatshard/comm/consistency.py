@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.flat_chunks import as_bytes
+from flatshard.comm.process_groups import as_bytes
 from flatshard.plan.layout import memory_order, strides_of
 
 # What ranks must agree on: names of things, and what they are.

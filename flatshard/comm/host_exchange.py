@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import as_bytes
-from flatshard.comm.process_groups import abort, all_gather_single, backend_for
+from flatshard.comm.process_groups import abort, all_gather_single, as_bytes, backend_for
 from flatshard.comm.work import CollectiveError, History, describe_difference, named, watch
 
 FRAME_BYTES = 1024

@@ -1,4 +1,4 @@
-"""Process groups: how they are made, what backends they have, and how they end."""
+"""Process groups: how they are made, what their backends can send, and how they end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # Newer name of the same collective; some versions warn of the older one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -134,6 +135,16 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
     if bound is not None and bound.type == "cuda":
         return bound
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The same memory without complex numbers, which not every backend knows."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, ``(nbytes,)`` uint8."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 # ---------------------------------------------------------------- the end of the program

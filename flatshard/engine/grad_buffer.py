@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import ChunkPlan, FlatChunks
+from flatshard.comm.transports import ChunkPlan, FlatChunks
 from flatshard.memory.buffers import storage_bytes
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, part_of, view_of

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator, Topology
-from flatshard.comm.flat_chunks import FlatChunks
-from flatshard.comm.transports import Gather, ReduceScatter
+from flatshard.comm.transports import FlatChunks, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError, RunLink
 from flatshard.engine.grad_buffer import zero
 from flatshard.memory.buffers import BufferCache, storage_bytes

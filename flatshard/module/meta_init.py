@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
-from flatshard.comm.flat_chunks import as_bytes
+from flatshard.comm.process_groups import as_bytes
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.handle_making import fill
 from flatshard.module.initial_values import InitialValues, names_of_different

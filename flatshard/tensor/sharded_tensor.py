@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatshard.comm.flat_chunks import as_bytes
+from flatshard.comm.process_groups import as_bytes
 from flatshard.plan.layout import Box, boxes_of
 from flatshard.precision.casts import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.ranks import communicator
-from flatshard.comm.transports import Gather, ReduceScatter, sockets
+from flatshard.comm.transports import FlatChunks, Gather, ReduceScatter, sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.wrap import ModuleWrapPolicy

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm import communicator
-from flatshard.comm.flat_chunks import as_bytes, average
-from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport
+from flatshard.comm.process_groups import as_bytes
+from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 from tests.harness import run_ranks
 from tests.models import CASES

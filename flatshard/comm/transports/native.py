@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import as_bytes, as_real, average
-from flatshard.comm.process_groups import all_gather_single, backend_for
-from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport
+from flatshard.comm.process_groups import all_gather_single, as_bytes, as_real, backend_for
+from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 
 # Newer name of the same collective; some versions warn of the older one.

@@ -25,14 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
-from flatshard.comm.process_groups import OUR_THREADS
+from flatshard.comm.process_groups import OUR_THREADS, as_bytes
 from flatshard.comm.transports import (
     BufferRequest,
+    FlatChunks,
     Gather,
     Members,
     ReduceScatter,
     Transport,
+    divide,
 )
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory, PooledBuffer, allocate, fills_pages

@@ -30,9 +30,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
-from flatshard.comm.process_groups import timeout_of
-from flatshard.comm.transports import BufferRequest, Gather, Members, ReduceScatter, Transport
+from flatshard.comm.process_groups import as_bytes, timeout_of
+from flatshard.comm.transports import (
+    BufferRequest,
+    FlatChunks,
+    Gather,
+    Members,
+    ReduceScatter,
+    Transport,
+    divide,
+)
 from flatshard.comm.work import AsyncWork, WaitCondition, watched
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.extras.shared_memory.peer_memory import Awaited, Mailbox, PeerProcess

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.flat_chunks import as_bytes
+from flatshard.comm.process_groups import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 
 # What a rank may get for a parameter's sake that it holds most of, as a multiple of an equal share:
