@@ -60,12 +60,12 @@ def fill(
     """
     part, span = handle.part(param), param.span
     if source is not None:
-        # One parameter at a time: no rank needs memory for more.
-        numel = span.end - span.start
-        whole = torch.empty(numel, dtype=part.dtype, device=part.device)
+        # One parameter at a time, on rank 0 without a copy if possible: a unit fits in memory.
         if source.rank == 0:
             assert value is not None, "rank 0 has the values"
-            whole.copy_(value.permute(span.order).reshape(-1))
+            whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
+        else:
+            whole = torch.empty(span.numel, dtype=part.dtype, device=part.device)
         source.broadcast(whole, op_name=span.name)
         part.copy_(whole[param.local.offset : param.local.offset + part.numel()])
     else:
