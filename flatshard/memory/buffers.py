@@ -5,12 +5,12 @@ allocator's for small buffers and on accelerators, ``PooledBuffer`` for large on
 transport may have kinds of its own, which need fewer copies.
 
 [Note: pages]
-``PagePool`` has pages that go from one unit's unsharded parameters to the next one's. New memory
-costs a page fault for every few kilobytes, which takes longer than filling it. A buffer's addresses
-stay the same for life, since autograd holds views of it; so ``mremap`` moves pages there and away,
-in a tenth of the time. They come in chunks, each with addresses of its own that nobody reads. The
-pool grows to as many chunks as were leased at once. Where pages cannot be moved (another system,
-too many mappings), a buffer gets new ones, by faults.
+``PagePool`` holds pages that one unit's unsharded parameters give back and the next unit's take.
+New memory costs a page fault for every few kilobytes, which takes longer than filling the memory. A
+buffer's addresses stay the same for life, since autograd holds views of the buffer. So ``mremap``
+moves pages to these addresses and away, in a tenth of the time. Pages move in chunks; each chunk
+has addresses of its own that nobody reads. The pool grows to as many chunks as were leased at once.
+Where pages cannot be moved (another system, too many mappings), a buffer gets new pages, by faults.
 
 A ``BufferCache`` reuses the memory of a result once nobody else refers to the result. glibc returns
 the memory of a tensor of ``GLIBC_LIMIT_BYTES`` or more to the operating system, and the next one

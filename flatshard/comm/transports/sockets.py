@@ -85,7 +85,7 @@ class _Message:
 
 
 def _begin(messages: Sequence[_Message]) -> None:
-    """Begin messages in the order in which they were asked for."""
+    """Begin messages in the given order."""
     for message in messages:
         message.begin()
 
@@ -300,7 +300,7 @@ class _Thread:
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
 
     def put(self, task: Callable[[], None]) -> None:
-        """Have ``task`` run after those before; raises RuntimeError if no thread can start."""
+        """Run ``task`` after the earlier tasks; raises RuntimeError if no thread can start."""
         if self._tasks is None:
             tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()

@@ -3,7 +3,7 @@
 Used for ``collectives="auto"`` wherever this folder is installed and the system permits it. Without
 this folder, ``collectives="auto"`` uses sockets.
 
-In a collective of ``SharedMemoryTransport`` each rank publishes where its part lies; the other
+In a collective of ``SharedMemoryTransport`` each rank publishes where its part lies. The other
 ranks copy the part from there, or add it up piece by piece, and say that they have. Each byte is
 copied once.
 
@@ -171,10 +171,11 @@ class SharedMemoryTransport(Transport):
     def publish(
         self, address: int, tag: int, op_name: str, *kept: object, file: int = -1
     ) -> Publication:
-        """Tell the others an address and an open file to map, and begin to wait for theirs.
+        """Tell the other ranks an address and an open file to map; begin to wait for theirs.
 
-        Collective: all ranks of the group. Waits until they took what was published under the tag
-        before. The file is closed when they have mapped it; ``kept`` lives until they have read.
+        Collective: all ranks of the group. Waits until the other ranks have taken the tag's last
+        publication. The file is closed when all ranks have mapped the file. ``kept`` stays alive
+        until the other ranks have read.
         """
         # A mailbox has one record per tag: overwritten too early, a slow rank would never see it.
         before, condition = self._published.get(tag, ([], None))
