@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flatshard.comm.process_groups import current_cuda
 from flatshard.module.sharding import handles_in, shardings_in
 from flatshard.plan.ignored import Ignored, find_ignored
+from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.policies import Policy, check_policy
 
 
@@ -22,7 +23,9 @@ def read_ignored(
 ) -> Ignored:
     """What the user wants ignored. Raises if ``module`` cannot be wrapped, or not with a policy."""
     _check_module(module, policy)
-    nested: dict[nn.Module, Ignored] = {s.wrapper: s.ignored for s in shardings_in(module)}
+    nested: dict[nn.Module, Ignored] = {
+        sharding.wrapper: sharding.ignored for sharding in shardings_in(module)
+    }
     sharded = {id(param) for handle in handles_in(module) for param in handle.sharded}
     return find_ignored(module, ignored_modules, ignored_states, nested=nested, sharded=sharded)
 
@@ -36,8 +39,8 @@ def find_device(
     """The device of the shards and of computation; ValueError if this host has none such."""
     if device_id is not None:
         return _read_device(device_id)
-    skipped = ignored.ids()
-    present = [param for param in module.parameters() if id(param) not in skipped]
+    left_alone = ignored.ids()
+    present = [param for param in module.parameters() if id(param) not in left_alone]
     # Ranks with and without values must agree, so tensors on the meta device do not count.
     devices = [param.device for param in present if not param.is_meta]
     first = devices[0] if devices else torch.device("cpu")
@@ -151,22 +154,21 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
                 f"ShardedWrapper: {name or 'the module'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Pass what it wraps: its .module."
             )
-    inside = shardings_in(module)
-    for extension in (extension for one in inside for extension in one.context.extensions):
-        if not extension.is_made_anew:
+    for sharding in shardings_in(module):
+        for extension in sharding.context.extensions:
+            if not extension.is_made_anew:
+                raise ValueError(
+                    f"ShardedWrapper: {extension.name}() was called on a part of the module. Call "
+                    "it on the outermost wrapper, once that wrapper is made."
+                )
+    for name, inner in module.named_modules():
+        if policy is not None and isinstance(inner, ModuleProxy):
+            where = f"contains, at {name!r}," if name else "is"
             raise ValueError(
-                f"ShardedWrapper: {extension.name}() was called on a part of the module. Call it "
-                "on the outermost wrapper, once that wrapper is made."
+                f"ShardedWrapper: auto_wrap_policy over a module that {where} a ShardedWrapper "
+                f"already (of a {inner.__class__.__name__}). Leave the policy out, and it wraps "
+                "what is left; or wrap the model once, with the policy."
             )
-    if inside and policy is not None:
-        first = inside[0]
-        name = next(name for name, one in module.named_modules() if one is first.wrapper)
-        where = f"contains, at {name!r}," if name else "is"
-        raise ValueError(
-            f"ShardedWrapper: auto_wrap_policy over a module that {where} a ShardedWrapper "
-            f"already (of a {first.wrapper.__class__.__name__}, {len(inside)} in all). Leave the "
-            "policy out, and it wraps what is left; or wrap the model once, with the policy."
-        )
 
 
 def _read_device(device_id: int | str | torch.device) -> torch.device:

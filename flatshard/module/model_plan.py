@@ -133,7 +133,7 @@ class ModelPlan:
             for plan in (root, *self.chosen)
         }
         owners = find_owners(module, [plan.module for plan in self.chosen], self.left_alone)
-        policies = {unit: one.precision for unit, one in self.settings_of.items()}
+        policies = {inner: settings.precision for inner, settings in self.settings_of.items()}
         self.precision = PrecisionPlan(module, policies, self.left_alone)
         # In registration order, the root last.
         self.units: list[PlannedUnit] = []

@@ -98,7 +98,7 @@ def sharding_of(wrapper: ModuleProxy) -> Sharding:
 
 def shardings_in(module: nn.Module) -> list[Sharding]:
     """The shardings in a model, outermost first; none in an unwrapped model."""
-    return [sharding_of(found) for found in module.modules() if isinstance(found, ModuleProxy)]
+    return [sharding_of(inner) for inner in module.modules() if isinstance(inner, ModuleProxy)]
 
 
 @contextlib.contextmanager
@@ -123,11 +123,11 @@ def outermost_shardings(module: nn.Module) -> list[Sharding]:
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    return list(dict.fromkeys(one.unit for one in shardings_in(module)))
+    return list(dict.fromkeys(sharding.unit for sharding in shardings_in(module)))
 
 
 def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
-    return list(dict.fromkeys(one.state_dict for one in shardings_in(module)))
+    return list(dict.fromkeys(sharding.state_dict for sharding in shardings_in(module)))
 
 
 def handles_in(module: nn.Module) -> list[FlatParamHandle]:
@@ -136,8 +136,12 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
     """The modules of units that train on fewer ranks: each group has buffers of its own."""
-    apart = [one for one in shardings_in(module) if one.settings.ranks.world.size < world_size]
-    return {inner for one in apart for inner in one.wrapper.modules()}
+    return {
+        inner
+        for sharding in shardings_in(module)
+        if sharding.settings.ranks.world.size < world_size
+        for inner in sharding.wrapper.modules()
+    }
 
 
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:

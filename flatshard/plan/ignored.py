@@ -40,9 +40,9 @@ class Ignored:
     def ids(self) -> set[int]:
         return {id(tensor) for tensor in self.tensors()}
 
-    def within(self, root: nn.Module) -> Ignored:
-        """What is ignored below ``root``; without names, which only their own root has."""
-        inside = set(root.modules())
+    def within(self, module: nn.Module) -> Ignored:
+        """What is ignored below ``module``, without the user's names."""
+        inside = set(module.modules())
         places = frozenset(place for place in self.places if place[0] in inside)
         return Ignored(self.modules & inside, places)
 
@@ -51,7 +51,7 @@ NOTHING = Ignored()
 
 
 def find_ignored(
-    root: nn.Module,
+    module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Module | nn.Parameter] | None,
     *,
@@ -60,8 +60,8 @@ def find_ignored(
 ) -> Ignored:
     """Collect what the user's keywords, and DistributedDataParallel's attribute, ignore.
 
-    ``nested`` are the units inside ``root`` with what each ignores already, ``sharded`` the ids of
-    the parameters that they own.
+    ``nested`` holds the wrappers inside ``module`` and what each ignores already. ``sharded`` holds
+    the ids of the parameters that units inside own.
 
     Raises:
         TypeError: a keyword is no iterable of such objects.
@@ -77,23 +77,24 @@ def find_ignored(
         *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
     ]
     # One list may serve several wrappers, of which each contains some of it.
-    present = {id(one) for one in (*root.modules(), *root.parameters())}
+    present = {id(one) for one in (*module.modules(), *module.parameters())}
     is_elsewhere = bool(chosen) and not any(id(one) in present for one in chosen)
     tops = {one for one in chosen if isinstance(one, nn.Module)}
     # By id: tensors compare element by element.
-    single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(root)
-    names = [name for name, module in root.named_modules() if module in tops]
-    for name, module in root.named_modules():
-        if module in tops:
-            _check_apart(name, module, nested)
+    single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(module)
+    names = []
+    for name, inner in module.named_modules():
+        if inner in tops:
+            _check_apart(name, inner, nested)
+            names.append(name)
     first_names: dict[int, str] = {}  # a tied tensor is named once
     places = set()
-    for name, module, attribute, tensor in _places(root):
+    for name, inner, attribute, tensor in _places(module):
         first_names.setdefault(id(tensor), name)
         if id(tensor) in single:
-            places.add((module, attribute))
+            places.add((inner, attribute))
     ignored = Ignored(
-        frozenset(inner for module in tops for inner in module.modules()).union(
+        frozenset(below for inner in tops for below in inner.modules()).union(
             *(inner.modules for inner in nested.values())
         ),
         frozenset(places).union(*(inner.places for inner in nested.values())),
@@ -141,16 +142,16 @@ def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignore
             )
 
 
-def _named_for_ddp(root: nn.Module) -> set[int]:
+def _named_for_ddp(module: nn.Module) -> set[int]:
     """Ids of the tensors that DistributedDataParallel was told to ignore under all their names."""
-    listed = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ()))
-    ignored = {id(tensor) for name, _, _, tensor in _places(root) if name in listed}
-    return ignored - {id(tensor) for name, _, _, tensor in _places(root) if name not in listed}
+    listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = {id(tensor) for name, _, _, tensor in _places(module) if name in listed}
+    return ignored - {id(tensor) for name, _, _, tensor in _places(module) if name not in listed}
 
 
-def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Every place of a parameter or buffer: its name, the module, the attribute, the tensor."""
-    for path, module in root.named_modules():
-        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+    for path, inner in module.named_modules():
+        for attribute, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
             if tensor is not None:
-                yield f"{path}.{attribute}" if path else attribute, module, attribute, tensor
+                yield f"{path}.{attribute}" if path else attribute, inner, attribute, tensor

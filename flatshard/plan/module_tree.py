@@ -118,35 +118,35 @@ class ParamInfo:
         return self.locations[0].name
 
 
-def find_params(root: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
+def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
     """The parameters of a model in registration order, without those whose ids are given."""
     found: dict[int, ParamInfo] = {}
-    for path, chain in paths(root):
-        module = chain[-1]
-        for attribute, param in module._parameters.items():
+    for path, chain in paths(module):
+        inner = chain[-1]
+        for attribute, param in inner._parameters.items():
             if param is None or id(param) in left_alone:
                 continue
             # Ties are found by identity, so a weight that two units share is stored once.
-            one = found.setdefault(id(param), ParamInfo(param, [], chain))
-            one.containers = [container for container in one.containers if container in chain]
+            info = found.setdefault(id(param), ParamInfo(param, [], chain))
+            info.containers = [outer for outer in info.containers if outer in chain]
             # A shared module is on several paths, and is one place.
-            if all((at.module, at.attribute) != (module, attribute) for at in one.locations):
+            if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
-                one.locations.append(ParamLocation(module, attribute, name))
+                info.locations.append(ParamLocation(inner, attribute, name))
     return list(found.values())
 
 
 def find_owners(
-    root: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
+    module: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
 ) -> dict[nn.Module, list[ParamInfo]]:
     """Give every parameter to the lowest unit that contains all its users.
 
     Returns:
-        For every unit, ``root`` first, what it owns in registration order; may be nothing.
+        For every unit, ``module`` first, what it owns in registration order; may be nothing.
     """
-    owners: dict[nn.Module, list[ParamInfo]] = {unit: [] for unit in (root, *unit_modules)}
-    for one in find_params(root, left_alone):
-        owners[next(unit for unit in reversed(one.containers) if unit in owners)].append(one)
+    owners: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in (module, *unit_modules)}
+    for info in find_params(module, left_alone):
+        owners[next(inner for inner in reversed(info.containers) if inner in owners)].append(info)
     return owners
 
 
