@@ -6,6 +6,7 @@ ranks. Each script has besides a test that starts it as its reader would.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -166,6 +167,7 @@ def _main(
     files: Sequence[Path],
 ) -> None:
     os.setsid()
+    gc.freeze()  # what the server has loaded is no garbage, and stays shared with it
     for descriptor, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.clear()

@@ -191,6 +191,7 @@ def _serve(pipe: Any, stacks: str) -> None:
         faulthandler.register(signal.SIGUSR1, file)
         faulthandler.enable(file)
         while True:
+            gc.freeze()  # a collection in a call need not look at what was there before
             pipe.send(_call(*pipe.recv()))
 
 

@@ -1,12 +1,10 @@
-"""Prints the size of the package, what one step executes of it, and what it reaches into.
+"""Prints the size of the package, and what one step executes of it.
 
     python scripts/measure/structure.py [--repo DIR] [--step native|sockets|auto] [--json PATH]
 
 Sizes are lines of code: comments, docstrings and blank lines are not counted. The core is all but
 the extras, the checkpoints and the integrations. Sizes are read from the source of any checkout,
-which is not imported. `--step` runs `plain_step.py` on two ranks. A private name is an attribute
-`_x` of something that is not `self` or `cls`. A mutable global is a name of a module that some
-function changes.
+which is not imported. `--step` runs `plain_step.py` on two ranks.
 """
 
 import ast
@@ -17,7 +15,6 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,23 +23,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lib.command_line import Parser
 from lib.output import output_file, write_json
 
-ORDER = (
-    *("options", "plan", "memory", "precision", "comm", "collectives", "tensor", "engine"),
-    *("optimizer", "state", "module", "wrapper", "extras", "checkpoint"),
-    "integrations",
-)
-"""A package imports those before it; the modules beside them are what users import."""
-
 BESIDE = ("extras", "checkpoint", "integrations")
 """What is beside the core."""
-
-TORCHS = {"_buffers", "_modules", "_parameters", "_version"}
-"""Private names of torch's that the package reads, and has too."""
-
-MUTATORS = {
-    *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
-    *("popleft", "remove", "setdefault", "update"),
-}
 
 
 @dataclass(frozen=True)
@@ -76,16 +58,6 @@ class Size:
     lines_by_package: dict[str, int] = field(default_factory=dict)
     repeated_names: list[str] = field(default_factory=list)
     strict_zips_in_core: int = 0
-
-
-@dataclass
-class Reach:
-    """What modules read and change of each other."""
-
-    imports_against_the_order: int
-    private_of_module: list[str]
-    private_of_package: list[str]
-    mutable_globals: list[str]
 
 
 def read(repo: Path) -> list[Source]:
@@ -155,139 +127,6 @@ def strict_zips(tree: ast.Module) -> int:
     )
 
 
-# ----------------------------------------------------------------------------------------- imports
-
-
-def against_the_order(sources: list[Source]) -> int:
-    """Imports of a package that comes later."""
-    count = 0
-    for source in sources:
-        if source.package not in ORDER:
-            continue
-        allowed = ORDER[: ORDER.index(source.package) + 1]
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flatshard."):
-                count += (node.module or "").split(".")[1] not in allowed
-    return count
-
-
-# ---------------------------------------------------------------------------------------- privates
-
-
-def private_reads(source: Source) -> Iterator[tuple[str, int]]:
-    """Private names that a module reads from something else, and their lines."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            if ast.unparse(node.value) not in ("self", "cls", "super()"):
-                yield node.attr, node.lineno
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flatshard"):
-            yield from ((one.name, node.lineno) for one in node.names if is_private(one.name))
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__") and name not in TORCHS
-
-
-def private_definitions(source: Source) -> set[str]:
-    """Private names that a module gives to its own things."""
-    found = set()
-    for node in ast.walk(source.tree):
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
-            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
-                found.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
-            case ast.Assign(targets=[ast.Name(id="__slots__")], value=value):
-                found |= {e.value for e in ast.walk(value) if isinstance(e, ast.Constant)}
-    return {name for name in found if isinstance(name, str) and is_private(name)}
-
-
-def foreign_reads(sources: list[Source], by_package: bool) -> list[str]:
-    """Reads of privates that are defined, but not where they are read."""
-
-    def place(source: Source) -> str:
-        return source.package if by_package else source.name
-
-    defined: dict[str, set[str]] = {}
-    for source in sources:
-        for name in private_definitions(source):
-            defined.setdefault(name, set()).add(place(source))
-    return [
-        f"{source.name}:{line} {name}"
-        for source in sources
-        for name, line in private_reads(source)
-        if defined.get(name, set()) - {place(source)} and place(source) not in defined[name]
-    ]
-
-
-# ----------------------------------------------------------------------------------------- globals
-
-
-def mutable_globals(sources: list[Source]) -> list[str]:
-    """Names of modules that functions assign again, or whose contents they change."""
-    found = set()
-    for source in sources:
-        names = {name for node in source.tree.body for name in assigned(node)}
-        origins = dict.fromkeys(names, source.name) | imported_names(source)
-        for function in ast.walk(source.tree):
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                own = local_names(function)
-                found |= {
-                    f"{origins[name]}: {name}"
-                    for name in changed(function)
-                    if name in origins and name not in own
-                }
-    known = {f"{s.name}: {n}" for s in sources for node in s.tree.body for n in assigned(node)}
-    return sorted(found & known)
-
-
-def assigned(node: ast.stmt) -> list[str]:
-    """Names that a statement of a module binds."""
-    targets: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AnnAssign):
-        targets = [node.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def imported_names(source: Source) -> dict[str, str]:
-    """For each name that comes from another module of the package, that module's file."""
-    return {
-        one.asname or one.name: (node.module or "").partition(".")[2].replace(".", "/") + ".py"
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flatshard.")
-        for one in node.names
-    }
-
-
-def local_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    nodes = list(ast.walk(function))
-    shared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return (stored | {n.arg for n in nodes if isinstance(n, ast.arg)}) - shared
-
-
-def changed(function: ast.AST) -> set[str]:
-    """Names that a function declares global, or changes the contents of."""
-    found = set()
-    for node in ast.walk(function):
-        match node:
-            case ast.Global(names=names):
-                found.update(names)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)):
-                if attr in MUTATORS:
-                    found.add(name)
-            case (
-                ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del())
-                | ast.Attribute(value=ast.Name(id=name), ctx=ast.Store() | ast.Del())
-            ):
-                found.add(name)
-    return found
-
-
 # --------------------------------------------------------------------------------- one plain step
 
 
@@ -308,16 +147,6 @@ def trace_step(repo: Path, transport: str) -> dict[str, tuple[int, int]]:
 # ------------------------------------------------------------------------------------- the figures
 
 
-def measure_reach(repo: Path) -> Reach:
-    sources = read(repo)
-    return Reach(
-        imports_against_the_order=against_the_order(sources),
-        private_of_module=foreign_reads(sources, by_package=False),
-        private_of_package=foreign_reads(sources, by_package=True),
-        mutable_globals=mutable_globals(sources),
-    )
-
-
 def show_size(size: Size) -> None:
     for name, lines in size.lines_by_package.items():
         print(f"{name:38}{lines:6}")
@@ -326,17 +155,6 @@ def show_size(size: Size) -> None:
     print(f"{'lines with only a comment':38}{size.comment_lines:6}")
     print(f"{'zip(..., strict=True) in the core':38}{size.strict_zips_in_core:6}")
     print(f"{'names of several files':38}{', '.join(size.repeated_names) or '-'}")
-
-
-def show_reach(reach: Reach) -> None:
-    rows = {
-        "imports against the order": reach.imports_against_the_order,
-        "reads of another module's privates": len(reach.private_of_module),
-        "reads of another package's privates": len(reach.private_of_package),
-        "mutable globals": len(reach.mutable_globals),
-    }
-    for name, number in rows.items():
-        print(f"{name:38}{number:6}")
 
 
 def show_step(transport: str, executed: dict[str, tuple[int, int]]) -> None:
@@ -356,19 +174,16 @@ def main() -> None:
     parser.add_argument(
         "--step", choices=("native", "sockets", "auto"), help="what one step over it executes"
     )
-    parser.add_argument(
-        "--json", type=output_file, metavar="PATH", help="write figures, lists there"
-    )
+    parser.add_argument("--json", type=output_file, metavar="PATH", help="write figures there")
     args = parser.parse_args()
     if not (args.repo / "flatshard").is_dir():
         parser.error(f"--repo: there is no flatshard in {args.repo}")
-    size, reach = measure_size(args.repo), measure_reach(args.repo)
+    size = measure_size(args.repo)
     show_size(size)
-    show_reach(reach)
     executed = trace_step(args.repo, args.step) if args.step else {}
     if args.step:
         show_step(args.step, executed)
-    write_json(args.json, {**asdict(size), **asdict(reach), "step": executed})
+    write_json(args.json, {**asdict(size), "step": executed})
 
 
 if __name__ == "__main__":

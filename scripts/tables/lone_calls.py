@@ -1,6 +1,6 @@
 """Prints what happens when one rank alone calls something that all ranks must call.
 
-    python scripts/tables/lone_calls.py [--only TEXT...] [--sample] [--page PATH]
+    python scripts/tables/lone_calls.py [--only TEXT...] [--sample]
 
 Each cell is a program of its own on two or three gloo ranks: two steps as usual, then one rank
 makes a call, as under `if rank == 0:`, and all ranks proceed to the same next thing. A cell is
@@ -11,15 +11,15 @@ more than SECONDS, an abort) is a failure, and the exit status is 1. All 864 cel
 minutes on two cores.
 
 `--sample` takes few cells, in which each pair of values meets; `--share 3` takes every third of the
-chosen cells. `--quick` looks for deadlocks ten times sooner. `--whole-end` lets the
-interpreter of every rank end as after any program, which takes a second; otherwise ranks run what
-is registered with atexit, and end.
+chosen cells. `--quick` looks for deadlocks ten times sooner. Ranks run what is registered with
+atexit, and end without the rest of the interpreter's end, which would take a second.
 """
 
 from __future__ import annotations
 
 import atexit
 import copy
+import gc
 import json
 import logging
 import os
@@ -40,8 +40,7 @@ import torch
 import torch._dynamo  # torch loads it when it makes the first optimizer
 import torch.distributed as dist
 from lib.command_line import Parser, positive_number
-from lib.output import writing
-from table_cells import Cell, Notes, page_file
+from table_cells import Cell, Notes
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, checkpoint
@@ -287,32 +286,23 @@ def _trained(setting: Setting, rank: int, folder: Path) -> tuple[float, float]:
     return began, max(worst, *differences)
 
 
-class How(NamedTuple):
-    """How ranks run; see the options."""
-
-    quick: bool = False
-    whole_end: bool = False
-
-
-def start(setting: Setting, rank: int, folder: Path, how: How) -> int:
+def start(setting: Setting, rank: int, folder: Path, quick: bool) -> int:
     """Fork this process as a rank; returns its process number, or ends in the child."""
     if process := os.fork():
         return process
-    if how.quick:
+    if quick:
         vars(detector).update(FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1, LONGEST_LOOK_SECONDS=0.4)
-    if how.whole_end:
-        # Nothing catches an error or this exit on its way to the interpreter's end.
-        sys.exit(_be_a_rank(setting, rank, folder))
     code = 1
     try:
-        code = _be_a_rank(setting, rank, folder)
+        _be_a_rank(setting, rank, folder)
+        code = 0
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     atexit._run_exitfuncs()
     os._exit(code)
 
 
-def _be_a_rank(setting: Setting, rank: int, folder: Path) -> int:
+def _be_a_rank(setting: Setting, rank: int, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     file = os.open(folder / f"err-{rank}", os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
@@ -328,10 +318,15 @@ def _be_a_rank(setting: Setting, rank: int, folder: Path) -> int:
         timeout=timedelta(seconds=GROUP_SECONDS),
     )
     program(setting, rank, folder)
-    return 0
 
 
 # ---------------------------------------------------------------- all ranks
+
+
+def warm_up() -> None:
+    """Do once what each rank, which is forked from this process, would do for itself."""
+    torch.overrides.resolve_name(torch.Tensor.norm)  # fills a cache
+    gc.freeze()  # a collection in a rank need not look at what is loaded here
 
 
 class Outcome(NamedTuple):
@@ -342,7 +337,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(
-    settings: Sequence[Setting], at_once: int, how: How
+    settings: Sequence[Setting], at_once: int, quick: bool
 ) -> Iterator[tuple[Setting, Outcome]]:
     """Each setting with its outcome, as they end; so many run at a time."""
     to_do, running = list(reversed(settings)), dict[Setting, tuple[dict[int, int], Path, float]]()
@@ -351,7 +346,7 @@ def outcomes(
             setting = to_do.pop()
             # Not a context manager: a child would leave it, too, and remove the folder.
             folder = Path(tempfile.mkdtemp(prefix="flatshard-lone-"))
-            processes = {rank: start(setting, rank, folder, how) for rank in range(setting.world)}
+            processes = {rank: start(setting, rank, folder, quick) for rank in range(setting.world)}
             running[setting] = processes, folder, time.monotonic()
         for setting, (processes, folder, began) in list(running.items()):
             codes = _ended(processes)
@@ -448,28 +443,23 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help="the fewest cells with all pairs")
     parser.add_argument("--share", type=positive_number, default=1, help="take one cell in so many")
     parser.add_argument("--quick", action="store_true", help="look for deadlocks sooner")
-    parser.add_argument("--whole-end", action="store_true", help="end each rank's interpreter")
     parser.add_argument("--at-once", type=positive_number, default=6, help="cells at a time")
-    parser.add_argument("--page", type=page_file, help="write the table there, too")
     options = parser.parse_args()
     settings = [
         setting
         for setting in (sample() if options.sample else all_settings())
         if all(any(word in str(value) for value in setting) for word in options.only)
     ][:: int(options.share)]
-    how, found = How(options.quick, options.whole_end), dict[Setting, Outcome]()
-    for setting, outcome in outcomes(settings, int(options.at_once), how):
+    warm_up()
+    found: dict[Setting, Outcome] = {}
+    for setting, outcome in outcomes(settings, int(options.at_once), options.quick):
         found[setting] = outcome
         if outcome.cell.verdict not in GOOD:
             print(f"{outcome.cell.verdict}: {outcome.cell.why}", file=sys.stderr, flush=True)
     counts: dict[str, int] = {}
     for one in found.values():
         counts[one.cell.verdict] = counts.get(one.cell.verdict, 0) + 1
-    lines = [*table(found), "", f"{len(found)} cells: {counts}"]
-    print("\n".join(lines))
-    if options.page:
-        with writing(options.page) as path:
-            path.write_text("\n".join(lines) + "\n")
+    print("\n".join([*table(found), "", f"{len(found)} cells: {counts}"]))
     return int(any(verdict not in GOOD for verdict in counts))
 
 

@@ -19,6 +19,7 @@ from flatshard.comm.host_exchange import FRAME_BYTES, HostExchange
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from tests.combinations import THOROUGH
 from tests.harness import ROOT, run_ranks
 
 LARGE = 3 * FRAME_BYTES
@@ -174,9 +175,10 @@ def _both_clippings(rank: int, world_size: int) -> bool:
 def test_one_rank_alone() -> None:
     """A call on one rank, then anything else on all: right, or an error that names both.
 
-    The sample has each pair of a call and what comes next.
+    The sample has each pair of a call and what comes next; every other of its cells runs here.
     """
-    script = "scripts/tables/lone_calls.py --sample --quick --at-once 4".split()
+    share = "1" if THOROUGH else "2"
+    script = f"scripts/tables/lone_calls.py --sample --quick --at-once 4 --share {share}".split()
     run = subprocess.run(
         [sys.executable, *script], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

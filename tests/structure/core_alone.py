@@ -1,8 +1,8 @@
 """A program that the core alone runs: `python -m tests.structure.core_alone [EXTRA]`.
 
-Two ranks train the MLP of the tests under each strategy that needs no nodes, clip, save and load
-state dicts, and have the numbers of the unwrapped model. Then each asks for what ``EXTRA`` gives
-and prints the error.
+Two ranks train the MLP of the tests, sharded and replicated, clip, save and load state dicts, and
+have the numbers of the unwrapped model. (`tests/parity` has all
+strategies.) Then each rank asks for what ``EXTRA`` gives and prints the error.
 """
 
 import sys
@@ -20,7 +20,7 @@ from tests.models import CASES
 from tests.oracle import ROWS, train_rank_by_rank, train_steps
 
 WORLD_SIZE = 2
-STRATEGIES = [one for one in ShardingStrategy if not one.placement.hybrid]
+STRATEGIES = (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD)
 
 
 def _memory_plan(_: ShardedWrapper) -> None:

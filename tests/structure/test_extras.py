@@ -46,8 +46,10 @@ def _python(folder: Path, *arguments: str) -> str:
 
 # Loads torch once, and for each folder runs a process that has never loaded flatshard.
 FORKED = """
-import os, runpy, sys
+import gc, os, runpy, sys
 import torch, torch._dynamo
+
+gc.freeze()  # what is loaded is no garbage, and stays shared
 
 for folder, extra in zip(sys.argv[1::2], sys.argv[2::2]):
     if process := os.fork():

@@ -14,7 +14,7 @@ from tests.combinations import THOROUGH
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow]
-SAMPLE = SAMPLE[:: 12 if THOROUGH else 24]
+SAMPLE = SAMPLE[:: 12 if THOROUGH else 36]
 
 
 @pytest.mark.distributed

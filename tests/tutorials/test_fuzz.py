@@ -25,7 +25,7 @@ CASE: dict[str, Any] = {
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_some_cases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = "100" if THOROUGH else "15"
+    cases = "100" if THOROUGH else "8"
     monkeypatch.setattr(sys, "argv", ["fuzz.py", "--cases", cases, "--seed", "20"])
     failed = fuzz.main()
     assert not failed, capsys.readouterr().out
