@@ -15,7 +15,7 @@ from zlib import crc32
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.comm.work import REMEDY, Begun, first_difference
-from flatshard.engine.events import Kind
+from flatshard.engine.events import Kind, Voter
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
@@ -51,7 +51,9 @@ def agree(
     Raises:
         RuntimeError: the ranks do not run the same program; on all of them.
     """
-    voters, handles = state.voters, state.handles
+    handles = state.handles
+    # Whoever compares something between ranks, in the same order on all of them.
+    voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
     # First, since some say something to the other ranks here.
     theirs = [one.votes() for one in voters]
     own: list[Sequence[int]] = [
@@ -75,7 +77,6 @@ def agree(
     where = f"backward of {state.root.name or 'the model'!r}"
     _check_program(where, program)
     _check_order(state, where, orders)
-    # All ranks have the same voters, in the same order.
     for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
         voter.tally(their_maxima)
     flags = map(bool, used)

@@ -29,9 +29,9 @@ class ForwardEdits:
     """Watches the forwards of one model."""
 
     def __init__(self) -> None:
-        # Version counters of unsharded buffers when a forward of their unit began.
-        self._versions: dict[FlatParamHandle, int] = {}
-        self._checksums: dict[FlatParamHandle, Checksum | None] = {}
+        # For unsharded buffers, when a forward of their unit began: the version counter, and the
+        # checksum if the buffer is compared after the forward.
+        self._before: dict[FlatParamHandle, tuple[int, Checksum | None]] = {}
         # Forwards of a unit so far, by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For frozen flat parameters: version of the shard at the first forward of the unit.
@@ -44,26 +44,25 @@ class ForwardEdits:
         """A unit's modules hold its unsharded parameters, and its forward begins."""
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
-        is_power = number % 10 == 0 and f"{number}".rstrip("0") == "1"
-        compares = self._was_edited or number <= 2 or is_power
+        is_power_of_ten = str(number).rstrip("0") == "1"
+        compares = self._was_edited or number == 2 or is_power_of_ten
         for handle in unit.handles:
             # The memory of parameters that are always full is the shard: edits of it stay.
             if not handle.is_aliased:
-                self._versions[handle] = handle.buffer._version
                 is_written = not unit.num_trainable[handle] and (
                     self._frozen.setdefault(handle, handle.version) != handle.version
                 )
                 is_compared = compares or is_written
-                self._checksums[handle] = checksum(handle.buffer) if is_compared else None
+                compared = checksum(handle.buffer) if is_compared else None
+                self._before[handle] = handle.buffer._version, compared
 
     def check(self, unit: Unit, module: nn.Module) -> None:
         """Raise if the forward of ``module``, which is over, edited the unit's parameters."""
         for handle in unit.handles:
-            version = self._versions.get(handle)
-            if version is None or handle.is_aliased:
+            if handle not in self._before or handle.is_aliased:
                 continue
-            before = self._checksums[handle]
-            is_same = before is None or before == checksum(handle.buffer)
+            version, compared = self._before[handle]
+            is_same = compared is None or compared == checksum(handle.buffer)
             if handle.buffer._version != version or not is_same:
                 self._was_edited = True
                 raise _edited(handle)

@@ -14,7 +14,7 @@ node.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +100,8 @@ class ParamGather:
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
         """Fill the buffer in ``memory``, later. Collective: all ranks that it is gathered from."""
         # `version` is the shard's, and tells whether what was kept of it is stale.
-        with self._copying():
+        # Copies of an offloaded shard overlap with compute.
+        with beside(self._device) if self._is_offloaded else nullcontext():
             if self.secondary is not None:
                 self.begin_refresh(shard, version)
                 if self.secondary.is_current(version):
@@ -116,10 +117,6 @@ class ParamGather:
                 self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
                 request = request._replace(shard=packed, out=self._packed, memory=None)
             self._work = self._topology.intra_group.all_gather(request)
-
-    def _copying(self) -> AbstractContextManager[None]:
-        """Let copies of an offloaded shard that are queued inside overlap with compute."""
-        return beside(self._device) if self._is_offloaded else nullcontext()
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
         """The shard where the unit computes, in the dtype to send."""
@@ -181,7 +178,8 @@ class ParamGather:
         if secondary is None or self._topology.inter_group.size == 1:
             return
         if not secondary.is_current(version):
-            with torch.inference_mode(False), torch.no_grad(), self._copying():
+            copying = beside(self._device) if self._is_offloaded else nullcontext()
+            with torch.inference_mode(False), torch.no_grad(), copying:
                 source = self._source(shard, version)
                 secondary.begin_refresh(source, version, self.tags[1])
 

@@ -10,7 +10,7 @@ import torch
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import Kind, Observers, StepExtension, Voter
+from flatshard.engine.events import Kind, Observers, StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
@@ -39,11 +39,6 @@ class RunState:
         self.expects_backward = False  # the outermost forward began with gradients enabled
         # Whether autograd has run another graph inside the backward that is under way.
         self.has_inner_backward = False
-
-    @property
-    def voters(self) -> list[Voter]:
-        """Whoever compares something in the exchange at the end of backward."""
-        return [*([self.buffers] if self.buffers else []), *self.extensions]
 
     @property
     def is_accumulating(self) -> bool:
