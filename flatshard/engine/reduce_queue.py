@@ -196,7 +196,13 @@ class ReduceQueue:
         self._must_wait = must_wait
         self._order.begin_backward()
         self._to_reduce.clear()
-        self._hooked = {unit for unit in self._state.units if unit.calls_hook}
+        self._hooked = {
+            unit
+            for unit, handle in self._state.handles
+            if handle.reduce_plan.hook is not None
+            and unit.sync is Sync.ALL
+            and unit.num_trainable[handle]
+        }
         self.asks_hooks = bool(self._hooked)
         self._num_agreed = 0
         for bucket in self.buckets:

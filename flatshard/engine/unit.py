@@ -164,15 +164,6 @@ class Unit:
         self.sync = wanted
 
     @property
-    def calls_hook(self) -> bool:
-        """Whether a user's function reduces the unit's gradients in this backward."""
-        return self.sync is Sync.ALL and any(
-            handle.comm_hook is not None and handle.comm_hook.reduce is not None
-            for handle, count in self.num_trainable.items()
-            if count
-        )
-
-    @property
     def buffer_bytes(self) -> int:
         return sum(handle.buffer_bytes for handle in self.handles)
 
