@@ -226,7 +226,7 @@ class FlatParamHandle:
             self._move_to(ShardState.SHARDED)
             self._free_buffer()
             raise
-        unsharded.set_accessible((param.full for param in self.params), True)
+        unsharded.set_accessible([param.full for param in self.params], True)
         self._move_to(ShardState.UNSHARDED)
 
     def gather_flat(self, shard: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class FlatParamHandle:
         self.memory.free()
         self.lingers = False
         unsharded.forbid(self.buffer, self.link.unit_name, self.topology.world.global_rank)
-        unsharded.set_accessible((param.full for param in self.params), False)
+        unsharded.set_accessible([param.full for param in self.params], False)
 
     def snapshot(self) -> None:
         """Let the buffer stay as it is when shards change: what shows them becomes a copy."""

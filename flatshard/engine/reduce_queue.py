@@ -95,6 +95,7 @@ class ReduceBucket:
     # Its reductions that are not finished, and the bytes that they hold until then.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
+    has_stages: bool = False  # whether one of them goes on after its first stage
 
     @property
     def trainable_handles(self) -> list[FlatParamHandle]:
@@ -113,7 +114,7 @@ class ReduceBucket:
         """
         # The results of an earlier start would be lost: a handle keeps one reduction.
         assert not self.under_way, "the reduction before was not finished"
-        sync, self.bytes_in_flight = self.unit.sync, 0
+        sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
             chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
             if plan.hook is not None:
@@ -125,13 +126,14 @@ class ReduceBucket:
             handle.grad_reduce = reduce
             self.under_way.append((handle, reduce))
             self.bytes_in_flight += plan.bytes_in_flight
+            self.has_stages |= bool(reduce.to_come)
 
     def is_reduced(self) -> bool:
         return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
         """Begin later stages whose turn has come; False when one must wait."""
-        return all(reduce.advance() for _, reduce in self.under_way if reduce.to_come)
+        return all(reduce.advance() for _, reduce in self.under_way)
 
     def wait_until_reduced(self) -> bool:
         """Wait a while; False when a peer seems unable to take part yet."""
@@ -269,14 +271,15 @@ class ReduceQueue:
         with self._observers.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
                 # Second stages begin in the order of the first.
-                if not bucket.advance():
+                if bucket.has_stages and not bucket.advance():
                     break
         while self._in_flight:
             bucket = self._in_flight[0]
-            bytes_in_flight = sum([one.bytes_in_flight for one in self._in_flight])
-            over = bytes_in_flight > self.max_bytes_in_flight
-            if not bucket.is_reduced() and not (over and self._wait_until_reduced(bucket)):
-                return
+            if not bucket.is_reduced():
+                bytes_in_flight = sum([one.bytes_in_flight for one in self._in_flight])
+                over = bytes_in_flight > self.max_bytes_in_flight
+                if not (over and self._wait_until_reduced(bucket)):
+                    return
             self._finish_first()
             self._note_reduced(bucket.unit)
 

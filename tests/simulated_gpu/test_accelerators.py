@@ -40,8 +40,6 @@ class _Reduce:
 
     is_finished = False
 
-    to_come = ("a second stage",)
-
     def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
         self._computed = chain(repeat(False, computed_after), repeat(True))
         self._done = chain(repeat(False, done_after), repeat(True))

@@ -47,7 +47,7 @@ class Members:
         """The collectives that this rank has begun."""
         return self.host.history
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 
