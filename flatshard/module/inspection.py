@@ -166,8 +166,9 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
             where = f"contains, at {name!r}," if name else "is"
             raise ValueError(
                 f"ShardedWrapper: auto_wrap_policy over a module that {where} a ShardedWrapper "
-                f"already (of a {inner.__class__.__name__}). Leave the policy out, and it wraps "
-                "what is left; or wrap the model once, with the policy."
+                f"already (of a {inner.__class__.__name__}, {len(shardings_in(module))} in all). "
+                "Leave the policy out, and it wraps what is left; or wrap the model once, with the "
+                "policy."
             )
 
 
