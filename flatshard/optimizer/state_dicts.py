@@ -8,21 +8,31 @@ element, which checkpoints can save and reshard.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.stepper import all_params, part_per_element, shared_state, shown
-from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
+from flatshard.optimizer.stepper import (
+    all_params,
+    is_elementwise,
+    part_per_element,
+    shared_state,
+    shown,
+)
+from flatshard.plan.module_tree import unit_text
+from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
 
 StateDict = dict[str, Any]
 
@@ -85,36 +95,51 @@ def _frames() -> Iterator[FrameType]:
 # ------------------------------------------------------------ torch's get_state_dict
 
 
-def to_torch(
-    optimizer: torch.optim.Optimizer,
-    state_dict: StateDict,
-    asked: TorchRequest,
-    alike: Collection[FlatShardTensor],
-) -> None:
-    """Give torch's ``get_state_dict`` sharded tensors, or full ones, for this rank's parts.
+def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    """A copy of a state dict with sharded tensors for this rank's parts, which share their memory.
 
-    What is not per element is the same on all ranks for the parameters in ``alike``.
-
-    Collective if it asked for full ones: all ranks of the shard group.
+    Raises:
+        ValueError: state is neither one value per element nor one value per parameter.
     """
+    state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
+    # Every rank has the same state that is not per element, or the state of the owner.
+    is_alike = not is_elementwise(optimizer)
     for param, state in _sharded_params(optimizer, state_dict):
-        for key, value in sorted(state.items()):  # in one order on all ranks
+        for key, value in state.items():
             part = part_per_element(param.spec, key, value)
-            if part is None:
-                # Each rank may have another value.
-                if isinstance(value, Tensor) and value.numel() > 1 and param not in alike:
-                    raise ValueError(
-                        f"optimizer state {key!r} of parameter {param.spec.name!r} has shape "
-                        f"{tuple(value.shape)}: only numbers, and tensors with one value per "
-                        "element of the parameter, can be saved from the ranks' parts."
-                    )
-                continue
-            result = state_shard(part, param.spec, f"{key} of")
-            if asked.full and isinstance(result, FlatShardTensor):
-                result = result.full_tensor()
-                if asked.rank0_only and param.spec.comm.global_rank > 0:
-                    result = result.new_empty(0)
-            state[key] = result.cpu() if asked.to_cpu else result
+            if part is not None:
+                state[key] = state_shard(part, param.spec, f"{key} of")
+            elif not is_alike:
+                _check_one_value(param, key, value)
+    return state_dict
+
+
+def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -> None:
+    """Put full tensors into ``states`` for sharded ones, on ``device`` if there is one.
+
+    Without ``is_kept`` this rank only helps the others, and gets empty tensors.
+
+    Collective: all ranks of the shard groups; of tensor-parallel parameters, of their mesh.
+    """
+    for name in sorted(states, key=str):  # in one order on all ranks
+        for key, value in sorted(states[name].items()):
+            if isinstance(value, StateShard):
+                tensor = value.spec.unsplit(value.of_local_shape().full_tensor())
+                states[name][key] = tensor.to(device) if is_kept else tensor.new_empty(0)
+
+
+def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
+    """A copy of nested state, with its tensors on ``device`` if there is one."""
+
+    def copied_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, StateShard):
+            local = leaf.local.to(device or leaf.local.device, copy=not shares_memory)
+            return state_shard(local, leaf.spec, leaf.role)
+        if isinstance(leaf, Tensor):
+            return leaf.detach().to(device or leaf.device, copy=not shares_memory)
+        return copy.deepcopy(leaf)
+
+    return pytree.tree_map(copied_leaf, value)
 
 
 def from_torch(
@@ -131,6 +156,18 @@ def from_torch(
                 # An element-wise optimizer takes the range out of the tensor in its next step.
                 state[key] = FlatShardTensor(part, spec, role=f"{key} of")
     return state_dict
+
+
+def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
+    """Raise for state that is not per element, and of which ranks may have different values."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    shapes = {tuple(tensor.shape) for tensor in tensors if tensor.numel() > 1}
+    if shapes:
+        raise ValueError(
+            f"state {key!r} of parameter {param.spec.name!r} ({unit_text(param.spec.unit)}) has "
+            f"tensors of shape {sorted(shapes)}: only numbers, and tensors with one value per "
+            "element of the parameter, can be put together from the ranks' parts."
+        )
 
 
 def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
@@ -196,9 +233,13 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     if stamp is not None and state_dict["state"]:
         asked = torch_request()
         if asked is not None:
-            shared = shared_state(optimizer)
-            state_dict["state"] = with_shared(optimizer, state_dict, shared)["state"]
-            to_torch(optimizer, state_dict, asked, shared)
+            named = with_shared(optimizer, state_dict, shared_state(optimizer))
+            states = to_sharded(optimizer, named)["state"]
+            device = torch.device("cpu") if asked.to_cpu else None
+            if asked.full:
+                is_first = not dist.is_initialized() or dist.get_rank() == 0
+                _to_full(states, device, is_kept=is_first or not asked.rank0_only)
+            state_dict["state"] = copied(states, device, shares_memory=True)
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:

@@ -1,25 +1,23 @@
 """Optimizer state by parameter name: full tensors, whatever the sharding.
 
-State is *per element* (a momentum, say) or *one per parameter* (``step``, text, whatever else).
+State is *per element* (a momentum, for example) or *one per parameter* (``step``, text, numbers).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
-from flatshard.optimizer.state_dicts import with_shared
+from flatshard.optimizer.state_dicts import StateDict, copied
 from flatshard.optimizer.stepper import (
     ONE_PER_PARAMETER,
     is_elementwise,
@@ -29,44 +27,12 @@ from flatshard.optimizer.stepper import (
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
-from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
-from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
-
-StateDict = dict[str, Any]
+from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 _REMEDY = "Every rank must step the same optimizer and load the same state."
-
-
-@dataclass
-class _Entry:
-    """The state of one parameter of the optimizer on this rank."""
-
-    param: OptimParam
-    state: StateDict
-    is_alike: bool  # what is not per element, whatever its shape, is the same on all ranks
-    parts: dict[str, Tensor] = field(init=False)  # this rank's part of what is per element, 1-D
-
-    def __post_init__(self) -> None:
-        items = self.state.items()
-        parts = {key: _part(self.param, key, value, self.is_alike) for key, value in items}
-        self.parts = {key: part for key, part in parts.items() if part is not None}
-
-    def sharded(self, key: str, device: torch.device | None) -> Tensor:
-        """This rank's part, as checkpoints take it."""
-        original, part = self.param.original, self.parts[key]
-        assert original is not None, "only what is sharded has parts"
-        if not original.is_sharded:
-            return self.state[key].detach().to(device or part.device)
-        return state_shard(part.to(device or part.device), original.spec, f"{key} of")
-
-    def facts(self) -> Iterable[tuple[str, str]]:
-        """What must be equal on all ranks."""
-        fqn = self.param.fqn
-        yield f"state of {fqn!r}", "there"
-        for key, value in self.state.items():
-            part = self.parts.get(key)
-            described = _fact(value) if part is None else f"{part.dtype} per element"
-            yield f"state {key!r} of {fqn!r}", described
+# What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts.
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def full_state(
@@ -84,25 +50,24 @@ def full_state(
     """
     shared = _shared(optimizer)
 
-    def prepare() -> tuple[_State, Facts]:
-        found = _State.of(model, optimizer, units, state_dict, shared)
-        return found, dict(chain.from_iterable(entry.facts() for entry in found.entries.values()))
+    def prepare() -> tuple[StateDict, Facts]:
+        named = _by_name(model, optimizer, units, state_dict, shared)
+        facts: Facts = {}
+        for name, state in named["state"].items():
+            facts[f"state of {name!r}"] = "there"
+            if isinstance(state, dict):
+                facts.update((f"state {key!r} of {name!r}", _fact(v)) for key, v in state.items())
+        return named, facts
 
-    # Errors of one rank are raised on all, before the first all-gather.
-    found = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
-    entries = found.entries
+    # Errors of one rank are raised on all, before the first tensor is put together.
+    named = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
-    full = {
-        e.param.fqn: {k: None if k in e.parts else _copied(v, device) for k, v in e.state.items()}
-        for e in entries.values()
-    }
-    # In the units' order, which all ranks share.
     with torch.inference_mode(False), torch.no_grad():
+        # In the units' order, which all ranks share.
         for handle in chain.from_iterable(unit.handles for unit in units):
-            own_entries = [entry for entry in entries.values() if entry.param.handle is handle]
-            _gather(handle, own_entries, full if is_saving else None, device)
-    return found.by_name(full, device) if is_saving else {}
+            _gather(handle, named["state"], device, is_kept=is_saving)
+    return copied(named, device) if is_saving else {}
 
 
 def sharded_state(
@@ -113,69 +78,66 @@ def sharded_state(
     *,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's state by name; what is per element is sharded, and shares memory with it."""
+    """An optimizer's state by name; what is per element is sharded. Shares memory with it."""
     if len(worlds_of(units)) > 1:
         raise NotImplementedError(
             "optim_state_dict: some units train on some of the model's ranks alone: other ranks "
             "may hold other state of their names, and a sharded checkpoint keeps one of a name. "
             "Ask for FULL_STATE_DICT."
         )
-    found = _State.of(model, optimizer, units, state_dict, _shared(optimizer))
+    named = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
     device = torch.device("cpu") if offload_to_cpu else None
-    state = {
-        entry.param.fqn: {
-            key: entry.sharded(key, device) if key in entry.parts else _copied(value)
-            for key, value in entry.state.items()
-        }
-        for entry in found.entries.values()
-    }
-    return found.by_name(state, device)
+    return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, StateDict]:
     return shared_state(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
 
 
-@dataclass
-class _State:
-    """An optimizer's own state dict, and what its keys are in the unwrapped model."""
+def _gather(
+    handle: FlatParamHandle, states: StateDict, device: torch.device | None, *, is_kept: bool
+) -> None:
+    """Put full tensors for the handle's sharded ones into ``states``, unless only others keep them.
 
-    own: StateDict
-    params: dict[Any, OptimParam]
-    entries: dict[Any, _Entry]
+    One all-gather per key and dtype. Collective: all ranks of the shard group.
+    """
+    param_of = {param.name: param for param in handle.params}
+    shards: dict[tuple[str, torch.dtype], list[tuple[StateDict, OriginalParam, Tensor]]] = {}
+    for state in states.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, StateShard) and value.spec.name in param_of:
+                entry = state, param_of[value.spec.name], value.local
+                shards.setdefault((key, value.dtype), []).append(entry)
+    for key, dtype in sorted(shards, key=str):  # in one order on all ranks
+        entries = shards[key, dtype]
+        shard = join(handle, ((param, part) for _, param, part in entries), dtype)
+        tensors = gather_full(handle, shard, device, is_kept=is_kept)
+        for state, param, _ in entries if is_kept else ():
+            state[key] = param.spec.unsplit(tensors[param.index])
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        units: Sequence[Unit],
-        state_dict: StateDict | None,
-        shared: dict[FlatShardTensor, StateDict],
-    ) -> _State:
-        _check_optimizer(optimizer)
-        state_dicts.watch(optimizer)
-        own = state_dicts.parts(optimizer) if state_dict is None else state_dict
-        _check_form(own)
-        own = with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
-        params = OptimParams(model, optimizer, units).by_key(own)
-        is_alike = not is_elementwise(optimizer)
-        entries = {
-            key: _Entry(params[key], state, is_alike)
-            for key, state in own["state"].items()
-            if key in params
-        }
-        return cls(own, params, entries)
 
-    def by_name(self, state: StateDict, device: torch.device | None) -> StateDict:
-        """The state dict with ``state`` for its parameters'."""
-        rest = self.own["state"].items()
-        others = {key: _copied(v, device) for key, v in rest if key not in self.entries}
-        groups = [
-            {**_options(group), "params": [self.params[key].fqn for key in group["params"]]}
-            for group in self.own["param_groups"]
-        ]
-        return {"state": {**state, **others}, "param_groups": groups}
+def _by_name(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: Sequence[Unit],
+    state_dict: StateDict | None,
+    shared: dict[FlatShardTensor, StateDict],
+) -> StateDict:
+    """An optimizer's own state dict with names in the unwrapped model, and sharded tensors."""
+    _check_optimizer(optimizer)
+    state_dicts.watch(optimizer)
+    own = state_dicts.parts(optimizer) if state_dict is None else state_dict
+    _check_form(own)
+    own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
+    params = OptimParams(model, optimizer, units).by_key(own)
+    own = state_dicts.to_sharded(optimizer, own)
+    groups = [
+        {**_options(group), "params": [params[key].fqn for key in group["params"]]}
+        for group in own["param_groups"]
+    ]
+    # Keys that are no parameter's are state of the optimizer itself.
+    state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
+    return {"state": state, "param_groups": groups}
 
 
 def _check_optimizer(value: object) -> None:
@@ -191,63 +153,6 @@ def _check_form(state_dict: Any) -> None:
         f"expected a dict with 'state' and 'param_groups', got {got}. With rank0_only=True only "
         "rank 0 has the state: let every rank load the file."
     )
-
-
-def _part(param: OptimParam, key: str, value: Any, is_alike: bool) -> Tensor | None:
-    """This rank's part of state per element, 1-D; None for what is one per parameter."""
-    handle, original = param.handle, param.original
-    if handle is None or original is None or key in ONE_PER_PARAMETER:
-        return None
-    if isinstance(value, FlatShardTensor):
-        return value.local  # of an optimizer that works on sharded parameters
-    if isinstance(value, Tensor):
-        spec = original.spec
-        if tuple(value.shape) == spec.shape:
-            # Full: not stepped on since wrapping or loading; or this rank holds all of it.
-            return spec.slice(value)
-        if tuple(value.shape) == (spec.numel,) and not handle.is_whole:
-            return value  # of an optimizer that steps on local ranges
-    shapes = {tuple(leaf.shape) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
-    if shapes - {()} and not handle.is_whole and not is_alike:
-        raise ValueError(
-            f"state {key!r} of parameter {param.fqn!r} ({unit_text(handle.unit_name)}) has "
-            f"tensors of shape {sorted(shapes)}: only numbers, and tensors with one value per "
-            "element of the parameter, can be put together from the ranks' parts."
-        )
-    return None
-
-
-def _gather(
-    handle: FlatParamHandle,
-    entries: Sequence[_Entry],
-    full: dict[str, StateDict] | None,
-    device: torch.device | None,
-) -> None:
-    """Put what is per element into ``full``, by name and key; one all-gather per key and dtype.
-
-    Collective: all ranks of the shard group. Without ``full`` this one only helps the others.
-    """
-    kinds = {(key, part.dtype) for entry in entries for key, part in entry.parts.items()}
-    for key, dtype in sorted(kinds, key=str):  # in one order on all ranks
-        some = [e for e in entries if key in e.parts and e.parts[key].dtype == dtype]
-        parts = ((e.param.original, e.parts[key]) for e in some)
-        shard = join(handle, ((original, part) for original, part in parts if original), dtype)
-        tensors = gather_full(handle, shard, device, is_kept=full is not None)
-        if full is not None:
-            for fqn, original in ((e.param.fqn, e.param.original) for e in some):
-                if original is not None:
-                    full[fqn][key] = original.spec.unsplit(tensors[original.index])
-
-
-def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy with memory of its own; tensors in it go to ``device`` if there is one."""
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().to(device or leaf.device, copy=True)
-        return copy.deepcopy(leaf)
-
-    return pytree.tree_map(copied, value)
 
 
 def state_to_load(
@@ -274,6 +179,7 @@ def state_to_load(
         # The keys in the optimizer's own state dicts.
         name_of = {id(param): name for name, param in model.named_parameters()}
         position = count()
+        elementwise = is_elementwise(optimizer)
         loaded: StateDict = {"state": {}, "param_groups": []}
         facts: Facts = {}
         for number, group in enumerate(params.groups):
@@ -283,22 +189,17 @@ def state_to_load(
             loaded["param_groups"].append({**options, "params": keys})
             for key, param in zip(keys, group, strict=True):
                 if (fqn := param.fqn) in saved["state"]:
-                    state = _split(param, saved["state"][fqn])
-                    loaded["state"][key] = _loaded(param, state, optimizer)
+                    state = saved["state"][fqn]
+                    loaded["state"][key] = {
+                        k: _loaded(param, k, v, elementwise) for k, v in state.items()
+                    }
                     facts.update((f"state {k!r} of {fqn!r}", _fact(v)) for k, v in state.items())
         for key, value in saved["state"].items():
             if key not in group_of:
-                loaded["state"][key] = _copied(value)
+                loaded["state"][key] = copied(value)
         return loaded, facts
 
     return agreed(prepare, worlds_of(units), "optim_state_dict_to_load", _REMEDY)
-
-
-def _split(param: OptimParam, state: StateDict) -> StateDict:
-    """The state of a tensor-parallel parameter's local part; any other as it is."""
-    if param.original is None:
-        return state
-    return {key: param.original.spec.split(value) for key, value in state.items()}
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
@@ -370,58 +271,124 @@ def _options_of_group(
 
 
 def _options(group: StateDict) -> StateDict:
-    return {k: _copied(v) for k, v in group.items() if k not in ("params", "param_names")}
+    return {k: copied(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _loaded(param: OptimParam, state: StateDict, optimizer: torch.optim.Optimizer) -> StateDict:
-    """This rank's part of the full state of one parameter."""
-    elementwise = is_elementwise(optimizer)
-    return {
-        key: _local(param, key, value, elementwise)
-        if _is_per_element(param, key, value, elementwise)
-        else _copied(value)
-        for key, value in state.items()
-    }
+def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
+    """This rank's part of one value in the full state of a parameter.
 
-
-def _is_per_element(param: OptimParam, key: str, value: Any, elementwise: bool) -> bool:
-    """Whether state has one value per element of its parameter; raises for another shape."""
-    if param.original is None or key in ONE_PER_PARAMETER:
-        return False
-    shape = param.original.spec.shape
-    if not isinstance(value, Tensor) or (value.dim() == 0 and shape):
-        return False
-    if tuple(value.shape) == shape:
-        return True
-    if not elementwise:
-        return False  # the optimizer's own business, as in an unwrapped model
-    raise ValueError(
-        f"state {key!r} of parameter {param.fqn!r} ({unit_text(param.original.spec.unit)}): "
-        f"expected the parameter's shape {shape}, got {tuple(value.shape)}. Was the state saved "
-        "from another model?"
-    )
-
-
-def _local(param: OptimParam, key: str, value: Tensor, elementwise: bool) -> Tensor:
-    """This rank's part of full state, as the optimizer has it."""
-    handle, original = param.handle, param.original
-    assert handle is not None, "the parameter is sharded"
-    assert original is not None, "the parameter is sharded"
-    spec = original.spec
-    if handle.is_whole:
+    Raises:
+        ValueError: the value is per element, and has another shape than the parameter.
+    """
+    original = param.original
+    if original is None:
+        return copied(value)
+    spec, value = original.spec, original.spec.split(value)
+    is_number = not isinstance(value, Tensor) or (value.dim() == 0 and spec.shape)
+    if is_number or key in ONE_PER_PARAMETER:
+        return copied(value)
+    if tuple(value.shape) != spec.shape:
+        if not elementwise:  # the optimizer's own business, as in an unwrapped model
+            return copied(value)
+        raise ValueError(
+            f"state {key!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
+            f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Was the state saved from "
+            "another model?"
+        )
+    device = original.sharded.device
+    if not original.is_sharded:
         # In the parameter's strides, which optimizers' fast paths compare.
-        return spec.empty(value.new_empty(0, device=handle.flat_param.device)).copy_(value)
+        return spec.empty(value.new_empty(0, device=device)).copy_(value)
     # Sharded state is taken as it is, as torch's load_state_dict takes tensors.
+    is_full = not isinstance(value, FlatShardTensor)
     part = part_per_element(spec, key, value.detach())
-    assert part is not None, "_is_per_element() has compared the shapes"
-    part = part.to(handle.flat_param.device, copy=not isinstance(value, FlatShardTensor))
+    assert part is not None, "the shapes are equal"
+    part = part.to(device, copy=is_full)
     return part if elementwise else FlatShardTensor(part, spec)
 
 
 def _fact(value: Any) -> str:
-    """A value that is one per parameter, as far as ranks can be expected to agree on it."""
+    """What ranks must agree on of one value in an optimizer's state."""
+    if isinstance(value, FlatShardTensor):
+        return f"{value.dtype} per element"
     if isinstance(value, Tensor):
-        if value.numel() == 1 and not isinstance(value, FlatShardTensor):
+        if value.numel() == 1:
             return repr(value.item())
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+# ---------------------------------------------------------------- names
+
+
+@dataclass(frozen=True)
+class OptimParam:
+    """A parameter of an optimizer, in terms of the unwrapped model."""
+
+    fqn: str
+    original: OriginalParam | None = None  # None: no unit owns the parameter
+
+
+class OptimParams:
+    """The parameters of an optimizer, found in a model."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
+    ) -> None:
+        prefixes = {
+            module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
+        }
+        found = dict(_params_of_units(prefixes, units))
+        for name, param in model.named_parameters():
+            # No unit owns it: it is ignored, or the model is not wrapped.
+            found.setdefault(id(param), OptimParam(unwrapped(name)))
+        # As ``optimizer.param_groups`` has them.
+        self.groups: list[list[OptimParam]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                known = found.get(id(param))
+                if known is None or (known.original is None and isinstance(param, FlatShardTensor)):
+                    raise ValueError(
+                        f"parameter {position} of the optimizer's group {number}, of shape "
+                        f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
+                        "ShardedWrapper and an optimizer over its parameters."
+                    )
+            self.groups.append([found[id(param)] for param in group["params"]])
+
+    def __iter__(self) -> Iterator[OptimParam]:
+        return chain.from_iterable(self.groups)
+
+    def fqns(self, group: int) -> list[str]:
+        """The names of a group's parameters."""
+        return [param.fqn for param in self.groups[group]]
+
+    def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
+        """The parameters by the keys that a state dict of this very optimizer has for them."""
+        keys = [list(group["params"]) for group in state_dict["param_groups"]]
+        expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
+        if found != expected:
+            raise ValueError(
+                f"optim_state_dict: expected groups of {expected} parameters, as the optimizer "
+                f"has, got {found}. Pass optimizer.state_dict(), or None."
+            )
+        return dict(zip(chain.from_iterable(keys), self, strict=True))
+
+
+def _params_of_units(
+    prefixes: dict[nn.Module, str], units: Sequence[Unit]
+) -> Iterable[tuple[int, OptimParam]]:
+    """All that units own, by the id of what the optimizer may hold."""
+    for handle in chain.from_iterable(unit.handles for unit in units):
+        for param in handle.params:
+            # The first place in `model`, which may be a part of the sharded model.
+            fqn = next(
+                prefixes[place.module] + place.attribute
+                for place in param.locations
+                if place.module in prefixes
+            )
+            yield id(param.sharded), OptimParam(fqn, param)
+
+
+def unwrapped(name: str) -> str:
+    """A name as state dicts have it, where activations are checkpointed."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
