@@ -49,7 +49,7 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.policies import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
-from flatshard.state.model_state import as_torch, read_options, warn_of_size
+from flatshard.state.model_state import as_torch, read_options
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.shard_spec import refuse_foreign_wrapper
 
@@ -547,11 +547,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         rank 0 alone. RuntimeError then if the model had changed since.
 
         ``flatshard.checkpoint.full_state_dict`` and ``set_state_dict_type`` have it on rank 0
-        alone, in CPU memory. Rank 0 warns if all ranks' do not fit. Collective: all ranks, also
-        those that get nothing.
+        alone, in CPU memory. Collective: all ranks, also those that get nothing.
         """
         self._sharding.context.recover()
-        warn_of_size(state_dicts_in(self))
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self) -> dict[str, Any]:

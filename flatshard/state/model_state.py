@@ -8,14 +8,10 @@ its order, its extra state and the users' hooks.
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +25,6 @@ from flatshard.state.full_params import gather_full, original_of
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
-
-_HOST = Path("/proc/meminfo")
-# What a container may use, and uses; "max" where it has no limit.
-_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True)
@@ -245,30 +237,6 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
     return state_dict
 
 
-def warn_of_size(parts: Sequence[UnitStateDict]) -> None:
-    """Warn on rank 0 if a ``state_dict()`` will put more on each device than is free there."""
-    handles = [one for part in parts for one in part.unit.handles if not one.is_whole]
-    if not handles:
-        return
-    options, world = parts[0].requested(), handles[0].topology.world
-    if options.is_sharded or options.rank0_only or world.rank > 0:
-        return
-    device = torch.device("cpu") if options.offload_to_cpu else handles[0].device
-    needed = sum(handle.layout.numel * handle.flat_param.element_size() for handle in handles)
-    # All ranks of a host share its memory.
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    copies = min(on_host, world.size) if device.type == "cpu" else 1
-    free = free_bytes(device)
-    if free is not None and copies * needed > free:
-        warnings.warn(
-            f"state_dict() gathers the full model on every rank: {copies} x {needed:,} bytes on "
-            f"{device}, where {free:,} are free. flatshard.checkpoint.full_state_dict(model) puts "
-            "it on rank 0's host alone, flatshard.checkpoint.save_safetensors(model, path) and "
-            "model.sharded_state_dict() gather nothing. [FS-SAVE-OOM]",
-            stacklevel=3,
-        )
-
-
 # By torch's names for the types, how its names for their configs begin.
 _CONFIGS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
 
@@ -316,25 +284,3 @@ def as_torch(options: StateDictOptions) -> Any:
         api.FullStateDictConfig(options.offload_to_cpu, options.rank0_only),
         api.FullOptimStateDictConfig(options.optim_offload_to_cpu, options.optim_rank0_only),
     )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on the device now; None where that cannot be known."""
-    if device.type == "cuda":
-        # What torch's allocator keeps for reuse is free as well.
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    if device.type != "cpu":
-        return None
-    found = re.search(r"^MemAvailable: +(\d+) kB", _read(_HOST), re.MULTILINE)
-    if found is None:
-        return None
-    free, limit = int(found[1]) * 1024, _read(_LIMIT).strip()
-    return min(free, int(limit) - int(_read(_USED))) if limit.isdecimal() else free
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # no Linux, or no container
-        return ""

@@ -30,7 +30,6 @@ from flatshard.checkpoint import full_optim_state_dict, full_state_dict
 from flatshard.comm.communicator import ALONE
 from flatshard.plan.layout import FlatLayout
 from flatshard.state import model_state
-from flatshard.state.model_state import free_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, run_ranks
@@ -331,30 +330,3 @@ def _full_on_rank_0(rank: int, world_size: int, folder: Path) -> None:
         plain_optimizer = OPTIMIZERS["adamw"](trainable(plain))
         assert full_state_dict(plain).keys() == expected[0].keys()
         assert full_optim_state_dict(plain, plain_optimizer)["state"] == {}
-
-
-def test_warns_of_what_does_not_fit() -> None:
-    run_ranks(_warns_of_size, 2)
-
-
-def _warns_of_size(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(_net(0))
-    with mock.patch.object(model_state, "free_bytes", return_value=100) as free:
-        if rank == 0:
-            with pytest.warns(UserWarning, match=r"2 x 88 bytes on cpu, where 100 are free"):
-                model.state_dict()
-        else:
-            model.state_dict()
-        full_state_dict(model)
-        model.sharded_state_dict()
-        get_model_state_dict(model)
-        free.return_value = 176
-        model.state_dict()
-    with mock.patch.object(model_state, "free_bytes", return_value=None):
-        model.state_dict()
-
-
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux alone says it so")
-def test_free_memory() -> None:
-    assert 1 << 20 < (free_bytes(torch.device("cpu")) or 0) < 1 << 50
-    assert free_bytes(torch.device("meta")) is None
