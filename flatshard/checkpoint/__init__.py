@@ -285,8 +285,6 @@ def _shards_and_ranks(
     shards = model_shards(model, caller)
     if shards is not None:
         shards.refuse_dtensors(caller)
-        # If other ranks never call this (`if rank == 0:`), deadlock detection finds it here.
-        shards.world.host.gather(None, caller)
         return shards, HostRanks(shards.world.group)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return None, HostRanks(model.process_group)

@@ -59,13 +59,15 @@ def _describe(tensor: Tensor) -> str:
     return text
 
 
-def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
+def raise_everywhere(
+    error: Exception | None, comm: Communicator, op_name: str = "comparing errors"
+) -> None:
     """Raise the first rank's error, if any has one, on every rank, where it is of the same type.
 
-    Collective: all ranks of ``comm``.
+    Collective: all ranks of ``comm``. ``op_name`` names the call in errors about absent ranks.
     """
     mine = None if error is None else (type(error), str(error))
-    everyone = comm.host.gather_unless_equal(mine, "comparing errors")
+    everyone = comm.host.gather_unless_equal(mine, op_name)
     for rank, theirs in enumerate(everyone):
         if theirs is not None:
             kind, message = theirs

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
@@ -156,5 +157,21 @@ def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
 
 
 def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
-    """The shards of a model for its files, after the same check; None for an unwrapped model."""
-    return ModelShards(model, state_dicts_in(model)) if units_between_steps(model, caller) else None
+    """The shards of a model for its files; None for an unwrapped model.
+
+    Collective: all ranks that train the model. If one rank is inside a step or a summon, all ranks
+    raise the error of that rank.
+    """
+    problem = None
+    try:
+        units_between_steps(model, caller)
+    except RuntimeError as error:
+        # Raised here, the error would leave the other ranks waiting for this rank.
+        problem = error
+    parts = state_dicts_in(model)
+    if not parts:
+        return None
+    shards = ModelShards(model, parts)
+    # If other ranks never call this (`if rank == 0:`), deadlock detection finds it here.
+    raise_everywhere(problem, shards.world, caller)
+    return shards

@@ -83,6 +83,33 @@ def _some_ranks(rank: int, _: int, path: Path) -> None:
         checkpoint.save(path / "one", ShardedWrapper(model))
 
 
+def test_one_rank_inside_a_step(tmp_path: Path) -> None:
+    run_ranks(_inside_a_step, 2, tmp_path)
+
+
+def _inside_a_step(rank: int, world_size: int, path: Path) -> None:
+    """All ranks save or load, and only rank 1 does so in a forward: all raise the same error."""
+    # A forward that communicates nothing, so that rank 1 may run it alone.
+    model = ShardedWrapper(_model(), sharding_strategy="NO_SHARD")
+    match = r"was called while a forward or backward of 'the model' is running\..* \(rank 1\)"
+
+    def calls(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match=rf"save\(\) {match}"):
+            checkpoint.save(path / "one", model)
+        with pytest.raises(RuntimeError, match=rf"load\(\) {match}"):
+            checkpoint.load(path / "one", model)
+        with pytest.raises(RuntimeError, match=rf"full_state_dict\(\) {match}"):
+            checkpoint.full_state_dict(model)
+
+    if rank == 0:
+        calls()
+    else:
+        model.module[0].register_forward_pre_hook(calls)
+        with torch.no_grad():
+            model(torch.ones(1, model.module[0].in_features))
+    assert not list(path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank-00000.pt", "flatshard.json"])
 @pytest.mark.parametrize("how", ["truncated", "corrupted", "missing"])
 def test_broken_files_are_named(name: str, how: str, tmp_path: Path) -> None:
