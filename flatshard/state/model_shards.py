@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatshard.comm.communicator import Communicator
 from flatshard.plan.layout import memory_order
-from flatshard.plan.module_tree import unit_text
 from flatshard.state.model_state import StateDictOptions, UnitStateDict, options_set
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -67,15 +66,6 @@ class ModelShards:
         Raises:
             NotImplementedError: a unit trains on some of the ranks only.
         """
-        world = self.world
-        for unit in self._units:
-            if unit.topology.world.size != world.size:
-                raise NotImplementedError(
-                    f"{unit_text(unit.name)} trains on ranks {unit.topology.world.ranks_text} "
-                    f"of {world.ranks_text}. Other ranks hold a different module of the same "
-                    "name, and a file has one module per name. Save the module separately, on its "
-                    "ranks."
-                )
         for handle in self._handles:
             handle.absorb_replaced()
         with options_set(self.parts, StateDictOptions(is_sharded=True)):

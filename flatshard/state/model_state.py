@@ -80,9 +80,10 @@ class UnitStateDict:
         """Raise if the names in the unit's sharded state dict mean something else on some ranks."""
         if self.is_apart:
             raise NotImplementedError(
-                f"{unit_text(self.unit.name)} trains on some of the model's ranks alone: other "
-                "ranks may hold other parameters of its names, and a sharded checkpoint keeps one "
-                "of a name. Save the unit's state dict apart, under names of its own."
+                f"{unit_text(self.unit.name)} trains only on ranks "
+                f"{self.unit.topology.world.ranks_text} of the model's ranks. Other ranks may hold "
+                "other parameters of the same names, and a sharded checkpoint keeps one parameter "
+                "per name. Save the unit's state dict separately, under names of its own."
             )
 
     def requested(self) -> StateDictOptions:

@@ -50,23 +50,25 @@ def full_state(
     """
     shared = _shared(optimizer)
 
-    def prepare() -> tuple[StateDict, Facts]:
-        named = _by_name(model, optimizer, units, state_dict, shared)
+    def prepare() -> tuple[tuple[StateDict, OptimParams], Facts]:
+        named, params = _by_name(model, optimizer, units, state_dict, shared)
         facts: Facts = {}
         for name, state in named["state"].items():
             facts[f"state of {name!r}"] = "there"
             if isinstance(state, dict):
                 facts.update((f"state {key!r} of {name!r}", _fact(v)) for key, v in state.items())
-        return named, facts
+        return (named, params), facts
 
     # Errors of one rank are raised on all, before the first tensor is put together.
-    named = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
+    named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     with torch.inference_mode(False), torch.no_grad():
         # In the units' order, which all ranks share.
+        fqn_of = {param.original: param.fqn for param in params}
         for handle in chain.from_iterable(unit.handles for unit in units):
-            _gather(handle, named["state"], device, is_kept=is_saving)
+            states = {p: named["state"].get(fqn_of.get(p), {}) for p in handle.params}
+            _gather(handle, states, device, is_kept=is_saving)
     return copied(named, device) if is_saving else {}
 
 
@@ -85,7 +87,7 @@ def sharded_state(
             "may hold other state of their names, and a sharded checkpoint keeps one of a name. "
             "Ask for FULL_STATE_DICT."
         )
-    named = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
+    named, _ = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
     device = torch.device("cpu") if offload_to_cpu else None
     return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
 
@@ -95,25 +97,28 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, StateDict
 
 
 def _gather(
-    handle: FlatParamHandle, states: StateDict, device: torch.device | None, *, is_kept: bool
+    handle: FlatParamHandle,
+    states: dict[OriginalParam, StateDict],
+    device: torch.device | None,
+    *,
+    is_kept: bool,
 ) -> None:
-    """Put full tensors for the handle's sharded ones into ``states``, unless only others keep them.
+    """Put full tensors for sharded ones into the states of the handle's parameters.
 
-    One all-gather per key and dtype. Collective: all ranks of the shard group.
+    Without ``is_kept`` this rank only helps the others. One all-gather per key and dtype.
+
+    Collective: all ranks of the shard group.
     """
-    param_of = {param.name: param for param in handle.params}
-    shards: dict[tuple[str, torch.dtype], list[tuple[StateDict, OriginalParam, Tensor]]] = {}
-    for state in states.values():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, StateShard) and value.spec.name in param_of:
-                entry = state, param_of[value.spec.name], value.local
-                shards.setdefault((key, value.dtype), []).append(entry)
-    for key, dtype in sorted(shards, key=str):  # in one order on all ranks
-        entries = shards[key, dtype]
-        shard = join(handle, ((param, part) for _, param, part in entries), dtype)
+    parts: dict[tuple[str, torch.dtype], dict[OriginalParam, Tensor]] = {}
+    for param, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, StateShard):
+                parts.setdefault((key, value.dtype), {})[param] = value.local
+    for key, dtype in sorted(parts, key=str):  # in one order on all ranks
+        shard = join(handle, parts[key, dtype].items(), dtype)
         tensors = gather_full(handle, shard, device, is_kept=is_kept)
-        for state, param, _ in entries if is_kept else ():
-            state[key] = param.spec.unsplit(tensors[param.index])
+        for param in parts[key, dtype] if is_kept else ():
+            states[param][key] = param.spec.unsplit(tensors[param.index])
 
 
 def _by_name(
@@ -122,14 +127,15 @@ def _by_name(
     units: Sequence[Unit],
     state_dict: StateDict | None,
     shared: dict[FlatShardTensor, StateDict],
-) -> StateDict:
+) -> tuple[StateDict, OptimParams]:
     """An optimizer's own state dict with names in the unwrapped model, and sharded tensors."""
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
     own = state_dicts.parts(optimizer) if state_dict is None else state_dict
     _check_form(own)
     own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
-    params = OptimParams(model, optimizer, units).by_key(own)
+    found = OptimParams(model, optimizer, units)
+    params = found.by_key(own)
     own = state_dicts.to_sharded(optimizer, own)
     groups = [
         {**_options(group), "params": [params[key].fqn for key in group["params"]]}
@@ -137,7 +143,7 @@ def _by_name(
     ]
     # Keys that are no parameter's are state of the optimizer itself.
     state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups}, found
 
 
 def _check_optimizer(value: object) -> None:

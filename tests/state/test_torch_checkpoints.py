@@ -168,7 +168,9 @@ def _units_of_some_ranks(rank: int, world_size: int) -> None:
         lambda: get_model_state_dict(model),
         lambda: get_optimizer_state_dict(model, optimizer),
     ):
-        with pytest.raises(NotImplementedError, match=r"on some of the model's ranks alone"):
+        with pytest.raises(
+            NotImplementedError, match=r"trains only on ranks \d of the model's ranks"
+        ):
             ask()
     with (
         ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"),
@@ -219,7 +221,9 @@ def _what_has_no_boxes(rank: int, world_size: int) -> None:
     optimizer.step()
     for param in model.parameters():
         optimizer.state[param]["rows"] = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"'rows' of parameter '0.weight' has shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"'rows' of parameter '0.weight' .* of shape \[\(2, 3\)\]"
+    ):
         get_optimizer_state_dict(model, optimizer)
 
 
