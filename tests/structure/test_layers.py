@@ -7,9 +7,16 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
-from measure.structure import BESIDE, ORDER, Source, read
+from measure.structure import BESIDE, Source, read
 
 from tests.harness import ROOT
+
+ORDER = (
+    *("options", "plan", "memory", "precision", "comm", "collectives", "tensor", "engine"),
+    *("optimizer", "state", "module", "wrapper", "extras", "checkpoint"),
+    "integrations",
+)
+"""A package imports those before it; the modules beside them are what users import."""
 
 SHIMS = ("__main__", "memory_plan")
 """Modules at the top of the package that import what is beside the core."""
