@@ -1,8 +1,9 @@
-"""What the ranks tell one another at the end of a backward, in one exchange.
+"""The exchange between all ranks at the end of a backward.
 
-By then ranks may differ: one used a parameter that another did not. The exchange also compares
-whether ranks run the same program, and whether they have all-gathered the same units in the same
-order: where all-gathers are matched by order only, ranks that differ get each other's parameters.
+By then ranks may differ: a parameter may be used on one rank and unused on another. The exchange
+also compares whether ranks run the same program, and whether they have all-gathered the same units
+in the same order. If a transport matches all-gathers only by their order, ranks with different
+orders would receive each other's parameters.
 """
 
 from __future__ import annotations
@@ -27,48 +28,52 @@ _SYNCS = list(Sync)
 
 @dataclass
 class Agreement:
-    """What all ranks together used in a backward, and what is left to be done for it."""
+    """What any rank used in a backward, and the reductions that all ranks still have to do."""
 
-    # Per original parameter: whether any rank used it.
+    # Per flat parameter, one flag per original parameter: whether any rank used the original.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters with gradients that no bucket's turn reduces: they came after it, or were
-    # accumulated before the parameters were frozen.
+    # Flat parameters with gradients that no bucket reduces in its turn in the reduce order: the
+    # gradients arrived after the bucket was reduced, or were accumulated before the parameters were
+    # frozen.
     left_over: list[tuple[Unit, FlatParamHandle]]
-    # Indices of buckets whose turn came on some ranks, and on others not yet.
+    # Indices of buckets that some ranks reduced during backward and other ranks have not reduced
+    # yet.
     uneven: list[int]
-    # Units of which some rank found accumulated gradients edited.
+    # Units whose accumulated gradients were edited by the user, on any rank.
     edited: list[Unit]
 
 
 def agree(
     state: RunState,
     num_buckets: int,
-    rest: Set[int],  # indices of the buckets that have not had their turn here
-    to_come: Set[FlatParamHandle],  # whose gradients these turns reduce
+    rest: Set[int],  # indices of the buckets that this rank has not reduced yet
+    to_come: Set[FlatParamHandle],  # the trainable flat parameters in those buckets
 ) -> Agreement:
-    """Ask the other ranks. Collective: all ranks, at the end of each backward that reduces.
+    """Exchange votes with the other ranks. Collective: all ranks, after each backward that reduces.
 
     Raises:
-        RuntimeError: the ranks do not run the same program; on all of them.
+        RuntimeError: the ranks do not run the same program. All ranks raise.
     """
     handles = state.handles
-    # Whoever compares something between ranks, in the same order on all of them.
+    # Parts of the engine that compare bytes between ranks, in the same order on all ranks.
     voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
-    # First, since some say something to the other ranks here.
+    # Ask the voters before any other exchange: some voters communicate in `votes()`.
     theirs = [one.votes() for one in voters]
     own: list[Sequence[int]] = [
         _program(state),
         _order(state),
-        # Two votes on what is uneven, one for each kind of rank.
+        # Two votes per bucket: "reduced here" and "not reduced here". A bucket is uneven if both
+        # votes have a yes on some rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
-        # No rank raises alone: the others would wait for its reductions.
+        # Vote on edited gradients instead of raising here: if only one rank raised, the other ranks
+        # would wait for its reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
     ]
     ballots = [*own, *theirs]
-    # Small, and once per backward: one message costs what its latency costs.
+    # Send all votes in one message. They are small, so the cost is latency, once per backward.
     with state.observers.span(Kind.RANKS_WAIT):
         op_name = "used parameters of all units, backward"
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(ballots)), op_name=op_name))
@@ -82,7 +87,8 @@ def agree(
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for _, handle in handles}
     for unit, handle in handles:
-        # The others have another module there, an expert of theirs.
+        # The unit exists only on some ranks (an expert, for example). Other ranks have another
+        # module under the same index, so their votes say nothing about this unit.
         if unit.topology.world.size < state.world.size:
             used_by[handle] = _used_within(unit, handle)
     return Agreement(
@@ -94,7 +100,7 @@ def agree(
 
 
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
-    """Which parameters any rank of the unit's own used. Collective: these ranks."""
+    """Whether any rank that has the unit used each parameter. Collective: these ranks."""
     world, used = unit.topology.world, handle.grad_buffer.used_by_rank
     flags = bytes(index in used for index in range(len(handle.params)))
     op_name = f"used parameters of {unit_text(unit.name)}"
@@ -102,7 +108,7 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 
 
 def _program(state: RunState) -> bytes:
-    """What is the same on all ranks that run the same program; each with its complement."""
+    """Bytes that are equal on all ranks that run the same program, each with its complement."""
     num_loads = sum(unit.num_loads for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
     return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
@@ -131,7 +137,7 @@ def _check_program(where: str, maxima: bytes) -> None:
 
 
 def gathering_groups(state: RunState) -> list[Communicator]:
-    """The groups of several ranks over which the units all-gather, the world among them."""
+    """The groups with more than one rank over which units all-gather, including the world."""
     found = [state.world]
     for topology in (unit.handles[0].topology for unit in state.units if unit.handles):
         found += topology.intra_group, topology.inter_group, topology.regather or state.world
@@ -139,15 +145,15 @@ def gathering_groups(state: RunState) -> list[Communicator]:
 
 
 def _order(state: RunState) -> bytes:
-    """Bytes that tell the world whether ranks all-gathered the same units in the same order.
+    """Bytes that show whether all ranks all-gathered the same units in the same order.
 
     Collective: in each group over which units all-gather.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
         return b""
-    # Each smaller group compares its own digest. In the world's exchange every group would need
-    # a place, so the message would grow with the number of ranks.
+    # Each smaller group compares its own digest. If the world's exchange had a field for every
+    # group, the message would grow with the number of ranks.
     digests = {group: group.history.to_compare() for group in gathering_groups(state)}
     own = digests.pop(world)
     comparing = "comparing the order of all-gathers"
@@ -156,7 +162,7 @@ def _order(state: RunState) -> bytes:
 
 
 def _check_order(state: RunState, where: str, maxima: bytes) -> None:
-    """Raise if ranks all-gathered different units. Collective then."""
+    """Raise if ranks all-gathered different units. Collective if they did: ranks send histories."""
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return
     histories = [group.history for group in gathering_groups(state)]

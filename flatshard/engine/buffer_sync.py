@@ -1,4 +1,4 @@
-"""``BufferSync``: every rank gets rank 0's module buffers before a forward."""
+"""``BufferSync``: broadcasts rank 0's module buffers to every rank before a forward."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.engine.events import Kind, Observers, Voter
 
-# By module and attribute.
+# Buffers, keyed by the module and the attribute name.
 Buffers = dict[tuple[nn.Module, str], Tensor]
 
 
 class BufferSync(Voter):
-    """Broadcasts what DistributedDataParallel does, before the same forwards.
+    """Broadcasts the same buffers as DistributedDataParallel, before the same forwards.
 
     [Note: buffers that are replaced]
-    Those of now are broadcast, also where a forward or a user put other tensors in place. Ranks
-    must know the size of the message without asking each other in every forward. So each backward's
-    exchange tells whether the ranks have buffers of the same shapes, and until then the message
-    holds those that they had at the last one where they did: a table that each rank makes as long
-    as its batches need, say, stays its own.
+    The present buffers are broadcast, also if a forward or a user replaced some of them. Ranks must
+    know the size of the message without an exchange in every forward. So the exchange at the end of
+    each backward compares whether all ranks have buffers of the same shapes. Until the shapes
+    agree, the message contains the buffers of the last exchange in which they agreed. A table that
+    each rank makes as long as its batches need, for example, stays local.
     """
 
     def __init__(
         self, world: Communicator, observers: Observers, buffers: Callable[[], Buffers]
     ) -> None:
-        """``buffers`` lists those that modules have now."""
+        """Keep ``buffers``, a function that lists the modules' present buffers."""
         self._world, self._observers, self._buffers = world, observers, buffers
         self.is_due = True
-        self.source = 0  # whose buffers they are
-        self._alike = buffers()  # of the same kinds on all ranks
+        self.source = 0  # the rank that sends its buffers
+        self._alike = buffers()  # buffers whose dtype, shape and device are the same on all ranks
         self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
-        self._has_run = False  # a forward, since ranks asked each other
+        self._has_run = False  # whether a forward ran since the ranks last compared kinds
 
     def before_forward(self, name: str, recomputes: bool, under_no_sync: bool) -> None:
         """Broadcast the buffers, if they are due, before the forward of the root, ``name``.
 
-        Collective, unless the forward ``recomputes`` one.
+        Collective, unless the forward ``recomputes`` an earlier one for a checkpoint.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._observers.span(Kind.RANKS_WAIT):
                 self.broadcast(f"{name or 'the model'}'s buffers")
         self._has_run = True
-        # As in DistributedDataParallel: after a forward whose backward leaves ranks' parameters as
-        # they are, the next forward does not start from rank 0's buffers either.
+        # As in DistributedDataParallel: if the backward of this forward leaves the ranks'
+        # parameters unchanged, the next forward does not start from rank 0's buffers either.
         self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
-        """Give every rank those of ``source``. Collective."""
+        """Give every rank the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
-            # Replaced by the program between steps, which all ranks do alike.
+            # The program replaced buffers between steps. All ranks run the same program, so all
+            # ranks come here and compare kinds.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._alike.items():
@@ -66,7 +67,7 @@ class BufferSync(Voter):
         broadcast_buffers(sent, world, op_name, self.source)
 
     def votes(self) -> bytes:
-        """What tells whether the buffers are of the same kinds on all ranks."""
+        """A digest of the buffers' kinds, to compare between ranks."""
         self._voted = self._buffers()
         kinds = _kinds(self._voted)
         if kinds != self._voted_kinds or not self._digest:
@@ -90,7 +91,7 @@ def _kinds(buffers: Buffers) -> list[Any]:
 def broadcast_buffers(
     buffers: Sequence[Tensor], world: Communicator, op_name: str, source: int
 ) -> None:
-    """Give every rank those of rank ``source``, in one message per dtype and device. Collective."""
+    """Give every rank rank ``source``'s buffers, one message per dtype and device. Collective."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -102,6 +103,6 @@ def broadcast_buffers(
                 continue
             pieces = flat.split([buffer.numel() for buffer in alike])
             theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, alike, strict=True)]
-            # Not an edit for autograd: rank 0's graph sees none either.
+            # Autograd must not see the copy as an edit in place: on rank 0 no edit takes place.
             with _unsafe_preserve_version_counter(tuple(alike)):
                 torch._foreach_copy_(alike, theirs)

@@ -1,4 +1,4 @@
-"""``RunContext``: the units of one model and the two halves of its step, put together."""
+"""``RunContext``: connects the units, the forward and the backward of one model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatshard.options.strategy import BackwardPrefetch
 
 
 class RunContext(RunState):
-    """One per tree of units."""
+    """Runs one tree of units: one per outermost wrapper."""
 
     def __init__(
         self,
@@ -30,18 +30,21 @@ class RunContext(RunState):
         backward_prefetch: BackwardPrefetch | None,
         broadcast_buffers: bool,
     ) -> None:
-        """Run these units, the root last, from now on.
+        """Take over the units of ``hooks``, the root last.
 
-        ``number``, below 256 and the same on all ranks, tells models apart.
+        ``number``, below 256 and the same on all ranks, identifies the model.
         """
         super().__init__([one.unit for one in hooks], world, number)
-        self.is_converting = False  # modules are under way to another dtype or device
+        # Whether a conversion of modules to another dtype or device is under way.
+        self.is_converting = False
         for index, unit in enumerate(self.units):
             unit.index = index
         for _, handle in self.handles:
-            # One list for all: the end of a backward waits once for what others read.
+            # Share one list between all handles: the end of a backward waits once until other ranks
+            # have read this rank's memory.
             handle.link.pending_sends = self.pending_sends
-        # As in DistributedDataParallel, a model without buffers when it is wrapped broadcasts none.
+        # As in DistributedDataParallel, a model that has no buffers when it is wrapped never
+        # broadcasts any.
         if broadcast_buffers and root_module.shared_buffers():
             self.buffers = BufferSync(world, self.observers, root_module.shared_buffers)
         self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)
@@ -54,12 +57,14 @@ class RunContext(RunState):
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the units again, after their buffers were made anew."""
-        # Where one rank has everything, and nothing is cast, there is nothing to communicate.
+        """Recompute cached sizes and storages after the units' buffers were reallocated."""
+        # If one rank holds the full model and no unit casts its parameters, there is nothing to
+        # communicate.
         is_alone = self.world.size == 1
         devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
-        # Prefetch and backward look at sizes, forward at storages that saved tensors lie in.
+        # Prefetch and the reduce queue cache sizes; forward caches the storages that saved tensors
+        # may lie in.
         self._prefetch.refresh()
         self._backward.queue.refresh()
         self._forward.refresh()
@@ -71,5 +76,5 @@ class RunContext(RunState):
 
     @property
     def is_reducing(self) -> bool:
-        """Whether the last training forward began outside of ``no_sync``; alike on all ranks."""
+        """Whether the last training forward began outside of ``no_sync``; same on all ranks."""
         return all(unit.sync is Sync.ALL for unit in self.units)

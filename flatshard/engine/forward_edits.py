@@ -29,25 +29,26 @@ class ForwardEdits:
     """Watches the forwards of one model."""
 
     def __init__(self) -> None:
-        # For unsharded buffers, when a forward of their unit began: the version counter, and the
+        # For each unsharded buffer, when a forward of its unit began: the version counter, and the
         # checksum if the buffer is compared after the forward.
         self._before: dict[FlatParamHandle, tuple[int, Checksum | None]] = {}
-        # Forwards of a unit so far, by whether gradients were enabled.
+        # Number of forwards so far, keyed by the unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For frozen flat parameters: version of the shard at the first forward of the unit.
         self._frozen: dict[FlatParamHandle, int] = {}
         self._was_edited = False
-        # Of a handle's places, those inside of a module.
+        # For a handle and a module, the handle's places inside of the module.
         self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
     def begin(self, unit: Unit) -> None:
-        """A unit's modules hold its unsharded parameters, and its forward begins."""
+        """Record the unsharded parameters before a unit's forward. The unit's modules hold them."""
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
         is_power_of_ten = str(number).rstrip("0") == "1"
         compares = self._was_edited or number == 2 or is_power_of_ten
         for handle in unit.handles:
-            # The memory of parameters that are always full is the shard: edits of it stay.
+            # If the buffer is the shard itself, edits of the parameters persist, so nothing is
+            # checked.
             if not handle.is_aliased:
                 is_written = not unit.num_trainable[handle] and (
                     self._frozen.setdefault(handle, handle.version) != handle.version
@@ -85,7 +86,8 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
                 "before. Compute with the changed value instead, without assigning it to the "
                 "module."
             )
-        full, span = param.full, param.span  # a DTensor is over the full one
+        # `param.held` may be a DTensor; its memory is the full parameter's
+        full, span = param.full, param.span
         if span.numel and full.data_ptr() != address + span.start * itemsize:
             full.data = view_of(handle.buffer, span)
             raise _edited(handle)

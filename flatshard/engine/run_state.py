@@ -1,4 +1,7 @@
-"""``RunState``: what the parts of one model's step share. ``RunContext`` puts them together."""
+"""``RunState``: state that forward, backward and prefetch of one model share.
+
+``RunContext`` extends it and connects these parts.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,24 @@ class RunState:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
         self.world = world  # the ranks that train the model
-        self.number = number  # below 256, tells models apart; the same on all ranks
+        self.number = number  # identifies the model, below 256; the same on all ranks
         self.has_run = False  # whether a forward has begun
         self.observers = Observers()
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
-        self.buffers: BufferSync | None = None  # None: each rank keeps its own buffers
-        self.pending_sends = PendingSends()  # what other ranks may still be reading from this one
-        # Where something is all-gathered or reduced; None: a forward is only kernels.
+        self.buffers: BufferSync | None = None  # None: buffers are not broadcast
+        self.pending_sends = PendingSends()  # memory that other ranks may still be reading
+        # Device of the collectives. None: the model needs no communication.
         self.device: torch.device | None = None
-        # Per unit, what backward does with its gradients; read when a forward begins.
+        # Per unit, how backward reduces its gradients. Read when a forward begins.
         self.syncs = [Sync.ALL] * len(self.units)
-        # Whether forwards that begin now only accumulate, wherever that is; whether the last
-        # forward with gradients began so.
+        # `under_no_sync`: whether forwards that begin now are under `no_sync`, whether gradients
+        # accumulate unreduced or reduced within the intra group. `accumulates`: the value of
+        # `under_no_sync` when the last forward with gradients began.
         self.under_no_sync = self.accumulates = False
-        self.lacks_ranks = False  # some rank computes no gradients (`join`)
-        self.depth = 0  # how many units' forwards are under way, inside one another
-        self.expects_backward = False  # the outermost forward began with gradients enabled
-        # Whether autograd has run another graph inside the backward that is under way.
+        self.lacks_ranks = False  # whether some rank computes no gradients (`join`)
+        self.depth = 0  # number of nested units' forwards under way
+        self.expects_backward = False  # whether the outermost forward began with gradients enabled
+        # Whether autograd ran another graph inside the present backward.
         self.has_inner_backward = False
 
     @property
@@ -46,7 +50,7 @@ class RunState:
         return any(sync is not Sync.ALL for sync in self.syncs)
 
     def plan_syncs(self) -> None:
-        """A forward with gradients begins: decide what its backward does with them."""
+        """Decide, as a forward with gradients begins, how its backward reduces gradients."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
         self.accumulates = self.under_no_sync
@@ -55,7 +59,7 @@ class RunState:
         """Start all-gathers of a unit for "forward" or "backward". Collective."""
         with self.observers.span(Kind.STARTING, unit, purpose=purpose):
             started = unit.unshard(purpose, everything=everything)
-            # Inside: what extensions tell other ranks is part of the start.
+            # Inside the span: messages from extensions to other ranks count as part of the start.
             for extension in self.extensions:
                 extension.gathering(started, purpose)
 
@@ -71,7 +75,7 @@ class RunState:
         self.extensions = tuple(sorted(found, key=lambda one: places.index(one.name)))
 
     def drop(self, extension: StepExtension) -> None:
-        """Let ``extension`` act no more."""
+        """Stop calling ``extension`` in steps."""
         self.extensions = tuple(one for one in self.extensions if one is not extension)
 
     def extension(self, name: str) -> Any:

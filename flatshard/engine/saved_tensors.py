@@ -1,12 +1,13 @@
-"""``SavedTensors``: autograd saves of unsharded parameters where they were, not their memory.
+"""``SavedTensors``: autograd saves places in the unsharded buffers instead of their memory.
 
-A unit's buffer is resharded between forward and backward, while autograd keeps views of it. Hooks
-around the outermost forward turn each such view into a ``SavedView``; when autograd asks for it,
-the unit is unsharded again. So nothing saved can dangle, in whatever order backward runs.
+A unit's buffer is resharded between forward and backward, while autograd keeps views of it.
+Saved-tensor hooks around the outermost forward turn each such view into a ``SavedView``. When
+autograd asks for the view, the unit is unsharded again. So no saved tensor can dangle, whatever the
+order of backward is.
 
-Hooks switch off autograd's own check for in-place edits of what they pack, so it is done here.
-Hooks that were there before (checkpointing, ``save_on_cpu``) get everything that is not a view of
-a unit's buffer.
+Saved-tensor hooks switch off autograd's own check for in-place edits of saved tensors, so this
+module checks versions. Outer hooks (checkpointing, ``save_on_cpu``) get every tensor that is not a
+view of a unit's buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class SavedView(NamedTuple):
-    """A view of an unsharded buffer, by its place; ``version`` is the shard's at that time."""
+    """Place of a view in an unsharded buffer; ``version`` is the shard's when it was saved."""
 
     unit: Unit
     handle: FlatParamHandle
@@ -41,25 +42,26 @@ class SavedView(NamedTuple):
 class SavedDTensor(NamedTuple):
     """A DTensor over an unsharded buffer."""
 
-    kind: Any  # its class, which is slow to load
-    local: Any  # how the part on this rank was saved
+    kind: Any  # the DTensor class, kept here because importing it is slow
+    local: Any  # this rank's local tensor, packed
     layout: Any
 
     def around(self, local: Tensor) -> Tensor:
-        """The DTensor over ``local``."""
+        """Rebuild the DTensor over ``local``."""
         return self.kind(local, self.layout, requires_grad=False)  # type: ignore[no-any-return]
 
 
 class SavedTensors:
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
-        # By storage: it is the buffer's for life, also while it is resized to nothing.
+        # Units and handles, keyed by the storage of the buffer. A buffer keeps its storage object
+        # for life, also while the storage is resized to nothing.
         self._buffers = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
             for unit, handle in handles
             if handle.buffer_bytes
         }
-        # One for each forward under way; None where the hooks of one around it are on top.
+        # One entry for each forward under way. None: an outer forward's hooks are already on top.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
 
     def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
@@ -69,7 +71,10 @@ class SavedTensors:
         return self._buffers.get(plain.untyped_storage()._cdata)
 
     def protect(self, output: Any, unit_name: str) -> Any:
-        """A module's output, with copies of what looks into a buffer about to be freed."""
+        """Return a module's output with views of unsharded buffers replaced by copies.
+
+        The buffers are freed after the forward.
+        """
         if not any(map(self._owner, tensors_in(output))):
             return output
         output = pytree.tree_map_only(Tensor, lambda t: t.clone() if self._owner(t) else t, output)
@@ -81,15 +86,17 @@ class SavedTensors:
         return output
 
     def push(self) -> None:
-        """Start packing, unless our hooks are on top already; pairs with ``pop``."""
-        # Every unit asks: a checkpoint between two units puts its own hooks on top, and it counts
-        # what it sees, in forward and again in recomputation, where the outer unit is not running.
+        """Install our saved-tensor hooks, unless they are on top already; pairs with ``pop``."""
+        # Every unit's forward comes here, not only the outermost: a checkpoint between two units
+        # puts its own hooks on top. The checkpoint counts the tensors that it packs, in forward and
+        # again in recomputation, where the outer unit does not run. Both counts must agree.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = next((one for one in reversed(self._active) if one is not None), None)
         if outer is not None and ours is not None and outer[0] is ours.pack_hook:
             self._active.append(None)
             return
-        # Torch calls the topmost pair alone, so ours hands on what it does not want.
+        # Torch calls only the topmost pair of hooks, so ours pass the remaining tensors to the
+        # outer pair.
         hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair(outer))
         hooks.__enter__()
         self._active.append(hooks)
@@ -112,10 +119,11 @@ class SavedTensors:
             if type(tensor) not in _PLAIN:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             unit, handle = found
-            # `as_strided` of the buffer would not give these back.
+            # `as_strided` of the buffer could not rebuild these tensors (another dtype, or lazily
+            # conjugated or negated).
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or unit.copies_saved(handle):
-                return outer_pack(tensor.clone())  # all are rare
+                return outer_pack(tensor.clone())  # all these cases are rare
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
             return SavedView(unit, handle, size, stride, int(offset), handle.version)
 
@@ -125,10 +133,10 @@ class SavedTensors:
             if type(packed) is not SavedView:
                 return outer_unpack(packed)
             unit, handle, size, stride, offset, version = packed
-            # Resharded since, or the strategy keeps a buffer that the optimizer made stale.
+            # The unit was resharded since, or its kept buffer is stale after an optimizer step.
             if not handle.is_current:
                 backward.unshard_again(unit)
-            # Torch's own check is off for what hooks pack.
+            # Torch checks no versions of tensors that hooks pack.
             if handle.version != version:
                 raise RuntimeError(
                     f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
@@ -137,13 +145,14 @@ class SavedTensors:
                 )
             return handle.buffer.as_strided(size, stride, offset)
 
-        # Compiled callers have them traced otherwise, and no graph can hold what they look at.
+        # Keep the hooks out of compiled graphs: Dynamo would trace them, and cannot represent the
+        # units and handles that they use.
         return torch.compiler.disable(pack), torch.compiler.disable(unpack)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    # Detached: a node that saves its own output would otherwise be held by that, and never freed
-    # without a backward. Autograd remembers by itself what the output is connected to.
+    # Detach: otherwise a node that saves its own output is part of a reference cycle, which is
+    # never freed without a backward. Autograd reconnects the output by itself.
     return tensor.detach(), tensor._version
 
 

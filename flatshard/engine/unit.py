@@ -1,13 +1,14 @@
 """``Unit``: a wrapped module, or several, with the parameters it owns, and its ``Phase``.
 
-It is unsharded and resharded as one, and knows nothing of the step around it: ``forward`` and
-``backward`` hold the order of calls.
+All parameters of a unit are unsharded and resharded together. A unit knows nothing of the step
+around it: ``forward`` and ``backward`` decide the order of calls.
 
 [Note: several modules]
-Small neighbours are one unit (``coalescing``), whose forward is that of each of its modules. It is
-unsharded for the first that is called, and resharded after as many calls as there were in the last
-forward, or at the end of the outermost one: whatever the order of calls is on a rank, all ranks
-all-gather equally often. In backward it is resharded when nothing can need it, as any unit.
+``coalescing`` joins small neighbouring modules into one unit. The unit is unsharded for the first
+module that is called. It is resharded after as many calls as the last forward had, or at the end of
+the outermost forward. So all ranks all-gather equally often, whatever the order of calls is on a
+rank. In backward the unit is resharded, as every unit, when no more computation can need its
+parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from flatshard.plan.module_tree import name_of, renamed, unit_text
 from flatshard.precision.casts import UnitCasts
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-"""Their backward needs the indices alone; other uses of their parameters unshard them then."""
+"""The backward of these modules needs only the indices, not the weights.
+
+If another operation uses their parameters, backward unshards the parameters on demand.
+"""
 
 
 class Phase(enum.Enum):
@@ -41,15 +45,16 @@ class Phase(enum.Enum):
 
 _MOVES = {
     Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    # BACKWARD: one that runs inside a forward, for forces say.
+    # BACKWARD: a backward may run inside a forward (to compute forces, for example).
     Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
-    # No FORWARD: one that runs inside a backward is a recomputation, and stays in this phase.
+    # No FORWARD: a forward that runs inside a backward is a recomputation, and the phase stays
+    # BACKWARD.
     Phase.BACKWARD: {Phase.IDLE},
 }
 
 
 class Moment(enum.Enum):
-    """When somebody asks what becomes of unsharded buffers; see ``Unit.fate``."""
+    """Moments at which the engine asks whether to free unsharded buffers; see ``Unit.fate``."""
 
     AFTER_FORWARD = "no call of the unit is to come in this forward"
     AFTER_BACKWARD = "nothing of the backward under way needs the parameters any more"
@@ -57,7 +62,7 @@ class Moment(enum.Enum):
 
 
 class Fate(enum.Enum):
-    """What becomes of an unsharded buffer."""
+    """Whether an unsharded buffer is freed or kept."""
 
     FREE = "its memory is given back, and the next use all-gathers again"
     KEEP = "it stays, and is all-gathered again if the shards were written until its next use"
@@ -66,10 +71,11 @@ class Fate(enum.Enum):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Call:
-    """One call of a unit's module, which a backward belongs to."""
+    """One call of a unit's module, and the backward of this call."""
 
-    num_inputs: int = 0  # that have a gradient; when all have come, backward is through
-    has_begun: bool = False  # the backward
+    # Inputs that require a gradient. After the last of their gradients the call's backward is over.
+    num_inputs: int = 0
+    has_begun: bool = False  # whether the call's backward has begun
 
 
 class Unit:
@@ -81,34 +87,42 @@ class Unit:
         placement: Placement,
         topology: Topology,
     ) -> None:
-        # Of each module, which keeps its own class and forward, how its inputs are cast.
+        # For each module, how its inputs and outputs are cast. A module keeps its class and
+        # forward.
         self.casts = dict(modules)
-        # In the unwrapped model; `name` is all of them in one.
+        # `names`: the modules' names in the unwrapped model. `name`: all names joined into one.
         self.names, self.name = list(names), name_of(names)
-        # One per dtype and `requires_grad`, and one for each large parameter of the root; or none.
+        # The unit's flat parameters, possibly none: one per dtype and `requires_grad`, and one for
+        # each large parameter of the root.
         self.handles: list[FlatParamHandle] = []
-        self.for_backward: list[FlatParamHandle] = []  # without what lookups alone use
-        # Of each, how many gradients a full backward brings.
+        # Flat parameters that backward reads; embedding tables are not among them.
+        self.for_backward: list[FlatParamHandle] = []
+        # For each flat parameter, the number of gradients in a full backward.
         self.num_trainable: dict[FlatParamHandle, int] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
         self.is_root, self.is_summoned = True, False
-        self.may_diverge = False  # whether ranks may skip it, or run it in another order
-        self.num_loads = 0  # of state dicts; alike on all ranks
-        self.sync = Sync.ALL  # what the backward of the forward begun last does with gradients
-        self.running: list[Call] = []  # the innermost last
-        # Forward calls in the last iteration whose backward has not started. Same on all ranks,
-        # also where an earlier forward failed on some.
+        # Whether ranks may skip the unit, or run units in different orders.
+        self.may_diverge = False
+        self.num_loads = 0  # number of state dicts loaded into this unit; the same on all ranks
+        self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
+        self.running: list[Call] = []  # calls under way, the innermost last
+        # Forward calls in the last iteration whose backward has not started. The number is the same
+        # on all ranks, even if an earlier forward failed on some ranks.
         self.outstanding_backwards = 0
-        self._outstanding_before = 0  # of iterations before the last
-        self._ends_unseen = False  # whether a backward of it has no input that tells its end
-        self._num_calls = 0  # in the outermost forward under way, or last
-        self._calls_to_come = 0  # in it, if it is like the one before
-        self.backward_follows = False  # after the last call, or use
-        self.is_needed_soon = False  # backward, or the rest of the forward, begins with it
-        self.is_touched = False  # parameters were used outside of its forward, in this iteration
+        self._outstanding_before = 0  # the same number for earlier iterations
+        # Whether some call has no input whose gradient would mark the end of the call's backward.
+        self._ends_unseen = False
+        self._num_calls = 0  # calls in the outermost forward under way, or in the last one
+        self._calls_to_come = 0  # calls still expected in this forward, if it repeats the last one
+        self.backward_follows = False  # whether a backward follows the last call or use
+        # Whether backward, or the rest of the forward, starts with this unit.
+        self.is_needed_soon = False
+        # Whether parameters were used outside of the unit's forward, in this iteration.
+        self.is_touched = False
         self._outstanding_inputs: dict[Call | None, int] = {}
-        self._sticky_version = -1  # of the parameters that a differentiable backward uses
+        # Version of the parameters that a backward with create_graph used; -1: none.
+        self._sticky_version = -1
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
         """Make ``twin`` a unit like this one, of copied modules, that owns nothing yet."""
@@ -149,13 +163,13 @@ class Unit:
         self.count_trainable()
 
     def count_trainable(self) -> None:
-        """Look again which parameters require a gradient: users may freeze some between steps."""
+        """Count again which parameters require a gradient: users may freeze some between steps."""
         self.num_trainable = {
             h: sum([p.full.requires_grad for p in h.params]) for h in self.handles
         }
 
     def plan_sync(self, wanted: Sync) -> None:
-        """Do with gradients what ``wanted`` means for the groups of this unit."""
+        """Set ``sync`` to ``wanted``, simplified if one of the unit's groups has a single rank."""
         if wanted is Sync.INTRA:
             if self.topology.across.size == 1:
                 wanted = Sync.ALL
@@ -176,17 +190,17 @@ class Unit:
 
     @property
     def is_current(self) -> bool:
-        """Whether all its parameters are unsharded, as the shards are now."""
+        """Whether all parameters are unsharded and have the shards' present values."""
         return all(handle.is_current for handle in self.handles)
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether an all-gather was started that nobody waited for."""
+        """Whether an all-gather of the unit was started and not yet waited for."""
         return any(handle.state is ShardState.UNSHARDING for handle in self.handles)
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing is unsharded, on its way, or kept for backward."""
+        """Whether no parameter is unsharded, being all-gathered, or kept for backward."""
         return self.phase is Phase.IDLE and not any(
             handle.state is not ShardState.SHARDED
             or (handle.gather.secondary is not None and handle.gather.secondary.waits_for_backward)
@@ -195,7 +209,7 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no forward since the last backward is expected to need the parameters yet."""
+        """Whether no backward that is still to come needs the parameters."""
         return (
             self.phase is Phase.IDLE
             and self.outstanding_backwards + self._outstanding_before <= 0
@@ -205,7 +219,8 @@ class Unit:
 
     def stick(self) -> None:
         """Keep the buffers until the parameters change."""
-        # With create_graph, nodes that backward itself makes save views that nothing packs.
+        # With create_graph, backward makes new graph nodes. They save raw views of the buffers,
+        # which no saved-tensor hook replaces.
         self._sticky_version = sum(handle.version for handle in self.handles)
 
     @property
@@ -216,54 +231,55 @@ class Unit:
     # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str, *, everything: bool = False) -> list[FlatParamHandle]:
-        """Start to all-gather what is needed for "forward" or "backward". Collective.
+        """Start the all-gathers that "forward" or "backward" needs. Collective.
 
-        Returns the flat parameters whose all-gather was started; the others are there.
+        Returns the flat parameters whose all-gather was started; the rest is already unsharded.
         """
         needs_all = everything or purpose == "forward"
         handles = self.handles if needs_all else self.for_backward
         return [handle for handle in handles if handle.unshard(purpose)]
 
     def wait_unshard(self) -> None:
-        """Wait for what ``unshard`` started, and let the modules hold unsharded parameters."""
+        """Wait for the all-gathers, and let the modules hold unsharded parameters."""
         for handle in self.handles:
             handle.wait_unshard()
-        # All, also what backward does without: recomputed forwards look at the modules.
+        # Show all parameters, also those that backward does not read: recomputed forwards use the
+        # modules.
         for handle in self.handles:
             handle.show_unsharded()
 
     def fate(self, handle: FlatParamHandle, moment: Moment) -> Fate:
-        """What becomes of the unsharded buffer of ``handle`` now. Decided here and nowhere else."""
+        """Decide whether ``handle``'s unsharded buffer is freed now. No other code decides this."""
         if moment is Moment.STEP_LEFT:
             return Fate.FREE
-        if self._is_sticky:  # something saved outside our reach may need it
+        if self._is_sticky:  # a graph with create_graph may hold raw views of the buffer
             return Fate.SNAPSHOT
         shows_shards = handle.memory.shows_shards
         if moment is Moment.AFTER_BACKWARD:
-            # A rank that holds everything saves nothing by keeping it, and sees no edits made
-            # through `p.data`.
+            # A single rank saves no all-gather by keeping the buffer, and a kept buffer would not
+            # show edits made through `p.data`.
             is_alone = self.topology.shard.size == 1
             frees = self.placement.reshard_after_backward or is_alone or shows_shards
             return Fate.FREE if frees else Fate.KEEP
-        # Where backward begins with this unit, to reshard it would cost an all-gather.
+        # If backward begins with this unit, resharding it now would only cost another all-gather.
         stays = self.is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return Fate.FREE
         if self.sync is Sync.NONE:
-            # Under ``no_sync`` a backward may run on this rank alone. The backward must not need an
-            # all-gather, and must not see values that other ranks write into mapped shards.
+            # A backward under ``no_sync`` may run on this rank only. So it must not start an
+            # all-gather, and must not read mapped shards that other ranks may be writing.
             return Fate.SNAPSHOT
         return Fate.FREE if shows_shards or self._is_spare(handle) else Fate.KEEP
 
     def _is_spare(self, handle: FlatParamHandle) -> bool:
-        """Whether ``handle`` is freed after forward as backward does without it."""
+        """Whether ``handle`` is freed after forward because backward does not read it."""
         reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
         return reshards and handle not in self.for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd saves values instead of a place that is unsharded again."""
-        # In the root, any rank may use a parameter as it likes: backward must not need an
-        # all-gather that the other ranks do without.
+        """Whether autograd saves copies of the values instead of a view that is unsharded again."""
+        # Each rank may use a parameter of the root differently: its backward must not need an
+        # all-gather that other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
     def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
@@ -289,37 +305,38 @@ class Unit:
             if fate is Fate.FREE:
                 handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
             else:
-                # The optimizer may write the shard next, so it must not be on its way.
+                # Finish the all-gather: the optimizer may write the shard next.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
 
     def begin_iteration(self) -> None:
-        """An outermost forward begins."""
+        """Reset the counts of calls when an outermost forward begins."""
         self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
-        # A backward that reduces nothing may have run on other ranks alone. What it
-        # resharded there must not stay here: they would wait for an all-gather without this rank.
+        # A backward under no_sync may have run on other ranks only, and resharded the unit there.
+        # Reshard the unit here, too: otherwise the other ranks would all-gather without this rank
+        # and wait forever.
         if self.sync is Sync.NONE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.fate(handle, Moment.AFTER_BACKWARD) is Fate.FREE:
                     handle.reshard()
 
     def end_iteration(self) -> None:
-        """A backward of the model is over, or failed."""
+        """Forget the calls of this iteration: the model's backward is over, or failed."""
         self.is_touched = False
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
-        """A call is over; returns whether no other one is expected in this forward."""
+        """Count a finished call; returns whether no more calls are expected in this forward."""
         self.backward_follows = backward_follows
         self._num_calls += 1
         self._calls_to_come -= 1
         return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """FORWARD -> IDLE: free what ``fate`` says, as no call is to come."""
+        """FORWARD -> IDLE: free the buffers that ``fate`` says, since no call is to come."""
         if self.phase is not Phase.FORWARD or self.running:
             return
         self.is_needed_soon = is_needed_soon
@@ -331,14 +348,14 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            if handle.is_aliased:  # else each forward puts other parameters there, and looks
+            if handle.is_aliased:  # `show_unsharded` checks the rest in each forward
                 handle.check_places()
             handle.grad_publish.begin_backward()
             if handle.is_aliased:
                 handle.grad_publish.hold_earlier()
 
     def begin_call_backward(self, call: Call) -> None:
-        """A gradient of an output of ``call`` has come."""
+        """Note that the backward of ``call`` begins: a gradient of an output has arrived."""
         if not call.has_begun:
             call.has_begun = True
             self.outstanding_backwards -= 1
@@ -348,7 +365,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """A gradient of an input of ``call`` has come; returns whether it was the last one."""
+        """Count a gradient of an input of ``call``; returns whether it was the last one."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1
@@ -356,21 +373,22 @@ class Unit:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether nothing of the backward under way can need the parameters any more."""
+        """Whether no more computation of this backward can need the parameters."""
         trainable = self.num_trainable.items()
         return (
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
             and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
-            # Frozen ones may be needed after the last gradient, of which only inputs would tell.
+            # Frozen parameters may be needed after the last parameter gradient. Only the gradients
+            # of inputs would show the end, and some call has no such input.
             and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
         )
 
     def reset(self) -> None:
         """Return to IDLE after a step that failed; drops its gradients."""
         self.running.clear()
-        self._sticky_version = -1  # no backward uses what a failed one saved
+        self._sticky_version = -1  # no later backward uses the graph of a failed one
         self.end_iteration()
         for handle in self.handles:
             handle.drop_gradients()
