@@ -1,4 +1,7 @@
-"""Operations that each rank does alone on its range: element by element, draws, shapes."""
+"""Operations that each rank runs on its own range without communication.
+
+Element-wise operations, random numbers, and operations on shapes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # Its gradient would need every rank's range; here it would get this rank's alone.
+            # The gradient of ``value`` needs the ranges of all ranks. Here the gradient would come
+            # from this rank's range only.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -62,9 +66,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     digest = digest_of(func._schema.name, (*args, *kwargs.values()))
     if like.is_alike and not in_place and spec.owner.is_in_forward:
-        # Each rank has a batch of its own, so the ranges of the result would not belong together.
-        # And where the unit computes in another dtype, this does, too. A tensor made by
-        # ``empty_like`` may be for random numbers, which each rank draws for its own batch.
+        # In forward each rank has its own batch, so the ranges of the result would not belong
+        # together. If the unit computes in another dtype than the shard's, this operation must use
+        # that dtype too. A tensor made by ``empty_like`` may be filled with random numbers, which
+        # each rank draws for its own batch.
         is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
         if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
@@ -72,7 +77,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
-    # The local range is 1-D: formats of more dimensions mean nothing to it.
+    # The local range is 1-D: memory formats of tensors with more dimensions do not apply.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
@@ -82,7 +87,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
-        # ``zeros_like`` and the like: what optimizers make their state with.
+        # Optimizers make their state with ``zeros_like`` and similar functions.
         result = target.take_in(result) if result.device == like.local.device else result
     computed = FlatShardTensor(result, spec, role=_role_of(func, args))
     computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
@@ -108,7 +113,8 @@ def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     """The full tensor of ``value``, if ``value`` is another parameter with other ranges.
 
-    A momentum encoder follows an encoder that lies in a flat parameter of another length.
+    Example: a momentum encoder follows an encoder, and the two lie in flat parameters of different
+    lengths.
 
     Collective: the ranks of ``value``'s shard group, if the ranges differ.
     """
@@ -125,12 +131,12 @@ def _role_of(func: Any, args: tuple[Any, ...]) -> str:
         for value in args
         if isinstance(value, FlatShardTensor | int | float)
     )
-    # Cut short: an average that is computed anew in each step would get longer and longer.
+    # The text is cut: the role of an average that is updated in each step would grow without end.
     return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
-    """Refuse another order of elements than the parameter's: that would take all ranks."""
+    """Refuse a memory format with another order of elements: reordering would need all ranks."""
     is_kept = memory_format in (None, torch.preserve_format)
     if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
@@ -143,9 +149,10 @@ def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any)
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on lists of tensors, matched by position; plain entries stay plain."""
+    """Run an operation on lists of tensors, matched by position; plain entries stay plain."""
     lists = [value for value in args if isinstance(value, list | tuple)]
-    # By position: in one list a gradient may be plain whose parameter, in another, is sharded.
+    # One spec per position: a gradient in one list may be plain while the parameter at the same
+    # position in another list is sharded.
     specs = [
         next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
         for values in zip_longest(*lists)
@@ -181,25 +188,27 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _at(value: Any, position: int) -> Any:
-    """Entry ``position`` of a list; a value that is no list, or a shorter list, unchanged."""
+    """Entry ``position`` of a list; a value that is not a list, or is a shorter list, unchanged."""
     return value[position] if isinstance(value, list | tuple) and position < len(value) else value
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Draw as many numbers as the unwrapped model would, keep this rank's."""
+    """Draw as many numbers as the unwrapped model would, and keep this rank's range."""
     tensor: FlatShardTensor = args[0]
     spec, local = tensor.spec, tensor.local
     if func is aten.bernoulli.default:
         tensor.refuse("bernoulli() with its elements as probabilities")
     if tensor.is_alike and spec.owner.is_in_forward:
-        # The ranks' generators differ there, as each rank draws for its own batch.
+        # In forward the generators of the ranks differ, because each rank draws for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    spec.refuse_part(func._schema.name)  # whose draws would repeat those of the other parts
-    # All, so that generators stay alike on all ranks and values do not depend on their number.
+    # a tensor-parallel part would get the same numbers as the other parts
+    spec.refuse_part(func._schema.name)
+    # Draw the full tensor on every rank: then all generators stay in step, and the values do not
+    # depend on the world size.
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        # A clone, as the range alone would keep the full tensor alive.
+        # A clone: a view of the range would keep the full tensor alive.
         drawn = FlatShardTensor(part.clone(), spec, role=_role_of(func, args))
         drawn.origin.is_drawn = True
         return drawn
@@ -215,9 +224,12 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        tensor.spec.refuse_part("view_as()")  # orthogonal_() writes what it made for a part by it
-    # Not a view made here: its version counter would be another. A tensor of inference mode has
-    # none, and autograd, which adds this one's, would raise.
+        # Orthogonal_() writes its result through view_as(), and would have computed it from a part
+        # only
+        tensor.spec.refuse_part("view_as()")
+    # Do not return a view that is made here: the view would have another version counter. A tensor
+    # that is made in inference mode has no version counter, and autograd, which reads the counter
+    # of this tensor, would raise.
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role)
     twin.origin = origin = tensor.origin
@@ -228,7 +240,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Dropout on a parameter in a loss needs the full parameter, for which each rank draws."""
+    """Refuse dropout on a trained parameter: each rank must draw for the full parameter."""
     if training and isinstance(input, FlatShardTensor) and input.requires_grad:
         input.refuse("the gradient of dropout")
     return NotImplemented

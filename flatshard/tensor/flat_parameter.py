@@ -1,6 +1,6 @@
-"""``FlatParameter``: the parameters of a unit, flattened, padded, and cut over the ranks.
+"""``FlatParameter``: parameters of a unit, flattened, padded, and divided among the ranks.
 
-``OriginalParam``: one of these parameters, as it is in the unwrapped model.
+``OriginalParam``: one parameter of the unwrapped model that lies in a flat parameter.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from flatshard.tensor.unsharded import average_full_gradients
 
 
 class FlatParameter(nn.Parameter):
-    """Parameters of one unit as a padded 1-D parameter, of which each rank holds a chunk.
+    """Parameters of one unit as a padded 1-D parameter; each rank holds a chunk.
 
-    As a tensor it is this rank's chunk, ``(flat_layout.shard_numel,)``, which optimizers update
-    through the original parameters. ``print`` it to see what lies where.
+    The tensor's values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers update the
+    chunk through the original parameters. ``print`` lists which parameters lie in which chunk.
 
     Attributes:
-        flat_layout: where each original parameter lies, how much is padding, and who holds what.
-        rank: which chunk this rank holds, of ``flat_layout.world_size``.
+        flat_layout: where each original parameter lies, how much is padding, and the range of
+            elements that each rank holds.
+        rank: index of this rank's chunk, below ``flat_layout.world_size``.
     """
 
     flat_layout: FlatLayout
@@ -47,11 +48,13 @@ class FlatParameter(nn.Parameter):
     def __new__(
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
-        """Let ``chunk``, ``(layout.shard_numel,)``, be this rank's chunk, without copying."""
-        # Autograd knows the full parameters over the unsharded buffer, and never the chunk.
+        """Make a flat parameter from this rank's ``chunk``, ``(layout.shard_numel,)``; no copy."""
+        # No gradient is required here: autograd works on the full parameters over the unsharded
+        # buffer, and never on the chunk.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Weakly: they refer to views of the chunk, and Python's collector sees no such cycle.
+        # Weak references: the parameters refer to views of the chunk, and Python's collector cannot
+        # see a cycle through views.
         self._params = [weakref.ref(param) for param in params]
         return self
 
@@ -85,7 +88,7 @@ class FlatParameter(nn.Parameter):
         return "\n".join(lines)
 
 
-# Makes what a full parameter calls once autograd has filled its ``.grad``.
+# Makes the function that a full parameter calls once autograd has filled ``.grad``.
 GradHook = Callable[["OriginalParam"], Callable[[Tensor], None]]
 
 
@@ -93,17 +96,19 @@ class OriginalParam:
     """One parameter of the unwrapped model, inside of a flat parameter.
 
     Attributes:
-        index: its place among the parameters of the flat parameter.
-        span: where its elements lie in the flat parameter; the same on all ranks.
-        local: which of them lie in this rank's chunk, and where.
-        spec: the same as ``FlatShardTensor``s know it; gradients and optimizer state share it.
-        locations: the places in modules where the parameter stands; the first one names it.
-        sharded: what users and optimizers hold, a true-shape ``FlatShardTensor`` over this rank's
-            chunk; a plain parameter where one rank holds everything.
-        full: a plain parameter over the unsharded buffer, which modules hold while they compute.
-            ``sharded`` itself where the chunk is the unsharded buffer.
-        held: what modules hold in its place; None: ``sharded``.
-        post_accumulate_hooks: users' hooks, which run once the reduced gradient is in ``.grad``.
+        index: index of the parameter in the flat parameter.
+        span: where the elements lie in the flat parameter; the same on all ranks.
+        local: which of the elements lie in this rank's chunk, and where.
+        spec: the same facts in the form that a ``FlatShardTensor`` needs; gradients and optimizer
+            state share the object.
+        locations: the modules and attributes that hold the parameter; the first location names the
+            parameter.
+        sharded: the parameter that users and optimizers hold: a true-shape ``FlatShardTensor`` over
+            this rank's chunk, or a plain parameter if one rank holds all elements.
+        full: a plain parameter over the unsharded buffer. Modules hold ``full`` while they compute.
+            ``full`` is ``sharded`` if the chunk is the unsharded buffer.
+        held: the object that modules hold in place of the parameter; None: ``sharded``.
+        post_accumulate_hooks: users' hooks that run once the reduced gradient is in ``.grad``.
     """
 
     full: nn.Parameter
@@ -113,8 +118,9 @@ class OriginalParam:
         self.sharded, self.locations = info.param, info.locations
         self.held: Any = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # Tensor hooks and post-accumulate hooks from before wrapping, until the full parameter
-        # exists. The dictionaries are torch's own, so that a ``RemovableHandle`` still works.
+        # Tensor hooks and post-accumulate hooks that users registered before wrapping. The hooks
+        # wait here until the full parameter exists. The dictionaries are torch's own, so that a
+        # ``RemovableHandle`` still works.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: GradHook | None = None
         spec.original = self
@@ -139,7 +145,7 @@ class OriginalParam:
     def show_chunk(self, chunk: Tensor, *, is_whole: bool) -> None:
         """Let the sharded parameter show ``chunk``, ``(shard_numel,)``, of a flat parameter.
 
-        ``is_whole``: the chunk is all of it.
+        ``is_whole``: the chunk is the whole flat parameter.
         """
         if not is_whole:
             sharded = FlatShardTensor.parameter(chunk, self.spec, self.requires_grad)
@@ -149,7 +155,7 @@ class OriginalParam:
         if self.sharded.is_meta:
             self._swap_into(nn.Parameter(view_of(chunk, self.span), self.requires_grad))
         else:
-            # Hooks and attributes stay where they are: only the memory moves.
+            # Only the memory moves. The parameter object keeps its hooks and attributes.
             self.sharded.data = view_of(chunk, self.span)
         if self.spec.state_target is not None:
             self.spec.state_target.keep_state_of(self.sharded)
@@ -161,7 +167,7 @@ class OriginalParam:
             return self.sharded.requires_grad
 
     def _swap_into(self, view: Tensor) -> None:
-        """Turn the parameter, in place, into ``view``; it keeps identity and attributes."""
+        """Turn the parameter into ``view``, in place. Identity and attributes stay the same."""
         param = self.sharded
         is_first = not isinstance(param, FlatShardTensor)
         clashing = OWN_ATTRIBUTES & param.__dict__.keys()
@@ -173,12 +179,14 @@ class OriginalParam:
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
                 # ``torch.utils.swap_tensors`` refuses a tensor that has weak references, and the
-                # module keeps some to its weights. None in this list means an unchanged weight.
+                # module keeps weak references to its weights. For the module, None in this list
+                # means an unchanged weight.
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
-                if isinstance(hook, WeightNorm):  # it computes the weight before each forward
-                    # Not through a local variable, whose graph would hold the parameter below.
+                if isinstance(hook, WeightNorm):  # the hook computes the weight before each forward
+                    # The weight must not be stored in a local variable: the weight's graph would
+                    # keep a reference to the parameter, and the swap below would fail.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = attributes_of(param)
         if is_first:
@@ -195,11 +203,12 @@ class OriginalParam:
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
-            # The swap moved the hooks away with the memory; this one computes, so they stay.
+            # The swap moved the hooks away with the memory. This parameter itself takes part in
+            # forward, so the hooks must be on it.
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
-        """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
+        """Move hooks from before wrapping to where they must run: tensor hooks to ``full``."""
         tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
         self._waiting_hooks = None
         if tensor_hooks is not None:
@@ -212,26 +221,29 @@ class OriginalParam:
     # ------------------------------------------------------------ the full parameter
 
     def make_full(self, buffer: Tensor | None) -> None:
-        """Make ``full`` over an unsharded buffer, ``(padded_numel,)``; None: ``sharded`` is it."""
+        """Make ``full`` over an unsharded buffer, ``(padded_numel,)``; None: use ``sharded``."""
         before: nn.Parameter | None = getattr(self, "full", None)
         if buffer is None:
             self.full = self.sharded
         else:
             self.full = nn.Parameter(view_of(buffer, self.span), False)
             unsharded.name(self.full, self.spec)
-        self.full.requires_grad_(self.requires_grad)  # False for integers
-        # Originals that compute themselves are the same objects after a conversion.
+        # integer parameters never require a gradient
+        self.full.requires_grad_(self.requires_grad)
+        # If ``full`` is ``sharded``, a conversion of the model changes nothing: ``full`` is the
+        # same object and has its hooks.
         if before is not None and before is not self.full:
-            # The dictionary, so that handles can still remove what is in it.
+            # The new parameter shares the dictionary itself, so that handles can still remove
+            # hooks.
             self.full._backward_hooks = before._backward_hooks
             self._hook_grad()
         if self.is_sharded:
             self._move_hooks(self.full)
 
     def connect(self, grad_hook: GradHook) -> None:
-        """Let the full parameter call what ``grad_hook`` makes once autograd filled its ``.grad``.
+        """Let the full parameter call a hook of ``grad_hook`` once autograd has filled ``.grad``.
 
-        Autograd holds what it makes, which must not keep the unit alive.
+        Autograd holds the hook, so the hook must not keep the unit alive.
         """
         self._grad_hook = grad_hook
         self._hook_grad()
@@ -239,32 +251,33 @@ class OriginalParam:
     def _hook_grad(self) -> None:
         watched = [self.full]
         if not self.is_sharded and self.full is not self.sharded:
-            # Plain ones may be used outside of forward, and those gradients are averaged, too.
+            # The plain parameter may be used outside of forward, and such gradients are averaged
+            # too.
             watched.append(self.sharded)
         for param in watched:
             if self._grad_hook is not None and (param.is_floating_point() or param.is_complex()):
                 is_trained = param.requires_grad
-                # A frozen tensor refuses hooks; it may be unfrozen later.
+                # A frozen tensor refuses hooks, but users may unfreeze the tensor later.
                 param.requires_grad_(True)
                 param.register_post_accumulate_grad_hook(self._grad_hook(self))
                 param.requires_grad_(is_trained)
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
-        """The same parameter of modules that were deep-copied."""
+        """The parameter's counterpart in deep-copied modules."""
         places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
         return ParamInfo(memo.get(id(self.sharded), self.sharded), places)
 
     # ------------------------------------------------------------ gradients
 
     def of_chunk(self, chunk: Tensor) -> Tensor:
-        """What ``.grad`` shows of a chunk of gradients, ``(shard_numel,)``: a view."""
+        """The view of a chunk of gradients, ``(shard_numel,)``, that ``.grad`` shows."""
         if not self.is_sharded:
             return view_of(chunk, self.span)
         return FlatShardTensor.in_flat(chunk, self.spec, role=GRADIENT)
 
     def hold_hooks(self) -> None:
-        """Keep users' post-accumulate hooks of a parameter that computes until ``give_back``."""
-        # They want the reduced gradient.
+        """Take users' post-accumulate hooks off the parameter until ``give_hooks_back``."""
+        # Users' hooks expect the reduced gradient, so autograd must not call them.
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
         for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
             self.post_accumulate_hooks[key] = hooks.pop(key)
@@ -275,7 +288,7 @@ class OriginalParam:
             hook(self.sharded)
 
     def give_hooks_back(self) -> None:
-        """Put hooks that waited where users registered, and may remove, them."""
+        """Put the hooks back where users registered them, because users may remove hooks there."""
         if self.post_accumulate_hooks:
             hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             hooks.update(self.post_accumulate_hooks)

@@ -1,11 +1,13 @@
 """Operations of sharded tensors that need the other ranks.
 
-Reductions over all elements: local part, one collective, result.
+Reductions over all elements: each rank reduces its local part, and one collective combines the
+results.
 
 Collectives of the user's program: DistributedDataParallel keeps parameters in full on every rank,
 and programs average, compare or broadcast these copies. On a sharded tensor, a backend would move
-the range of one rank, or a copy that is dropped afterwards. So a collective either has the result
-of the collective on equal copies, without moving values, or raises before communication.
+the range of one rank, or a copy that is dropped afterwards. So a collective on a sharded tensor
+either raises before communication, or gives the result that the collective has on equal copies,
+without moving values.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ Comms = Sequence[Communicator]
 
 
 def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
-    """A few numbers, combined in place over each of some groups. Collective: all their ranks."""
+    """Combine a few numbers in place over each of ``comms``. Collective: all their ranks."""
     for comm in comms:
         values = comm.reduce_scalars(values, op, op_name=op_name)
     return values
@@ -62,12 +64,12 @@ def _part(tensor: FlatShardTensor) -> Tensor:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """In which dtype to add up elements of ``dtype``; None: their own."""
+    """Dtype for sums of elements of ``dtype``; None: ``dtype`` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name; those that no handler implements raise."""
+    """Arguments by name; raises for an argument that no handler implements."""
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
     spec = first_sharded(args, kwargs).spec
@@ -81,7 +83,7 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
 def norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The p-norm of each tensor, plain or sharded, with the dtype and device of torch's.
+    """The p-norm of each tensor, plain or sharded, with the dtype and device of torch's result.
 
     Collective: all ranks that hold parts of ``tensors``; one reduction per communicator.
     """
@@ -96,7 +98,7 @@ def norms(
             found = list(torch._foreach_norm(some, order, dtype))
         else:
             together = _sharded_norms(some, order, dtype, comms)
-            # Cast all at once, to the device and dtype that torch would give each.
+            # Cast all norms at once to the device and dtype that torch would give each norm.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
@@ -108,11 +110,12 @@ def norms(
 def _sharded_norms(
     tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comms: Comms
 ) -> Tensor:
-    """Norms of tensors that the same communicators share, float64, ``(len(tensors),)``."""
+    """Norms of tensors with the same communicators, float64, ``(len(tensors),)``."""
     parts = [_part(tensor) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
-    # Of complex numbers only the sizes matter; torch warns when it counts those that are not zero.
+    # For complex numbers only the absolute values matter. Torch warns when it counts complex
+    # numbers that are not zero.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     local = _local_norms(parts, order, device)
@@ -135,16 +138,16 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
-    # That of an empty part leaves the other ranks' as they are.
+    # An empty part contributes the neutral element.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = [nothing] * len(parts)
     for dtype in {part.dtype for part in parts}:
         some = {i: p for i, p in enumerate(parts) if p.dtype == dtype and p.numel() > 0}
-        # No kernel takes an empty list.
+        # The kernels reject an empty list.
         local = torch._foreach_norm([*some.values()], order, _sum_dtype(dtype)) if some else []
         for position, norm in zip(some, local, strict=True):
             found[position] = norm.to(device)
-    # Powers of them are summed: of 1e20, say, which float32 could not square.
+    # float64, because powers of the norms are summed: float32 could not square 1e20, for example.
     return torch.stack(found).to(torch.float64)
 
 
@@ -159,7 +162,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``sum`` and ``mean`` of everything."""
+    """``sum`` and ``mean`` over all elements."""
     given = _bind(func, args, kwargs)
     tensor, dtype = given["self"], given.get("dtype")
     spec, part = tensor.spec, _part(tensor)
@@ -184,7 +187,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if part.numel() > 0:
         value = part.amax() if largest else part.amin()
     else:
-        # A rank that holds nothing takes part, with the value that every other one beats.
+        # A rank without elements contributes the value that every other value beats.
         least, greatest = -math.inf, math.inf
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
@@ -195,13 +198,14 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> Tensor:
-    """The largest, or smallest, of each number over the ranks; NaN where a rank has one."""
+    """The largest or smallest value per position over the ranks; NaN where any rank has NaN."""
     op = "MAX" if largest else "MIN"
     if not values.is_floating_point():
         return _reduced(values, comms, op, op_name)
     is_nan = values.isnan()
-    # A backend's MAX may drop a NaN, and which of two operands it keeps may depend on the rank. So
-    # a mark goes along that the same operation prefers: 1 for MAX, -1 for MIN.
+    # A backend's MAX may drop a NaN, and the choice between two operands may depend on the rank. So
+    # each value is sent with a mark that is not zero for NaN, and that the same operation prefers:
+    # 1 for MAX, -1 for MIN.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
     found, marks = _reduced(both, comms, op, op_name).chunk(2)
@@ -213,7 +217,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
     wrote(gradients)
-    # Not a set: all ranks must meet the communicators in one order.
+    # A dictionary, not a set: all ranks must use the communicators in the same order.
     specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
     for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
@@ -268,7 +272,7 @@ _REDUCTIONS = ("SUM", "AVG", "MAX", "MIN")
 
 
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compute an all-reduce of a tensor that is the same on all ranks, or raise."""
+    """Compute an all-reduce of a tensor that has equal values on all ranks, or raise."""
     if (func.__module__, func.__name__) == (dist.distributed_c10d.__name__, "all_reduce"):
         _all_reduce(*args, **kwargs)
     else:
@@ -282,7 +286,8 @@ def _all_reduce(
 
     SUM multiplies the tensor by the number of ranks; AVG, MAX and MIN change nothing.
 
-    Collective: the ranks that train the parameter. They compare operation and tensor before.
+    Collective: the ranks that train the parameter. The ranks first compare the operation and the
+    tensor.
     """
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None or async_op or not tensor.is_alike or not _trains(tensor.spec, group):
@@ -306,7 +311,7 @@ def _trains(spec: ShardSpec, group: Any) -> bool:
     if len(spec.comms) > 1 or not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = set(dist.get_process_group_ranks(group))
-    # This rank's row and column of the grid of ranks; the other ranks look at theirs.
+    # This rank checks its own row and column of the grid of ranks; the other ranks check theirs.
     parts = [comm.ranks for comm in (spec.comm, spec.replicas) if comm.size > 1]
     return len(ranks) == spec.comm.size * spec.replicas.size and ranks.issuperset(chain(*parts))
 

@@ -1,4 +1,4 @@
-"""``ShardSpec``: which range of which parameter a rank holds, and who holds the rest."""
+"""``ShardSpec``: a parameter, the range that this rank holds, and the ranks that hold the rest."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from flatshard.plan.module_tree import unit_text
 
 
 class ParamSplit(Protocol):
-    """How a parameter is one part of a larger one, of which other groups of ranks hold the rest."""
+    """How a parameter is a part of a larger parameter whose other parts other groups hold."""
 
-    comms: tuple[Communicator, ...]  # those groups
+    comms: tuple[Communicator, ...]  # the groups that hold the other parts
     shape: tuple[int, ...]  # of the larger parameter
     stride: tuple[int, ...]  # in elements, of the larger parameter
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """What modules hold for ``local``, this group's part."""
+        """The tensor that modules hold for ``local``, this group's part."""
 
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """The user's hook of a gradient, as a hook of this group's part of the gradient."""
+        """Convert a user's hook on the larger gradient to a hook on this group's part."""
 
     def full(self, local: Tensor) -> Tensor:
         """The larger tensor. Collective: the ranks of ``comms``."""
@@ -42,9 +42,10 @@ class ParamSplit(Protocol):
 
 
 class ParamOwner:
-    """The run of a model, as far as operations on its parameters outside of their units need it.
+    """The part of a model's run that operations on parameters outside of their units use.
 
-    This one does nothing. It stands for the run of a copy, and of a model that is gone.
+    This base class does nothing. It stands for the run of a copied parameter, and of a model that
+    is gone.
     """
 
     is_in_forward = False  # whether a forward of the model is under way
@@ -54,10 +55,10 @@ class ParamOwner:
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Autograd adds to a gradient, in a moment, what came of a use outside of forward."""
+        """Called just before autograd adds a gradient from a use outside of forward."""
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        """A full parameter is read that has no memory; returns whether it has memory again."""
+        """Called when a freed full parameter is read; returns whether it has memory again."""
         return False
 
 
@@ -65,7 +66,7 @@ _NOBODY = ParamOwner()
 
 
 class NeedsFullTensor(RuntimeError):
-    """An operation that a rank's part alone cannot do; ``spec`` is the part's."""
+    """An operation for which a rank's part is not enough; ``spec`` describes the part."""
 
     def __init__(self, message: str, spec: ShardSpec) -> None:
         super().__init__(message)
@@ -74,26 +75,27 @@ class NeedsFullTensor(RuntimeError):
 
 @dataclass(eq=False)
 class ShardSpec:
-    """Where a parameter lies, and this rank's range of it; its gradients share the object."""
+    """Where a parameter lies, and this rank's range; gradients and state share the object."""
 
-    name: str  # the parameter's, in the unwrapped model
+    name: str  # name of the parameter in the unwrapped model
     unit: str
-    span: ParamSpan  # its elements in the flat parameter, the same on all ranks
-    local: LocalSpan  # which of them are in this rank's chunk
+    span: ParamSpan  # the parameter's elements in the flat parameter, the same on all ranks
+    local: LocalSpan  # which of the elements are in this rank's chunk
     _: KW_ONLY
-    comm: Communicator  # the ranks that hold the rest
-    replicas: Communicator = ALONE  # the ranks that hold the same
-    tensor_parallel: ParamSplit | None = None  # of a part of what a DTensor held
+    comm: Communicator  # the ranks that hold the other ranges
+    replicas: Communicator = ALONE  # the ranks that hold the same range
+    tensor_parallel: ParamSplit | None = None  # set if the parameter is the local part of a DTensor
     state_target: OffloadTarget | None = None  # where optimizers keep state of this shape
-    # Weak references: gradients and optimizer state may outlive the model, and must not keep it.
+    # Weak references: gradients and optimizer state may outlive the model, and must not keep the
+    # model alive.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None
-    # Read in each operation on a sharded tensor: attributes, not properties.
+    # Plain attributes, not properties, because each operation on a sharded tensor reads them.
     shape: tuple[int, ...] = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     order: tuple[int, ...] = field(init=False)  # dimensions as they lie in memory, outermost first
-    # Of the elements in memory order, this rank holds [offset, offset + numel), and they are
-    # [start, start + numel) of its chunk.
+    # This rank holds the elements [offset, offset + numel) of the parameter, in memory order. The
+    # elements lie at [start, start + numel) of this rank's chunk.
     offset: int = field(init=False)
     numel: int = field(init=False)
     start: int = field(init=False)
@@ -105,7 +107,7 @@ class ShardSpec:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """Two tensors can meet in an element-wise operation when this is equal."""
+        """Two tensors can be operands of one element-wise operation if their places are equal."""
         return self.shape, self.strides, self.offset, self.numel
 
     def slice(self, tensor: Tensor) -> Tensor:
@@ -142,25 +144,27 @@ class ShardSpec:
 
     @property
     def comms(self) -> tuple[Communicator, ...]:
-        """Each of the groups whose ranks hold other parts."""
+        """The groups whose ranks hold other parts: the shard group and tensor-parallel groups."""
         beyond = self.tensor_parallel.comms if self.tensor_parallel is not None else ()
         return (self.comm, *beyond)
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of the parameter without any parallelism."""
+        """Number of elements of the parameter without any parallelism."""
         split = self.tensor_parallel
         return math.prod(self.shape if split is None else split.shape)
 
     def unsplit(self, local: Tensor) -> Tensor:
-        """What tensor-parallel ranks hold together, if ``local`` is a part of it, of ``shape``.
+        """The tensor that the tensor-parallel ranks hold together; ``local`` is this rank's part.
 
-        Collective: these ranks, if there are any.
+        ``local`` has this spec's ``shape``. Without tensor parallelism the result is ``local``.
+
+        Collective: the tensor-parallel ranks, if there are any.
         """
         return local if self.tensor_parallel is None else self.tensor_parallel.full(local)
 
     def split(self, full: Any) -> Any:
-        """The part of ``unsplit``'s result on this rank; anything else as it is."""
+        """This rank's part of a result of ``unsplit``; any other value is returned unchanged."""
         split = self.tensor_parallel
         if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.shape:
             return full
@@ -171,14 +175,14 @@ class ShardSpec:
         return like.new_empty_strided(self.shape, self.strides)
 
     def detached(self) -> ShardSpec:
-        """The same for a copy, which takes part in no forward until a copied unit owns it."""
+        """The spec for a copy of the parameter. No model owns the copy until a copied unit does."""
         return replace(self, _owner=lambda: None, _original=lambda: None)
 
     def __deepcopy__(self, _: object) -> ShardSpec:
         return self.detached()
 
     def refuse_part(self, operation: str) -> None:
-        """Raise, before any communication, where tensor-parallel ranks hold other parts."""
+        """Raise, before any communication, if tensor-parallel ranks hold other parts."""
         if len(self.comms) > 1:
             full = None if self.tensor_parallel is None else self.tensor_parallel.shape
             raise NotImplementedError(
@@ -211,16 +215,16 @@ class ShardSpec:
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
-    """The name of the first parameter that was a DTensor, if there is one."""
+    """The name of the first parameter that was a DTensor, or None."""
     return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)
 
 
-# By module and function what makes one of torch's wrappers, or runs it.
+# Torch's wrappers, keyed by the module and the function that make or run the wrapper.
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
-    ("torch.distributed._composable.contract", "wrapper"): "",  # of whatever it decorates
+    ("torch.distributed._composable.contract", "wrapper"): "",  # the decorated function is the name
     ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
     ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",
 }
@@ -228,11 +232,10 @@ _NAMES = {name for _, name in _MAKERS}
 
 
 def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
-    """Raise ValueError while one of torch's wrappers is made around what the caller is part of.
+    """Raise ValueError if the caller runs inside the construction of one of torch's wrappers.
 
-    Also where the parameters would become DTensors.
-
-    Callers of ``end`` are not looked at.
+    Raises also if the caller runs inside a conversion of the parameters to DTensors. Stack frames
+    outside of ``end`` are not checked.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not end:

@@ -1,9 +1,9 @@
 """``FlatShardTensor``: an original parameter's true shape outside, this rank's 1-D range inside.
 
-Every operation on it is right or raises. Element-wise operations run on the local ranges, full
-reductions add the one collective that makes them right, writing a full tensor keeps this rank's
-range of it, and everything else raises and names the parameter. Inside a unit's forward and
-backward none of this is in the way: modules hold plain parameters there.
+Every operation on a sharded tensor either gives the right result or raises. Element-wise operations
+run on the local ranges. Reductions over all elements add one collective. Writing a full tensor
+stores only this rank's range of the full tensor. Every other operation raises and names the
+parameter. Forward and backward of a unit are not affected: modules hold plain parameters there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def untraced(function: Callable[..., Any]) -> Any:
-    """``torch.compiler.disable``, which imports Dynamo, at the first call: that takes a second."""
+    """``torch.compiler.disable``, applied at the first call: importing Dynamo takes a second."""
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -43,28 +43,32 @@ def untraced(function: Callable[..., Any]) -> Any:
         nonlocal disabled
         if disabled is None:
             disabled = torch.compiler.disable(function)
-            # Dynamo would compile this function for each that it stands for, up to its limit.
+            # Every wrapped function shares the code of ``call``. Without this line Dynamo would
+            # compile ``call`` once per wrapped function, up to Dynamo's recompile limit.
             torch._dynamo.decorators.skip(call)
         return disabled(*args, **kwargs)
 
     return call
 
 
-# Handlers, by operation name; a handler is called as ``handler(operation, args, kwargs)``.
+# Handlers, keyed by operator name. A handler is called as ``handler(func, args, kwargs)``.
 # ``elementwise_ops`` adds operations without communication, and ``reduction_ops`` operations with a
 # collective and "collective", the handler for collectives that the program itself calls.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-# What stands for functions that autograd would differentiate wrongly, unless it returns
-# NotImplemented; ``reduction_ops`` enters it.
+# Replacements, keyed by torch function, for functions that autograd would differentiate wrongly. A
+# replacement that returns NotImplemented leaves the call to torch. ``reduction_ops`` and
+# ``elementwise_ops`` add the entries.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
-# The attributes of a ``FlatShardTensor`` that are no user's.
+# Attributes that flatshard sets on a ``FlatShardTensor``. All other attributes are the user's.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 GRADIENT = "gradient of"  # the role of a parameter's gradient
-# Gradients, plain ones too, that are not reduced or lack a part that is not: their unit's name.
+# Gradients that are not complete, mapped to the name of the unit: the gradient is not reduced, or a
+# further part of the gradient still waits for its reduction. Plain gradients are entered too.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-# Modules in which torch defines collectives. Modules, not names: schemas of collectives do not mark
-# written tensors, and a collective of a newer torch must raise too.
+# Modules in which torch defines collectives. The list has modules, not names, because a collective
+# that a newer torch adds must raise too. The schemas do not help: the schemas of collectives do not
+# mark written tensors.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
@@ -77,8 +81,8 @@ class Origin:
 
     Attributes:
         digest: checksum of the operations and the numbers, if the values were computed from
-            parameters and numbers only; otherwise None. Ranks that compute the same have equal
-            digests.
+            parameters and numbers only; otherwise None. Ranks that run the same computation have
+            equal digests.
         is_parameter: whether the tensor is a parameter. All ranks write the same tensors into a
             parameter, so the ranges of a parameter always belong together.
         is_drawn: whether random numbers of this rank's generator went into the values.
@@ -87,31 +91,32 @@ class Origin:
     digest: int | None = None
     is_parameter: bool = False
     is_drawn: bool = False
-    # By id, tensors over the same memory that users may hold.
+    # Tensors over the same memory that users may hold, keyed by id.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     def write(self, digest: int | None) -> None:
-        """Take over the digest of an operation in place."""
+        """Take over the digest of an in-place operation."""
         if digest is not None or not self.is_parameter:
             self.digest = digest
 
 
 def digest_of(name: str, operands: Iterable[Any]) -> int | None:
-    """The digest of the result of operation ``name``; None if an operand is a rank's own."""
+    """Digest of the result of operation ``name``; None if an operand may differ between ranks."""
     parts: list[Any] = [name]
     for operand in operands:
         if isinstance(operand, Tensor):
             if not isinstance(operand, FlatShardTensor) or operand.origin.digest is None:
                 return None
             operand = operand.origin.digest
-        # Not a device, which may differ between ranks.
+        # Only numbers go into the digest. A device must not, because devices may differ between
+        # ranks.
         if isinstance(operand, int | float | complex):
             parts.append(operand)
     return zlib.crc32(repr(parts).encode())
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that users gave a parameter."""
+    """The attributes that users set on a parameter."""
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
@@ -126,29 +131,29 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
 
 
 class FlatShardTensor(torch.Tensor):
-    """A parameter, or its gradient, of which this rank holds a 1-D range.
+    """A parameter or its gradient; this rank holds a 1-D range of the elements.
 
     Shape, strides, dtype and device are those of the full parameter.
 
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
-        spec: which range of which parameter that is.
-        flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
-            None: ``local`` has memory of its own.
-        is_parameter: whether it is a unit's parameter.
+        spec: the parameter, and the range of the parameter that ``local`` holds.
+        flat: the shard or the gradient of the shard; ``local`` is a view of ``flat`` that begins at
+            ``spec.start``. None: ``local`` has its own memory.
+        is_parameter: whether the tensor is a parameter of a unit.
         origin: history of the values.
         role: the tensor's relation to the parameter, in words, the same on all ranks. Collectives
-            compare it between ranks, so that values of different tensors are never mixed.
+            compare the roles between ranks, so that values of different tensors are never mixed.
     """
 
-    # Attributes of the object, not properties: reading them costs no dispatch.
+    # Plain attributes, not properties: reading a plain attribute costs no dispatch.
     local: Tensor
     spec: ShardSpec
     flat: Tensor | None
     is_parameter: bool = False
     origin: Origin
     role: str
-    # Whether shape and strides are those of the parameter without tensor parallelism.
+    # Whether the tensor shows the shape and strides of the parameter without tensor parallelism.
     shows_unsplit = False
 
     @staticmethod
@@ -182,13 +187,13 @@ class FlatShardTensor(torch.Tensor):
     def in_flat(
         cls, flat: Tensor, spec: ShardSpec, role: str, requires_grad: bool = False
     ) -> FlatShardTensor:
-        """Wrap the range of ``flat``, ``(shard_numel,)``, that ``spec`` names, without copying."""
+        """Wrap the range of ``flat``, ``(shard_numel,)``, that ``spec`` names. Copies nothing."""
         local = flat[spec.start : spec.start + spec.numel]
         return cls(local, spec, role=role, flat=flat, requires_grad=requires_grad)
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        """The same, counted as an ``nn.Parameter``."""
+        """Wrap a range of ``flat`` as ``in_flat`` does, and let the result count as a parameter."""
         self = cls.in_flat(flat, spec, "parameter", requires_grad)
         self._is_param = self.is_parameter = True
         self.origin = Origin(0, is_parameter=True)
@@ -218,37 +223,44 @@ class FlatShardTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """A plain copy of the full tensor, with its shape and strides.
 
-        Of a gradient that was accumulated under ``no_sync``: from every rank what it has there.
+        A gradient that was accumulated under ``no_sync`` is not averaged: each range of the result
+        has the gradient of the rank that holds the range.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self.spec, self.local.detach()
         flat = local.new_zeros(self.numel())
         flat[spec.offset : spec.offset + spec.numel] = local
-        # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
+        # For each byte at most one rank sends a value other than zero, so the sum only puts the
+        # ranges side by side.
         op_name = f"full tensor of {self.described}"
         spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
         return flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values without autograd. Assigning copies into the shard; what was read keeps its."""
+        """The values without autograd.
+
+        Assigning copies the new values into the shard. Tensors that were read before from ``data``
+        keep the old values.
+        """
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
-            # In an unwrapped model `kept = p.data; p.data = other` puts the old values away. Here
-            # the new value is copied in, and what was kept needs memory of its own before.
+            # In an unwrapped model `kept = p.data; p.data = other` leaves the old values in `kept`.
+            # Here the new values are copied into the shard, so first `kept` must get its own
+            # memory.
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
 
-    # Read and written for each parameter in each step, by clipping and zero_grad(): without this,
-    # each access would go through ``__torch_function__``.
+    # Clipping and zero_grad() access ``grad`` of each parameter in each step. Without these
+    # properties, each access would go through ``__torch_function__``.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient."""
@@ -295,11 +307,11 @@ class FlatShardTensor(torch.Tensor):
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Call ``hook`` with this rank's full gradient, before it is reduced."""
+        """Call ``hook`` with this rank's full gradient, before the gradient is reduced."""
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        if self.requires_grad:  # unfrozen since the unit was last unsharded
+        if self.requires_grad:  # the parameter was unfrozen since the unit was last unsharded
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
         return full.register_hook(hook if split is None else split.hook_of_part(hook))
@@ -314,20 +326,22 @@ class FlatShardTensor(torch.Tensor):
         return handle
 
     def _full(self) -> nn.Parameter | None:
-        # A gradient shares the parameter's spec, but hooks of its own are its own.
+        # A gradient shares the parameter's spec, but hooks on the gradient must not go to the
+        # parameter.
         original = self.spec.original if getattr(self, "_is_param", False) else None
         return None if original is None else original.full
 
     # -------------------------------------------------- torch.distributed.checkpoint (DCP)
-    # The protocol is DTensor's (torch.distributed.checkpoint.planner_helpers, in torch 2.11 to
-    # 2.15), and needs no collective: a rank lists the boxes of the full tensor that it holds. The
-    # boxes are views of the rank's range, so that loading writes in place.
+    # DCP calls the same methods on DTensor (torch.distributed.checkpoint.planner_helpers, in torch
+    # 2.11 to 2.15). The methods need no collective: each rank lists the boxes of the full tensor
+    # that the rank holds. The boxes are views of the rank's range, so that loading writes in place.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        # Here and below, as the package is slow to load.
+        # Here and below the import is local, because the package is slow to load.
         from torch.distributed.checkpoint import metadata, planner
 
-        # Never an empty chunk: DCP keeps the first of those with one name and offset.
+        # Empty chunks must not be listed: of several chunks with the same name and offset, DCP
+        # keeps only the first.
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
@@ -342,8 +356,9 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # DCP asks on all ranks before it loads. A rank that holds nothing of the parameter gets no
-        # write, but must unshard again, as those do whose shards are written.
+        # DCP asks on all ranks before it loads. DCP writes nothing on a rank that holds no element
+        # of the parameter. That rank must all-gather again too, because the shards of other ranks
+        # change.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -358,7 +373,7 @@ class FlatShardTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
         part = self.local.detach()[box.position : box.position + box.numel]
-        # In memory the dimensions may lie in another order.
+        # The dimensions may lie in a different order in memory than in the shape.
         order = self.spec.order
         return part.view([box.sizes[d] for d in order]).permute(
             [order.index(d) for d in range(len(order))]
@@ -403,7 +418,8 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            refused = error.with_traceback(None)  # which would hold this frame, and that holds it
+            # the traceback would refer to this frame, and this frame refers to the error: a cycle
+            refused = error.with_traceback(None)
         result = refused.spec.owner.run_full(func, args, kwargs)
         if result is NotImplemented:
             raise refused
@@ -417,7 +433,8 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
-        # Fused and foreach operations are far too many, and too new, to be listed by name.
+        # There are too many fused and foreach operations to list by name, and newer torch adds
+        # more.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
@@ -429,7 +446,7 @@ class FlatShardTensor(torch.Tensor):
 
 def _has_out(given: dict[str, Any]) -> bool:
     """Whether the keywords of a mutable operator contain a tensor for the result."""
-    # A tensor of one element has a truth value, so not ``any(sharded_in(...))``.
+    # ``any(sharded_in(...))`` would be wrong: a tensor of one element has a truth value.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
@@ -439,54 +456,60 @@ def is_collective(func: Any) -> bool:
 
 
 def wrote(values: Sequence[Any]) -> None:
-    """Say that the sharded tensors among ``values`` were written."""
-    # An unsharded buffer is stale when its shard was written since. The shard's version counter,
-    # which views share, tells that, but operations under ``__torch_dispatch__`` do not move it.
+    """Record that the sharded tensors among ``values`` were written."""
+    # An unsharded buffer is stale when its shard was written since. The version counter of the
+    # shard, which views share, tells when that happened. But operations under
+    # ``__torch_dispatch__`` do not raise the counter.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
 def local_range(tensor: Tensor) -> Tensor:
-    """This rank's range of a sharded tensor; a plain tensor is its own."""
+    """This rank's range of a sharded tensor; a plain tensor is returned unchanged."""
     return tensor.local if isinstance(tensor, FlatShardTensor) else tensor
 
 
 def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
-    """Sharded tensors among an operation's arguments and in their lists."""
+    """Sharded tensors among the arguments of an operation, and in lists among the arguments."""
     return (t for t in tensors_in(values, depth=0) if isinstance(t, FlatShardTensor))
 
 
 def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """The sharded tensor for which an operation came here; it names the operation's errors."""
+    """The first sharded tensor among the arguments; errors of the operation name this tensor."""
     return next(sharded_in((*args, *kwargs.values())))
 
 
-# Torch runs these methods without a dispatch and reads memory that a sharded tensor does not have:
-# ``apply_`` would crash.
+# Torch runs these methods without a dispatch and reads the tensor's memory. A sharded tensor has no
+# memory, so ``apply_`` would crash.
 for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "share_memory_"):
     setattr(FlatShardTensor, _name, partialmethod(FlatShardTensor.refuse, f"{_name}()"))
 
-# Only with types in these lists do torch's clipping and optimizers run one kernel for many tensors.
+# Torch's clipping and optimizers run one kernel for many tensors only if the types of the tensors
+# are in these lists.
 for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
     importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
 
 
-# What torch's names for ``p.grad`` and the like are: nothing is computed.
+# Names of the functions by which torch reads and writes ``p.grad`` and other attributes. Such
+# functions compute nothing.
 ATTRIBUTES = frozenset({"__get__", "__set__"})
 
 
 def is_counted() -> bool:
-    """Whether what autograd saves now goes to torch's non-reentrant checkpoint.
+    """Whether torch's non-reentrant checkpoint receives the tensors that autograd saves now.
 
-    It counts what autograd saves, and counts again when it recomputes. Then a unit may be unsharded
-    whose parameters are sharded in the first pass: both times as many tensors of the same shapes
-    must be saved.
+    The checkpoint counts saved tensors in the first pass, counts again when it recomputes, and
+    requires the same number of tensors with the same shapes. Parameters that were sharded in the
+    first pass may be unsharded in the second one, so neither pass may save an extra tensor.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
-    """Raise NeedsFullTensor in a forward: an attempt on the shard would save tensors, and fail."""
+    """Raise NeedsFullTensor in a forward.
+
+    A first attempt on the shard would save tensors for autograd, and then fail.
+    """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
     if not changes and spec.owner.is_in_forward:
@@ -494,14 +517,15 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
 
 
 def _check_writer(fqn: str, num_boxes: int) -> None:
-    """Raise for torch's safetensors writer where it would write wrong values, and say nothing."""
+    """Raise for torch's safetensors writer where it would silently write wrong values."""
     frame = sys._getframe(2)
     while frame is not None and "storage_writer" not in frame.f_locals:
         frame = frame.f_back  # type: ignore[assignment]
     writer = None if frame is None else frame.f_locals["storage_writer"]
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
-    # It keeps one box of a tensor from each rank; without `save_distributed` from all together.
+    # The writer keeps only one box of a tensor per rank, and without `save_distributed` only one
+    # box over all ranks.
     if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
         raise RuntimeError(
             f"{fqn!r}: this rank holds {num_boxes} boxes of it. HuggingFaceStorageWriter would "
@@ -513,21 +537,22 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
 class StateShard(FlatShardTensor):
     """A sharded tensor that ``torch.distributed.checkpoint.async_save`` can copy to host memory.
 
-    What has no storage, it makes anew by ``new_empty``, and copies the attributes of.
+    A sharded tensor has no storage. Therefore ``async_save`` makes a new one by ``new_empty`` and
+    copies the attributes.
     """
 
     shows_unsplit = True
 
     def of_local_shape(self) -> FlatShardTensor:
-        """The same with the shape that the parameter has on this rank."""
+        """The same range as a tensor of the shape that the parameter has on this rank."""
         return FlatShardTensor(self.local, self.spec, role=self.role)
 
     def data_ptr(self) -> int:
-        """None: the range that it holds is an attribute."""
+        """Zero: the tensor has no memory; the attribute ``local`` has the range."""
         return 0
 
     def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Unwritten memory: sharded alike if ``size`` is the full tensor's."""
+        """Uninitialized memory; sharded as this tensor if ``size`` is that of the full tensor."""
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         local = self.local.new_empty(self.local.shape, **kwargs)
@@ -539,6 +564,6 @@ def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
 
     ``role``: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
     """
-    if not math.prod(spec.shape):  # no rank has a chunk of it to write
+    if not math.prod(spec.shape):  # an empty parameter: no rank has a chunk to write
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)

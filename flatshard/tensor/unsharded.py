@@ -1,17 +1,18 @@
-"""Unsharded tensors that users hold outside of the forward that they belong to.
+"""Unsharded tensors that users keep and use outside of the forward that made them.
 
 [Note: freed parameters]
-Users may keep an unsharded parameter from a forward and read it after its unit was resharded. The
-read would end the process; with the shared-memory transport the read would see some shards before
-the optimizer's step and others after it. So the parameter changes its class to ``FreedParameter``
-when the unit is resharded, and back when the unit is unsharded; in between, an operation on the
-parameter raises and says what to do instead. Views that were made in forward cannot be reached:
-``forbid`` lets torch raise for what reads their memory, also within C++. Where torch cannot, the
-read ends the process, and ``python -X faulthandler`` prints the line.
+A user may keep an unsharded parameter from a forward and read it after the unit was resharded.
+Reading freed memory would end the process. With the shared-memory transport the read would see some
+shards before the optimizer's step and others after the step. So resharding a unit changes the class
+of its full parameters to ``FreedParameter``, and unsharding changes the class back. An operation on
+a ``FreedParameter`` raises and says what to do instead. Views that were made in forward cannot be
+changed. For views ``forbid`` lets torch raise when an operation, also in C++, reads the memory.
+Where torch cannot raise, the read ends the process, and ``python -X faulthandler`` prints the line.
 
 [Note: gathered copies]
 An operation on a sharded parameter outside of forward gets a full copy of the parameter. A write to
-the copy would reach no parameter, so views of the copy are ``GatheredView``s, which raise.
+the copy would not reach the parameter. So views of the copy are ``GatheredView``s, which raise on
+writes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_flo
 _PROPERTIES = """_backward_hooks _version device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta
     is_sparse itemsize layout nbytes ndim requires_grad shape""".split()
 
-# Functions that read no element.
+# Functions that read no element of the tensor.
 _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
     method
     for name in _PROPERTIES
@@ -45,13 +46,13 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 
 
 class FreedParameter(nn.Parameter):
-    """See the note on freed parameters. Made by ``set_accessible``, never by a constructor."""
+    """See the note on freed parameters. Only ``set_accessible`` makes one, by changing a class."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let through what needs no values, bring the values back, or raise."""
+        """Run a function that needs no values, bring the values back, or raise."""
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -65,7 +66,7 @@ class FreedParameter(nn.Parameter):
         if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        # The accessor of a property: its own name says only that it gets or sets.
+        # The function is the accessor of a property. Its name says only that it gets or sets.
         is_property = name in ("__get__", "__set__")
         raise RuntimeError(
             f"parameter {where}: {f'.{func.__self__.__name__}' if is_property else f'{name}()'} on "
@@ -77,14 +78,16 @@ class FreedParameter(nn.Parameter):
 
 
 def name(param: nn.Parameter, spec: ShardSpec) -> None:
-    """Let errors of a full parameter say which it is."""
-    # Weak: the spec refers to the parameter, and a cycle would live until the collector runs.
+    """Record the spec on a full parameter, so that errors can name the parameter."""
+    # A weak reference: the spec refers to the parameter, and a cycle would live until the collector
+    # runs.
     param._full_of = weakref.ref(spec)  # type: ignore[attr-defined]
 
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
-    """Let operations on full parameters pass, or raise."""
-    # The class, not a flag: an unsharded parameter pays no dispatch in forward.
+    """Allow or forbid operations on full parameters."""
+    # Change the class instead of setting a flag: an unsharded parameter then costs no dispatch in
+    # forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
@@ -95,12 +98,12 @@ _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None
 
 
 def forbid(buffer: Tensor, unit: str, rank: int) -> None:
-    """Let torch raise for what reads a buffer that was freed, or a view of it, if it can."""
+    """Let torch raise, if it can, when a freed buffer or a view of the buffer is read."""
     if _forbid is not None and _allow is not None:
         _forbid(buffer.untyped_storage()._cdata, _message(unit, rank))
 
 
-@functools.cache  # every unit of every step asks
+@functools.cache  # called for every unit in every step
 def _message(unit: str, rank: int) -> str:
     return (
         f"{unit_text(unit)}, rank {rank}: a view of its unsharded parameters was read that "
@@ -110,15 +113,15 @@ def _message(unit: str, rank: int) -> str:
 
 
 def allow(buffer: Tensor) -> None:
-    """Undo ``forbid``: the buffer gets memory."""
+    """Undo ``forbid``, because the buffer gets memory."""
     if _allow is not None:
         _allow(buffer.untyped_storage()._cdata)
 
 
 class GatheredView(Tensor):
-    """A view of a full copy. Reading it is right; a write would reach no parameter, and raises."""
+    """A view of a full copy. Reads are right. A write would reach no parameter, so it raises."""
 
-    parameter: str  # its name
+    parameter: str  # name of the parameter
 
     @classmethod
     @untraced
@@ -127,13 +130,14 @@ class GatheredView(Tensor):
     ) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__set__":  # of `requires_grad`, say
+            if func.__name__ == "__set__":  # the setter of `requires_grad`, for example
                 return func(*args)
-            # They share the version counter, and sharded tensors beside them are heard.
+            # The plain aliases share the version counter with the views. With plain aliases, torch
+            # also calls `__torch_function__` of sharded tensors among the arguments.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = [tensor._version for tensor in plain.values()]
-        if is_collective(func):  # it moves no version counter
+        if is_collective(func):  # a collective does not raise the version counter
             raise _lost(func, views[0])
         args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
         result = func(*args, **kwargs)
@@ -152,9 +156,10 @@ def _lost(func: Any, view: GatheredView) -> RuntimeError:
 
 
 def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
-    """An operation's result, with what shares memory with ``of`` as ``GatheredView``s.
+    """The result of an operation; tensors that share memory with ``of`` become ``GatheredView``s.
 
-    ``name``: of the parameter. ``copies``: of copies, as the memory is about to be freed.
+    ``name``: name of the parameter. ``copies``: clone the tensors, because the memory of ``of`` is
+    about to be freed.
     """
     storages = {tensor.untyped_storage()._cdata for tensor in of}
 
@@ -162,10 +167,11 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
         if copies:
-            # A tensor of inference mode has no version, by which a `GatheredView` sees a write.
+            # A tensor that is made in inference mode has no version counter, and a `GatheredView`
+            # detects writes by the counter.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
-        # Autograd's own error guards what requires a gradient.
+        # If the tensor requires a gradient, autograd itself raises on an in-place write.
         if tensor.requires_grad:
             return tensor
         shown = tensor.as_subclass(GatheredView)
@@ -176,9 +182,10 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
 
 
 class OutsideUse(torch.autograd.Function):
-    """A function of all elements of a sharded tensor, outside of a forward, under autograd."""
+    """A function of all elements of a sharded tensor, used outside of forward under autograd."""
 
-    # Uses in all models: one operation on parameters of two models counts for the first one only.
+    # Number of uses, over all models. An operation on parameters of two models counts only for the
+    # first model.
     count = 0
 
     @staticmethod
@@ -196,28 +203,30 @@ class OutsideUse(torch.autograd.Function):
 
 
 def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
-    """This rank's range of the average of the ranks' gradients of a parameter.
+    """This rank's range of a parameter's gradient, averaged over the ranks.
 
-    ``gradient``: of the full parameter, or of a shape that broadcasts to the parameter's.
+    ``gradient``: gradient of the full parameter, or a tensor that broadcasts to the parameter's
+    shape.
 
     Collective: all ranks that train the parameter.
     """
     if isinstance(gradient, FlatShardTensor):
         return gradient
     spec.owner.start_backward()
-    # A clone: the reduction is in place, and autograd may hand the gradient to others too.
+    # A clone: the reduction is in place, and autograd may pass the same gradient to other
+    # functions.
     part = gradient.contiguous().clone()
-    # The loss may be scaled differently on each rank, and data parallelism wants the average.
+    # Average over the ranks, as data parallelism does: the loss may differ between ranks.
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
     return FlatShardTensor(spec.slice(part) / (spec.comm.size * spec.replicas.size), spec)
 
 
 def average_full_gradients(param: FlatShardTensor) -> None:
-    """Average over the ranks full gradients that autograd is about to add to ``param.grad``.
+    """Average full gradients over the ranks before autograd adds them to ``param.grad``.
 
     A ``torch.autograd.Function`` that gets the sharded parameter returns the gradient of this
-    rank's batch. Gradients of other operations are averaged ranges already.
+    rank's batch only. Gradients from other operations are averaged ranges already.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if param.is_floating_point() or param.is_complex():
@@ -228,9 +237,10 @@ def average_full_gradients(param: FlatShardTensor) -> None:
 
 
 def gathered(tensor: FlatShardTensor) -> Tensor:
-    """``tensor.full_tensor()``, differentiable.
+    """The differentiable version of ``tensor.full_tensor()``.
 
-    Collective: all ranks of the shard group, and in backward all that train the parameter.
+    Collective: all ranks of the shard group; backward is a collective of all ranks that train the
+    parameter.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
         apply: Any = OutsideUse.apply
