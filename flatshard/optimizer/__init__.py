@@ -1,1 +1,1 @@
-"""The step over shards."""
+"""Optimizer steps, gradient clipping and optimizer state for sharded parameters."""

@@ -1,9 +1,9 @@
-"""What ``state_dict()`` of an optimizer of sharded parameters gives, and what may be loaded.
+"""The result of ``state_dict()`` for optimizers of sharded parameters, and checks when loading.
 
 ``optimizer.state_dict()`` holds only this rank's parts. Its first group therefore carries a stamp:
-the rank, and a digest of the layout. The stamp keeps the state of one rank from being loaded on
-another rank, or for another layout. Torch's ``get_state_dict`` gets sharded tensors for state per
-element, which checkpoints can save and reshard.
+the rank, and a digest of the layout. The stamp prevents loading the state of one rank on another
+rank, or into another layout. Torch's ``get_state_dict`` gets sharded tensors for state per element.
+Checkpoints can save and reshard sharded tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_s
 
 StateDict = dict[str, Any]
 
-# Torch's module takes the state of a parameter that is no DTensor for full, and offers no way to
-# tell it otherwise. So the options of its functions are read from their frames.
+# Torch's functions treat the state of every parameter that is not a DTensor as full, and offer no
+# way to change this. So flatshard reads the options of torch's functions from their stack frames.
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
@@ -50,11 +50,14 @@ class TorchRequest:
 
     full: bool
     to_cpu: bool
-    rank0_only: bool  # it drops what other ranks have
-    broadcasts: bool  # from rank 0
+    rank0_only: bool  # torch drops the results of the other ranks
+    broadcasts: bool  # whether torch broadcasts the tensors of rank 0
 
     def check_order(self, name: str, order: Sequence[int]) -> None:
-        """Raise for a parameter, with its dimensions in memory order, that was mixed up."""
+        """Raise for a parameter whose elements a broadcast would mix up.
+
+        ``order``: the parameter's dimensions in memory order.
+        """
         if self.broadcasts and list(order) != sorted(order):
             raise ValueError(
                 f"parameter {name!r}: broadcast_from_rank0 sends memory as it lies, and mixes up "
@@ -64,12 +67,13 @@ class TorchRequest:
 
 
 def torch_request() -> TorchRequest | None:
-    """The options of the innermost such call on this thread; None: there is none."""
+    """The options of the innermost call of a torch function on this thread; None without a call."""
     for frame in _frames():
         if "info" in frame.f_locals:
             info = frame.f_locals["info"]
             drops = info.full_state_dict and info.cpu_offload
-            # Not before it has looked for the frozen ones among them.
+            # With ignore_frozen_params, torch removes frozen parameters from the state on every
+            # rank before torch drops the state. So then every rank must get the full state.
             rank0_only = drops and not info.ignore_frozen_params
             return TorchRequest(
                 info.full_state_dict, info.cpu_offload, rank0_only, info.broadcast_from_rank0
@@ -84,7 +88,7 @@ def is_getting_shards() -> bool:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of its functions on this thread, innermost first."""
+    """The frames of functions in torch's module on this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
@@ -96,13 +100,14 @@ def _frames() -> Iterator[FrameType]:
 
 
 def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """A copy of a state dict with sharded tensors for this rank's parts, which share their memory.
+    """A copy of a state dict with sharded tensors, which share memory with this rank's parts.
 
     Raises:
-        ValueError: state is neither one value per element nor one value per parameter.
+        ValueError: state has neither one value per element nor one value per parameter.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
-    # Every rank has the same state that is not per element, or the state of the owner.
+    # State that is not per element is equal on all ranks, or is the state of the rank that owns the
+    # parameter.
     is_alike = not is_elementwise(optimizer)
     for param, state in _sharded_params(optimizer, state_dict):
         for key, value in state.items():
@@ -115,13 +120,14 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
 
 
 def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -> None:
-    """Put full tensors into ``states`` for sharded ones, on ``device`` if there is one.
+    """Replace sharded tensors in ``states`` by full ones, on ``device`` if there is one.
 
-    Without ``is_kept`` this rank only helps the others, and gets empty tensors.
+    With ``is_kept=False`` this rank only takes part in the collectives, and gets empty tensors.
 
-    Collective: all ranks of the shard groups; of tensor-parallel parameters, of their mesh.
+    Collective: all ranks of the shard groups; for tensor-parallel parameters, all ranks of the
+    mesh.
     """
-    for name in sorted(states, key=str):  # in one order on all ranks
+    for name in sorted(states, key=str):  # in the same order on all ranks
         for key, value in sorted(states[name].items()):
             if isinstance(value, StateShard):
                 tensor = value.spec.unsplit(value.of_local_shape().full_tensor())
@@ -129,7 +135,7 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
-    """A copy of nested state, with its tensors on ``device`` if there is one."""
+    """A copy of nested state, with all tensors on ``device`` if there is one."""
 
     def copied_leaf(leaf: Any) -> Any:
         if isinstance(leaf, StateShard):
@@ -145,7 +151,7 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
 def from_torch(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
 ) -> StateDict:
-    """A copy of a state dict with this rank's part of each sharded or full state per element."""
+    """A copy of a state dict, with this rank's part of each sharded or full per-element state."""
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
     for param, state in _sharded_params(optimizer, state_dict):
         spec = param.spec
@@ -153,13 +159,14 @@ def from_torch(
         for key, value in state.items():
             part = part_per_element(spec, key, value)
             if part is not None:
-                # An element-wise optimizer takes the range out of the tensor in its next step.
+                # An element-wise optimizer takes the range out of the sharded tensor in its next
+                # step.
                 state[key] = FlatShardTensor(part, spec, role=f"{key} of")
     return state_dict
 
 
 def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
-    """Raise for state that is not per element, and of which ranks may have different values."""
+    """Raise for state that is not per element and that may differ between ranks."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     shapes = {tuple(tensor.shape) for tensor in tensors if tensor.numel() > 1}
     if shapes:
@@ -171,7 +178,7 @@ def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
 
 
 def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
-    """The parameters by the keys (positions, or names) that a state dict has for them."""
+    """The parameters, keyed as in a state dict (by positions or names)."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     return dict(zip(keys, all_params(optimizer), strict=False))
 
@@ -181,7 +188,7 @@ def with_shared(
     state_dict: StateDict,
     shared: dict[FlatShardTensor, StateDict],
 ) -> StateDict:
-    """A state dict of the optimizer with ``shared`` state in place of this rank's own."""
+    """A state dict of the optimizer in which ``shared`` state replaces this rank's own."""
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
     state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
@@ -191,14 +198,15 @@ def with_shared(
 def _sharded_params(
     optimizer: torch.optim.Optimizer, state_dict: StateDict
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:
-    """The sharded parameters that have state in a state dict, and that state."""
+    """The sharded parameters that have state in a state dict, each with its state."""
     for key, param in params_by_key(optimizer, state_dict).items():
         if isinstance(param, FlatShardTensor) and key in state_dict["state"]:
             yield param, state_dict["state"][key]
 
 
-# A key of the first group. Not at the top, because torch keeps the keys of groups that it loads: if
-# that happens before the optimizer's first step, when it has no hook of ours, that step finds it.
+# A key of the first group. The stamp is not a top-level key, because torch keeps the keys of groups
+# when it loads a state dict. A user may load before the first step, when flatshard has not
+# registered its hook yet. Then the first step finds the stamp in the group.
 STAMP = "flatshard"
 
 _ONE_RANKS = (
@@ -214,11 +222,11 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
-            del group[STAMP]  # a check that failed raises the next time, too
+            del group[STAMP]  # only after the check: a failed check must raise the next time too
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Stamp the optimizer's plain state dicts from now on, and check those that it loads."""
+    """Stamp all later plain state dicts of the optimizer, and check each state dict when loaded."""
     saving: Any = optimizer._optimizer_state_dict_post_hooks
     loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
     if _add_stamp not in saving.values():
@@ -243,7 +251,8 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
-            # Otherwise users find out when they load it, and the other ranks' parts are lost.
+            # Warn when the state is saved. Without the warning users notice only when they load the
+            # file, and by then the other ranks' parts are lost.
             warnings.warn(_ONE_RANKS, stacklevel=5)  # the caller of state_dict()
 
 
@@ -259,9 +268,10 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 
 
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A plain state dict without its stamp, which is checked first; copies no tensor.
+    """Check the stamp of a plain state dict and return the state dict without it; copies no tensor.
 
-    Of a state dict that torch's ``set_state_dict`` passes, this rank's part.
+    A state dict without a stamp that torch's ``set_state_dict`` passes is reduced to this rank's
+    part.
     """
     if not is_stamped(state_dict):
         asked = torch_request()
@@ -288,7 +298,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 
 def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Rank and layout of the parts that the state holds; None: nothing is sharded."""
+    """Rank and layout of the parts in the state; None: no parameter is sharded."""
     places: list[Any] = []
     rank = None
     for param in all_params(optimizer):

@@ -1,6 +1,6 @@
 """Hooks around ``optimizer.step()``, and ``clip_grad_norm_`` before it.
 
-During the step the optimizer has other parameters in place of sharded ones; ``stepper`` says which.
+During the step other parameters replace the sharded parameters in the optimizer; see ``stepper``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_ra
 
 @functools.cache
 def install() -> None:
-    """Register the first hook, once in a process."""
-    # A global one also serves optimizers that were built before the model was wrapped.
+    """Register the global hook before all optimizer steps, once per process."""
+    # A global hook also works for optimizers that were built before the model was wrapped.
     register_optimizer_step_pre_hook(_before_step)
 
 
 def restore_all() -> None:
-    """Undo swaps where ``step()`` raised, so that its post hook never ran."""
+    """Undo the swaps of steps that raised, because their post hooks never ran."""
     for optimizer in list(stepping):
         stepping.pop(optimizer).undo(optimizer)
 
@@ -57,8 +57,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     after: Any = optimizer._optimizer_step_post_hooks
     if "flatshard" not in before:
         watch(optimizer)
-    # Our hooks are the innermost ones, so that users' hooks see sharded parameters. Users may have
-    # added some since the last step.
+    # flatshard's hooks must be the innermost ones, so that users' hooks see sharded parameters.
+    # Move them in each step: users may have added hooks since the last step.
     before["flatshard"], after["flatshard"] = _begin, _end
     before.move_to_end("flatshard")
     after.move_to_end("flatshard", last=False)
@@ -68,7 +68,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Swap parameters. The first of ``args`` is the optimizer; a closure may follow."""
+    """Swap the parameters. ``args`` has the optimizer first; a closure may follow."""
     if unhooked:
         return None
     given = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -95,7 +95,7 @@ def _begin(
 
 @untraced
 def _end(optimizer: Optimizer, *_: Any) -> None:
-    """Undo the swap of a step that went well."""
+    """Undo the swap after a step that did not raise."""
     stepper = stepping.get(optimizer)
     if stepper is not None and not unhooked:
         stepper.end(optimizer)
@@ -126,7 +126,8 @@ def _check_params(optimizer: Optimizer) -> None:
                     continue
                 if grad.dtype is not param.dtype:
                     check_dtype(optimizer, group, param, _name_of(param))
-                # An earlier, reduced gradient is marked too while more waits for its reduction.
+                # A reduced gradient is also in UNREDUCED while a further part of the gradient waits
+                # for its reduction.
                 unit = UNREDUCED.get(grad) if UNREDUCED else None
                 if unit is not None:
                     raise RuntimeError(
@@ -137,7 +138,7 @@ def _check_params(optimizer: Optimizer) -> None:
 
 
 class StepPart(NamedTuple):
-    """Some parameters of one group, which follow one another in it."""
+    """Some consecutive parameters of one group."""
 
     optimizer: Optimizer
     group: dict[str, Any]
@@ -145,14 +146,15 @@ class StepPart(NamedTuple):
 
 
 def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
-    """Step some parameters of an element-wise optimizer, to the bit as ``step()`` would.
+    """Step some parameters of an element-wise optimizer; the result equals ``step()`` bit by bit.
 
-    Hooks of the optimizer are not called. Raises ``NotImplementedError`` where it keeps something
-    per group that changes with every step.
+    Hooks of the optimizer are not called. Raises ``NotImplementedError`` if the optimizer changes
+    an option of a group in each step.
     """
     stepper = stepper_of(optimizer)
     assert isinstance(stepper, BucketStepper), "element-wise"
-    # Groups of their own, so that what is not neighbours in ``step()`` is not joined here either.
+    # Each part becomes its own group, so that parameters that are not neighbours in ``step()`` are
+    # not joined here either.
     narrow = [{**part.group, "params": list(part.params)} for part in parts]
     try:
         with torch.no_grad():
@@ -181,7 +183,7 @@ def _name_of(param: Any) -> str | None:
 
 
 def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None:
-    """Raise where ranks have different units, whose norms would differ too; on all ranks."""
+    """Raise, on all ranks, if ranks have different units: the norms would differ between ranks."""
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
@@ -194,15 +196,16 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
 def check_reduced(
     handles: Sequence[FlatParamHandle], world: Communicator, *, is_reducing: bool
 ) -> None:
-    """Raise, on all ranks, if any has gradients that were accumulated under ``no_sync``.
+    """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    Collective: all ranks of ``world``, unless ``is_reducing``: the last forward began outside of
-    ``no_sync``.
+    Collective: all ranks of ``world``. With ``is_reducing``, which means that the last forward
+    began outside of ``no_sync``, there is no communication.
     """
     mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
     found = {world.rank: mine}
     if not is_reducing:
-        # Ranks may have used different parameters since, and tell each other.
+        # Ranks may have used different parameters since the last reduction, so each rank must learn
+        # the result of all ranks.
         found = dict(enumerate(world.host.gather_unless_equal(mine, "clip_grad_norm_")))
     for rank, unit in found.items():
         if unit is not None:
@@ -221,13 +224,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """See ``ShardedWrapper.clip_grad_norm_``; ``handles`` are behind the sharded of ``params``.
+    """See ``ShardedWrapper.clip_grad_norm_``; ``handles`` contain all sharded ``params``.
 
     Collective: all ranks that hold parts of ``params``.
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # In the handles' order, which decides the order of the sum.
+    # In the order of the handles: the order of the parameters decides the order of the sum.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():
@@ -236,9 +239,11 @@ def clip_grad_norm_(
         grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     order = float(norm_type)
     norms = reduction_ops.norms(grads, order)
-    # A number's norm is the number itself, so torch only combines: its dtypes, its errors.
+    # The norm of a number is the number itself. So torch only combines the norms, with torch's own
+    # dtypes and errors.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
-    # Torch reads nothing but ``grad``. A range is a plain tensor, which needs no dispatch.
+    # Torch reads only the attribute ``grad``. A local range is a plain tensor, so clipping needs no
+    # dispatch.
     ranges: Any = [SimpleNamespace(grad=local_range(grad)) for grad in grads]
     nn.utils.clip_grads_with_norm_(ranges, max_norm, total, foreach)
     return total

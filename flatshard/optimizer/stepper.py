@@ -1,15 +1,15 @@
 """``Stepper``: puts other parameters into an optimizer's groups while the optimizer steps.
 
-To dispatch every operation of an optimizer on ``FlatShardTensor`` is right but slow. During a step
-of an element-wise optimizer, ``BucketStepper`` therefore puts ``ParamBucket``s into the groups:
-plain 1-D parameters that share the shard's memory. The extra ``whole_tensors`` steps all other
-optimizers.
+Running an optimizer's operations directly on ``FlatShardTensor`` is right but slow, because each
+operation is dispatched in Python. During a step of an element-wise optimizer, ``BucketStepper``
+therefore puts ``ParamBucket``s into the groups: plain 1-D parameters that share the shard's memory.
+The extra ``whole_tensors`` steps all other optimizers.
 
 [Note: buckets]
-Parameters of one group that are neighbours in a shard, and whose gradients are neighbours in one
-flat gradient, are one 1-D parameter to the optimizer, a bucket: one kernel steps a flat parameter,
-instead of one kernel per original parameter. Between steps each original parameter has its own
-state, which consists of views of the bucket's state.
+A bucket is one 1-D parameter that the optimizer steps in place of several parameters. The
+parameters belong to one group, are neighbours in a shard, and have gradients that are neighbours in
+one flat gradient. So one kernel steps a flat parameter, instead of one kernel per original
+parameter. Between steps each original parameter has its own state: views of the bucket's state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# In narrower ones the kernel computes in fp32 what the operations round again and again.
+# For narrower dtypes the fused kernel computes in fp32, while the single operations round after
+# each operation: the results would differ.
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
@@ -58,33 +59,34 @@ stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDiction
 
 
 class OptimizerExtension:
-    """The part of an extra in the steps of all optimizers, from its entry in ``extensions`` on."""
+    """Hooks of an extra into the steps of all optimizers, active while in ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """At the start of ``step()``, and after each call of the closure; then come the checks."""
+        """Called before the checks, at the start of ``step()`` and after each closure call."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
-        """Step some parameters before ``step()`` steps the others; returns the ids of the first.
+        """Step some parameters before ``step()`` steps the others; returns the ids of the former.
 
-        Only for element-wise optimizers.
+        Called for element-wise optimizers only.
         """
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
-        """After ``step.step_parts`` has stepped ``params``."""
+        """Called after ``step.step_parts`` has stepped ``params``."""
 
     def before_backward(self, optimizer: Optimizer) -> None:
-        """Before a backward in which the optimizer steps (``step_in_backward``)."""
+        """Called before a backward in which the optimizer steps (``step_in_backward``)."""
 
 
 extensions: list[OptimizerExtension] = []
 
 
 def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
-    """Say that an optimizer updates every element from that element's own gradient and state.
+    """Declare that an optimizer updates every element from that element's own gradient and state.
 
-    Its ``step`` then works on plain 1-D tensors, as torch's own do. Without this flatshard tries,
-    at the first step, whether it works on true-shape sharded parameters, or needs full ones.
+    The optimizer's ``step`` then gets plain 1-D tensors, as torch's own optimizers do. Without the
+    declaration, flatshard tries at the first step whether the optimizer works on true-shape sharded
+    parameters or needs full parameters.
     """
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
     for optimizer in [one for one in _steppers if is_elementwise(one)]:
@@ -97,13 +99,14 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 unhooked: list[Optimizer] = []
-"""The optimizers whose ``step`` runs without hooks now, the innermost one last."""
+"""The optimizers whose ``step`` runs without hooks now, innermost last."""
 
 
 def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
-    """``step()`` without the wrapper of torch's that calls the hooks."""
+    """Call ``step()`` without torch's wrapper, which would call the hooks."""
     step: Any = type(optimizer).step
-    unhooked.append(optimizer)  # `super().step()` in it may have such a wrapper, too
+    # `super().step()` inside the step may have a wrapper that calls hooks, too
+    unhooked.append(optimizer)
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
     finally:
@@ -111,9 +114,9 @@ def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
 
 
 def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: Any) -> str | None:
-    """Step the parameters of ``groups``, without hooks, in place of the optimizer's own groups.
+    """Step the parameters of ``groups`` instead of the optimizer's own groups, without hooks.
 
-    Returns a key of a group whose value the step has changed, if there is one.
+    Returns a key of a group if the step has changed the key's value, otherwise None.
     """
     own, optimizer.param_groups = optimizer.param_groups, groups
     before = [_options(group) for group in groups]
@@ -157,9 +160,10 @@ def stepped_optimizers() -> list[Optimizer]:
 
 
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
-    """State that single ranks have, on all ranks: per element sharded, all other state full.
+    """State that only single ranks hold, collected on all ranks.
 
-    Empty for an optimizer of which each rank has the state of its own shards.
+    State per element is sharded, all other state is full. Empty for an optimizer whose state
+    already lies with the shards of each rank.
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
@@ -175,13 +179,13 @@ def reports(params: Iterable[Tensor]) -> list[str]:
 
 
 class Closure:
-    """A closure as an optimizer calls it; the first call returns the loss from before the step."""
+    """A closure for an optimizer; the first call returns the loss from before the step."""
 
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer) -> None:
         """Call ``run``, which calls the user's closure, before the step.
 
-        All optimizers call their closures first. Here the closure runs even earlier, since which
-        parameters have gradients decides how the optimizer steps.
+        All optimizers call their closures first. Here the closure runs even earlier: flatshard must
+        know which parameters have gradients to decide how the optimizer steps.
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run()
@@ -205,41 +209,41 @@ class Closure:
 
 
 def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> None:
-    """Put other parameters into the list of a group, until ``undo`` is closed."""
+    """Replace the parameters in a group's list by ``others``, until ``undo`` is closed."""
     undo.callback(params.__setitem__, slice(None), list(params))
-    params[:] = others  # in place: optimizers (LBFGS) keep the list
+    params[:] = others  # in place, because some optimizers (LBFGS) keep a reference to the list
 
 
 class Stepper:
-    """Steps an optimizer without sharded parameters, as it is.
+    """Steps an optimizer that has no sharded parameters, and changes nothing.
 
-    A stepper outlives steps, so it must not keep the optimizer alive.
+    A stepper outlives steps, so a stepper must not keep the optimizer alive.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
-        """Before ``step()``; returns what is stepped: the optimizer or, after its step, a dummy.
+        """Called before ``step()``; returns the optimizer to step, or a dummy if it has stepped.
 
         May change the closure's ``loss``.
         """
         return optimizer
 
     def pause(self, optimizer: Optimizer) -> None:
-        """Before another call of the closure: let it see sharded parameters; ``begin`` follows."""
+        """Called before another call of the closure: restore sharded parameters until ``begin``."""
         self.undo(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
-        """After a step that went well."""
+        """Called after a step that did not raise."""
         self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:
-        """Put the parameters and their state back, if others are in their place."""
+        """Put the parameters and their state back, if they were replaced."""
 
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
         return {}
 
     def report(self, ids: Collection[int]) -> str | None:
-        """How parameters with these ids were stepped as full tensors; None if they were not."""
+        """Text on how parameters with these ids were stepped as full tensors; None if none was."""
         return None
 
 
@@ -247,8 +251,9 @@ class BucketStepper(Stepper):
     """Steps an element-wise optimizer: buckets stand in for its sharded parameters."""
 
     def __init__(self) -> None:
-        self._known: dict[int, ParamBucket] = {}  # of the last step, by the id of the first member
-        self._buckets: list[ParamBucket] = []  # of the step that runs
+        # buckets of the last step, keyed by the id of the first member
+        self._known: dict[int, ParamBucket] = {}
+        self._buckets: list[ParamBucket] = []  # buckets of the current step
         self._undo = ExitStack()  # restores the groups
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
@@ -264,9 +269,9 @@ class BucketStepper(Stepper):
         groups: Sequence[dict[str, Any]],
         stepped: Collection[int] = (),
     ) -> None:
-        """Put buckets into the groups, move the state along, and choose the fastest kernel.
+        """Put buckets into the groups, move the state to them, and choose the fastest kernel.
 
-        Parameters with ids in ``stepped`` have been stepped already.
+        Parameters with ids in ``stepped`` were stepped already.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for group in groups:
@@ -295,10 +300,11 @@ class BucketStepper(Stepper):
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a group's user leaves the kernel open and the fused one can step it."""
-    # On a CPU Adam and AdamW make one operation after another, each of which goes over parameters,
-    # gradients or state. Their fused kernel goes over all of them once, in a fifth of the time. It
-    # rounds otherwise: of 100,000 parameters one differs in its last bit after a step.
+    """Whether the user chose no kernel for a group, and the fused kernel can step the group."""
+    # On a CPU, Adam and AdamW run many operations, and each operation reads all parameters,
+    # gradients or state. The fused kernel reads everything only once, in a fifth of the time. The
+    # fused kernel rounds differently: about 1 of 100,000 parameters differs in the last bit after a
+    # step.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
     if group["fused"] is not None or group["foreach"] is not None:
@@ -320,28 +326,28 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 State = dict[str, Any]
 
-# State of one number per parameter, not per element: also where the parameter is 0-d itself.
+# Names of state that has one number per parameter, not per element, even if the parameter is 0-d.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
     """A bucket's state, or a member's view of it."""
 
-    # A count of steps is one object for all members. It must not leave the bucket like that:
-    # whoever counts it again for one member would count it for all. See `apart`.
+    # All members share one count of steps. The shared count must not leave the bucket: whoever
+    # raises the count for one member would raise it for all members. See `apart`.
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
         self._made_of = tuple(self.values())
 
     def is_unchanged(self, state: object) -> bool:
-        """Whether ``state`` is this one, and holds the objects that it was made of."""
+        """Whether ``state`` is this object, and still holds the objects from its construction."""
         same = map(operator.is_, self.values(), self._made_of)
         return state is self and len(self) == len(self._made_of) and all(same)
 
 
 def apart(state: State) -> State:
-    """State that shares no count with another parameter's."""
+    """A state that shares no count of steps with another parameter's state."""
     if not isinstance(state, BucketState):
         return state
     return {
@@ -351,13 +357,15 @@ def apart(state: State) -> State:
 
 
 class BucketView(Tensor):
-    """A member's state in ``optimizer.state_dict()``: deep copies are as small as the member.
+    """A member's state in ``optimizer.state_dict()``; a deep copy is as small as the member.
 
-    torch copies the storage behind a tensor, which here is the bucket's: ``dataclasses.asdict``,
-    which copies each tensor by itself, would copy the bucket once for each member.
+    A deep copy of a plain tensor copies the whole storage, here the whole bucket.
+    ``dataclasses.asdict`` copies each tensor separately, so it would copy the bucket once per
+    member.
     """
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
+    # results of operations are plain tensors
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())
@@ -367,7 +375,7 @@ class BucketView(Tensor):
 
 
 def shown(state: State) -> State:
-    """State for ``optimizer.state_dict()``: it shares elements with a bucket, but no count."""
+    """State for ``optimizer.state_dict()``; shares a bucket's elements, but no count of steps."""
     if not isinstance(state, BucketState):
         return state
     return {key: _shown(value) for key, value in apart(state).items()}
@@ -379,28 +387,30 @@ def _shown(value: Any) -> Any:
 
 
 def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The parameters of all groups, in their order."""
+    """The parameters of all groups, in order."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def find_buckets(
     params: Sequence[Any], known: dict[int, ParamBucket]
 ) -> Iterator[ParamBucket | nn.Parameter]:
-    """Divide a group's parameters into buckets and single parameters, in their order.
+    """Divide a group's parameters into buckets and single parameters, in order.
 
-    ``known`` has buckets of earlier steps, by their first member's id; new ones are added.
+    ``known`` has buckets of earlier steps, keyed by the id of the first member; new buckets are
+    added.
     """
     position = 0
     while position < len(params):
         first = params[position]
         if not isinstance(first, FlatShardTensor) or first.grad is None:
-            # What has no gradient is left alone: its state may be part of a bucket's.
+            # A parameter without a gradient is not stepped and gets no bucket: its state may be
+            # part of another bucket's state.
             yield first
             position += 1
             continue
         members = _neighbours(params, position)
         bucket = known.get(id(first))
-        # One of the last step keeps its views of state, which are then still right.
+        # Reuse the bucket of the last step: its views of state are then still right.
         if bucket is None or not bucket.is_of(members):
             bucket = known[id(first)] = ParamBucket(members)
         yield bucket
@@ -408,17 +418,18 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """The parameters from ``position`` on that lie, gradients too, as one tensor would."""
+    """The parameters from ``position`` on that are contiguous, and so are their gradients."""
     first = params[position]
     found, grad = [first], _flat_grad(first)
     if grad is None:
         return found
     end = first.spec.start + first.spec.numel
-    for number in range(position + 1, len(params)):  # not a slice, which each bucket would copy
+    # an index, because a slice would be copied for each bucket
+    for number in range(position + 1, len(params)):
         param = params[number]
         if _flat_grad(param) is not grad or param.flat is not first.flat:
             break
-        # Aligned parameters have padding between them. The optimizer steps it along.
+        # Aligned parameters have padding between them. The optimizer steps the padding too.
         if not 0 <= (param.spec.start - end) * first.dtype.itemsize < ALIGNMENT_BYTES:
             break
         end = param.spec.start + param.spec.numel
@@ -427,12 +438,12 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """The flat gradient in which a parameter's gradient lies as the parameter does in the shard."""
+    """The flat gradient that holds a parameter's gradient at the parameter's place in the shard."""
     if isinstance(param, FlatShardTensor):
         grad = param.grad
         if isinstance(grad, FlatShardTensor) and grad.spec is param.spec:
             return grad.flat
-    return None  # the user assigned it, or there is none
+    return None  # the user assigned the gradient, or there is no gradient
 
 
 def local_grad(param: FlatShardTensor) -> Tensor:
@@ -449,12 +460,12 @@ class _Member:
     """A parameter in a bucket."""
 
     param: FlatShardTensor
-    part: slice  # of the bucket's elements
-    state: BucketState  # its view of the bucket's state
+    part: slice  # range of the member in the bucket's elements
+    state: BucketState  # views of the bucket's state
 
 
 class ParamBucket:
-    """Some neighbours, one at least, as one optimizer steps them: as ``param``, which is 1-D."""
+    """One or more neighbours that an optimizer steps as one 1-D parameter, ``param``."""
 
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
         first = params[0]
@@ -473,7 +484,7 @@ class ParamBucket:
         self._shared = BucketState({})
 
     def is_of(self, params: Sequence[Any]) -> bool:
-        """Whether the bucket stands for these parameters, and shows the memory that they show."""
+        """Whether the bucket has exactly these parameters, over the memory of the parameters."""
         return (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
@@ -483,22 +494,25 @@ class ParamBucket:
 
     @cached_property
     def divided(self) -> list[ParamBucket]:
-        """A bucket for each member, where their states differ in more than values."""
+        """One bucket per member, used if the members' states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
     def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:
-        """Show the members' gradients, and take their states out of an optimizer's ``states``.
+        """Set the bucket's gradient, and move the members' states into the bucket.
 
-        Returns this bucket, or a bucket for each member if the members' states cannot be joined:
-        one bucket cannot hold members with different counts of steps.
+        ``states`` is the state of the optimizer. Returns this bucket, or a bucket for each member
+        if the members' states cannot be joined: one bucket cannot hold members with different
+        counts of steps.
         """
         shared: State | None = self._shared
-        # Another state: this is the first step, or someone has put it in place since the last one.
+        # The optimizer holds another state than the member's views: this is the first step, or
+        # someone has assigned or loaded state since the last step.
         if not all(one.state.is_unchanged(states.get(one.param)) for one in self._members):
             shared = self._join(states)
             if shared is None:
                 return [bucket for member in self.divided for bucket in member.swap_in(states)]
-            # What was joined has been copied, and is dropped before the step makes temporaries.
+            # The joined state is a copy, so the members' states are dropped before the step
+            # allocates temporaries.
             for param in self._params:
                 states.pop(param, None)
         if shared:
@@ -509,13 +523,13 @@ class ParamBucket:
         set_grad(
             self.param, local_grad(first) if flat is None else flat.detach()[self._start : end]
         )
-        # An optimizer that writes to `p.data` would leave no trace of it, and what was unsharded
-        # before would be taken for current.
+        # An optimizer that writes to `p.data` would not raise the version counter, and unsharded
+        # buffers from before the step would be taken for up to date.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
-        """Give the members views of the bucket's state, and no gradient if the step dropped it."""
+        """Give the members views of the bucket's state; drop gradients that the step dropped."""
         if self.param.grad is None:
             for param in self._params:
                 param.grad = None
@@ -523,16 +537,18 @@ class ParamBucket:
         shared = states.pop(self.param, None)
         if shared is None:
             return
-        # Mostly the step updated the same objects in place: the views of before still show them.
+        # Most optimizers update the same objects in place. Then the members' views from before are
+        # still right.
         if not self._shared.is_unchanged(shared):
             self._split(shared)
         if states.get(self._params[0]) is not self._members[0].state:
             states.update({member.param: member.state for member in self._members})
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
-        """The bucket's state, from this rank's parts of its members'; None if they can't be joined.
+        """The bucket's state, joined from its members' local state; None if they cannot be joined.
 
-        Zeros between members: the padding is stepped along, and stays finite.
+        Zeros fill the padding between members: the optimizer steps the padding too, and zeros stay
+        finite.
         """
         own = {
             member: _local_state(member.param, states[member.param])
@@ -561,7 +577,7 @@ class ParamBucket:
         return shared
 
     def _split(self, shared: State) -> None:
-        """Give each member its view of the bucket's state."""
+        """Give each member views of the bucket's state."""
         target = self._params[0].spec.state_target
         if target is not None:
             state_to_target(shared, self.param.shape, target)
@@ -576,7 +592,7 @@ class ParamBucket:
 
 
 def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
-    """Move state per element, of this shape, to the target that keeps it between steps."""
+    """Move state per element, of this shape, to the target that stores state between steps."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == shape:
             state[key] = target.take_in(value)
@@ -594,10 +610,10 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _local_state(param: FlatShardTensor, state: State) -> State:
-    """State of before wrapping, or of an unwrapped model, with this rank's part of each tensor."""
+    """This rank's part of state from before wrapping or from an unwrapped model."""
     spec = param.spec
     for key, value in state.items():
-        # State may be sharded already: Adagrad makes its state at construction.
+        # State may be sharded already: Adagrad makes its state when it is constructed.
         part = part_per_element(spec, key, value)
         if part is not None:
             state[key] = part
@@ -615,7 +631,7 @@ def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
     """This rank's range of full, sharded or local state per element, 1-D; None for other state.
 
     Raises:
-        ValueError: the state is sharded, and this rank's range of it is another one.
+        ValueError: the state is sharded, with another range for this rank than the parameter's.
     """
     if not isinstance(value, Tensor) or key in ONE_PER_PARAMETER:
         return None
