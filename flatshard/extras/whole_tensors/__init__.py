@@ -21,7 +21,6 @@ from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, witho
 from flatshard.extras.whole_tensors.whole_step import (
     OP,
     REMEDY,
-    EveryRankSwap,
     WholeStep,
     sharded_params,
 )
@@ -41,7 +40,6 @@ class WholeStepper(Stepper):
         self.mode = StepMode.ON_SHARDS
         self._tried: set[int] = set()  # ids of the parameters with which the mode was found
         self._step: WholeStep | None = None
-        self._swap: EveryRankSwap | None = None
         self._compile_again: Callable[[], object] | None = None
 
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
@@ -56,28 +54,25 @@ class WholeStepper(Stepper):
         if step is None or not step.is_of(optimizer):
             step = self._step = WholeStep(optimizer, self.mode, step)
         if self.mode is StepMode.ON_EVERY_RANK:
-            self._swap = self._swap or EveryRankSwap(step)
-            self._swap.begin(optimizer)
+            step.swap_in(optimizer)
             if closure is not None:
                 closure.loss = step.average(closure.loss)
             return optimizer
         with torch.no_grad():
-            step.step([] if closure is None else [_once(optimizer, closure.loss)])
+            step.step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
         return without_params(optimizer)  # the step has been made
 
     def pause(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._swap is not None:
-            self._swap.write_back()
-            self._swap.undo()
+        if self._step is not None:
+            self._step.write_back()
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         self.pause(optimizer)
         self.undo(optimizer)
 
     def undo(self, optimizer: torch.optim.Optimizer) -> None:
-        swap, self._swap = self._swap, None
-        if swap is not None:
-            swap.undo()
+        if self._step is not None:
+            self._step.undo()
         if self._compile_again is not None:
             self._compile_again()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -38,34 +37,23 @@ def choose_owners(
 ) -> list[int]:
     """The owner of each parameter. Of parameter i, rank r of ``size`` holds ``held[i].get(r)``.
 
-    Pure, hence the same on all ranks. A parameter that has an owner in ``known`` keeps it, and one
-    that one rank holds stays there. The others, the most work first, go to the rank that holds most
-    of them, of those that do not get more than their share of work or elements by it; if all would,
-    to where these are fewest. Candidates are the holders and the rank with the least share: looking
-    at all ranks for each parameter would take minutes in a large world.
+    Pure, hence the same on all ranks. A parameter that has an owner in ``known`` keeps this owner,
+    and a parameter that only one rank holds stays there. The others, the most expensive first, go
+    to the rank that holds most of the parameter, among the ranks that stay within an equal share.
+    If no rank does, the parameter goes to the rank with the least share. Candidates are the holders
+    and the rank that has the least share of all ranks.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
     all_work, all_numel = max(sum(works), 1), max(sum(numels), 1)
-    work, numel = [0] * size, [0] * size
+    costs = [w / all_work + n / all_numel for w, n in zip(works, numels, strict=True)]
+    most = ABOUT_EQUAL * sum(costs) / size
+    taken = [0.0] * size
     owners = [0] * len(shapes)
-    least = [(0.0, rank) for rank in range(size)]  # a heap; shares may be out of date
-
-    def share(rank: int, index: int | None = None) -> float:
-        """Of the work or of the elements, what is greater, with one parameter more."""
-        more = (0, 0) if index is None else (works[index], numels[index])
-        return max((work[rank] + more[0]) / all_work, (numel[rank] + more[1]) / all_numel)
 
     def give(index: int, rank: int) -> None:
         owners[index] = rank
-        work[rank] += works[index]
-        numel[rank] += numels[index]
-        heappush(least, (share(rank), rank))
-
-    def rank_with_least() -> int:
-        while least[0][0] != share(least[0][1]):
-            heappop(least)
-        return least[0][1]
+        taken[rank] += costs[index]
 
     divided = []
     for index, parts in enumerate(held):
@@ -76,13 +64,14 @@ def choose_owners(
             give(index, next(iter(parts)))
         else:
             divided.append(index)
-    for index in sorted(divided, key=lambda index: (-works[index], index)):
-        parts = {rank_with_least(): 0, **held[index]}
-        fits = [rank for rank in parts if share(rank, index) <= ABOUT_EQUAL / size]
+    for index in sorted(divided, key=lambda index: -costs[index]):
+        least = min(range(size), key=taken.__getitem__)
+        parts = {least: 0, **held[index]}
+        fits = [rank for rank in parts if taken[rank] + costs[index] <= most]
         if fits:
-            give(index, max(fits, key=lambda rank: (parts[rank], -share(rank), -rank)))
+            give(index, max(fits, key=lambda rank: (parts[rank], -taken[rank], -rank)))
         else:
-            give(index, min(parts, key=lambda rank: (share(rank), -parts[rank], rank)))
+            give(index, min(parts, key=lambda rank: (taken[rank], -parts[rank], rank)))
     return owners
 
 
@@ -129,99 +118,100 @@ class OwnedParam:
         return full.permute(self.spec.order).reshape(-1)
 
 
-Piece = tuple[OwnedParam, Tensor]
-"""A parameter, and values of it: this rank's part, ``(spec.numel,)``, or the full tensor."""
+Piece = tuple[OwnedParam, Tensor, Tensor | None]
+"""A parameter, this rank's part of some values of the parameter, and all of these values.
+
+All values are None on a rank that does not get the full parameter.
+"""
 _Elements = tuple[int, Tensor]
 """A rank of the group, and elements to send to the rank or to receive from the rank."""
 
 
 def gather_to_owners(
-    comm: Communicator, pieces: Sequence[Piece], op_name: str
+    comm: Communicator, parts: Sequence[tuple[OwnedParam, Tensor]], op_name: str
 ) -> Callable[[], list[Tensor]]:
     """Start to gather parts on the owners; the function returned waits and has the full tensors.
 
-    Only those that are full here, in the order of ``pieces``; they have memory of their own.
+    Only the tensors that are full here, in the order of ``parts``, in memory of their own.
 
-    Collective: all ranks of the group, with pieces of the same parameters and dtypes.
+    Collective: all ranks of the group, with parts of the same parameters and dtypes.
     """
-    full: dict[int, Tensor] = {}
-    sends: list[_Elements] = []
-    receives: list[_Elements] = []
-    for number, (param, local) in enumerate(pieces):
-        if comm.rank in param.held:
-            owners = range(comm.size) if param.owner is None else [param.owner]
-            sends += [(to, local) for to in owners if to != comm.rank]
-        if param.is_full_here:
-            flat = full[number] = local.new_empty(sum(one.numel for one in param.held.values()))
-            for rank, held in param.held.items():
-                if rank == comm.rank:
-                    _range(flat, held).copy_(local)
-                else:
-                    receives.append((rank, _range(flat, held)))
-    wait = _exchange(comm, pieces, sends, receives, op_name)
+    pieces: list[Piece] = []
+    for param, part in parts:
+        numel = math.prod(param.spec.shape)
+        pieces.append((param, part, part.new_empty(numel) if param.is_full_here else None))
+    ours, ranges = _split(comm, pieces)
+    moved = [piece for piece in pieces if piece[0].is_moved]
+    wait = _exchange(comm, moved, ours, ranges, op_name)
 
     def finish() -> list[Tensor]:
         wait()
-        return [pieces[number][0].shaped(flat) for number, flat in full.items()]
+        return [param.shaped(flat) for param, _, flat in pieces if flat is not None]
 
     return finish
 
 
-def scatter_to_shards(
-    comm: Communicator, pieces: Sequence[Piece], parts: Sequence[Tensor], op_name: str
-) -> None:
-    """Overwrite ``parts``, of this rank, by the owners' full tensors.
-
-    ``pieces`` have these where they are full; on other ranks any tensor of their dtype and device.
+def scatter_to_shards(comm: Communicator, pieces: Sequence[Piece], op_name: str) -> None:
+    """Overwrite the part of each piece on this rank by the owner's full tensor.
 
     Collective: all ranks of the group.
     """
-    sends: list[_Elements] = []
-    receives: list[_Elements] = []
-    for (param, value), part in zip(pieces, parts, strict=True):
-        if not param.is_full_here:
-            if comm.rank in param.held and param.owner is not None:
-                receives.append((param.owner, part))
-            continue
-        flat = param.flat(value)
-        for rank, held in param.held.items():
-            if rank == comm.rank:
-                part.copy_(_range(flat, held))
-            elif param.owner is not None:
-                sends.append((rank, _range(flat, held)))
-    # Parameters without an owner are full on every rank: nothing is sent.
-    owned = [piece for piece in pieces if piece[0].owner is not None]
-    _exchange(comm, owned, sends, receives, op_name)()
+    flats = [(p, part, None if full is None else p.flat(full)) for p, part, full in pieces]
+    ours, ranges = _split(comm, flats)
+    # A parameter without an owner is full on every rank: nothing is sent.
+    moved = [piece for piece in flats if piece[0].is_moved and piece[0].owner is not None]
+    _exchange(comm, moved, ranges, ours, op_name)()
 
 
-def _range(flat: Tensor, held: HeldRange) -> Tensor:
-    return flat[held.offset : held.offset + held.numel]
+def _split(comm: Communicator, pieces: Sequence[Piece]) -> tuple[list[_Elements], list[_Elements]]:
+    """This rank's parts, by owner, and the ranges of the full tensors here, by holder."""
+    ours: list[_Elements] = []
+    ranges: list[_Elements] = []
+    for param, part, flat in pieces:
+        if comm.rank in param.held:
+            owners = range(comm.size) if param.owner is None else [param.owner]
+            ours += [(owner, part) for owner in owners]
+        if flat is not None:
+            ranges += [
+                (rank, flat[held.offset : held.offset + held.numel])
+                for rank, held in param.held.items()
+            ]
+    return ours, ranges
 
 
 def _exchange(
     comm: Communicator,
-    pieces: Sequence[Piece],
+    moved: Sequence[Piece],
     sends: list[_Elements],
     receives: list[_Elements],
     op_name: str,
 ) -> Callable[[], None]:
-    """Start to exchange elements; the function returned waits. Collective."""
+    """Copy this rank's elements to itself, and start to exchange the elements of ``moved``.
+
+    The function returned waits. Collective.
+    """
+    own = [[tensor for rank, tensor in side if rank == comm.rank] for side in (sends, receives)]
+    for source, target in zip(*own, strict=True):
+        target.copy_(source)
     # All ranks must decide the same, so a rank's own sends and receives do not count.
-    if not any(param.is_moved for param, _ in pieces):
+    if not moved:
         return lambda: None
     lengths, expected = [0] * comm.size, [0] * comm.size
+    ordered: list[list[Tensor]] = []
     for elements, counts in ((sends, lengths), (receives, expected)):
-        elements.sort(key=itemgetter(0))  # stable: the elements of a rank keep the order of pieces
-        for rank, tensor in elements:
+        others = [(rank, tensor) for rank, tensor in elements if rank != comm.rank]
+        others.sort(key=itemgetter(0))  # stable: the elements of a rank keep the order of pieces
+        for rank, tensor in others:
             counts[rank] += tensor.nbytes
-    nothing = pieces[0][1].new_empty(0, dtype=torch.uint8)
-    sent = torch.cat([nothing, *(as_bytes(tensor) for _, tensor in sends)])
+        ordered.append([tensor for _, tensor in others])
+    nothing = moved[0][1].new_empty(0, dtype=torch.uint8)
+    sent = torch.cat([nothing, *map(as_bytes, ordered[0])])
     work, received = comm.exchange(sent, lengths, expected, op_name=op_name)
 
     def wait() -> None:
         work.finish()
-        parts = received.split([tensor.nbytes for _, tensor in receives])
-        for (_, tensor), part in zip(receives, parts, strict=True):
+        parts = received.split([tensor.nbytes for tensor in ordered[1]])
+        for tensor, part in zip(ordered[1], parts, strict=True):
             as_bytes(tensor).copy_(part)
 
     return wait

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +43,9 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
 
     Collective: the ranks of its sharded parameters, which try the same operations.
     """
-    with _without_side_effects():
+    # Random numbers that are drawn in a trial change nothing outside, and nothing is compiled.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         if _works_on_shards(optimizer):
             return StepMode.ON_SHARDS
         # ``eval()`` shows averaged weights, from state which one rank must not have alone.
@@ -54,14 +55,6 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
             return _try_full_params(optimizer)
         except Exception:
             return StepMode.ON_EVERY_RANK  # where nothing can differ from the unwrapped model
-
-
-@contextmanager
-def _without_side_effects() -> Iterator[None]:
-    """Inside, random numbers that are drawn change nothing outside, and nothing is compiled."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def copy_with_params(

@@ -8,7 +8,6 @@ at once (LBFGS) step all of them on every rank. ``StepMode`` lists the cases.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -101,10 +100,11 @@ class WholeStep:
         self._owners: MutableMapping[Tensor, int] = (
             WeakIdKeyDictionary() if before is None else before._owners
         )
-        self._optimizer = weakref.ref(optimizer)
         self._params = sharded_params(optimizer)
         _check_attributes(optimizer)
         self.owned: dict[FlatShardTensor, OwnedParam] = {}
+        self._full: dict[FlatShardTensor, nn.Parameter] = {}  # of a step on every rank
+        self._swap = ExitStack()
         by_comm: dict[Communicator, list[FlatShardTensor]] = {}
         for param in self._params:
             by_comm.setdefault(param.spec.comm, []).append(param)
@@ -142,31 +142,24 @@ class WholeStep:
             part = min(part, PART_BYTES + largest)
         return values + 4 * part
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer()
-        assert optimizer is not None, "it is stepping"
-        return optimizer
-
     # ------------------------------------------------------------ on owners
 
-    def step(self, arguments: Sequence[Any]) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
         """Step each parameter that has a gradient on its owner.
 
         Collective. Where a rank's step raises, all raise that, and no parameter has changed.
         """
-        optimizer = self.optimizer
-        params = self.agree_on_gradients()
+        params = self.agree_on_gradients(optimizer)
         parts = (self._parts(params) if self.mode is StepMode.IN_PARTS else None) or [params]
         others = _others(optimizer)
         error: Exception | None = None
         done: dict[FlatShardTensor, Tensor] = {}
         # The next part is gathered while one is stepped.
-        finish = self.start_gather(parts[0])
+        finish = self.start_gather(optimizer, parts[0])
         for number, _ in enumerate(parts):
             full = finish()
             if number + 1 < len(parts):
-                finish = self.start_gather(parts[number + 1])
+                finish = self.start_gather(optimizer, parts[number + 1])
             if error is not None:
                 continue  # the other ranks wait for this one's parts
             try:
@@ -191,17 +184,17 @@ class WholeStep:
                     done[param] = stepped.detach()
             except Exception as raised:
                 error = raised
-        self._raise_everywhere(error)
+        for comm in dict.fromkeys((*self.comms, *(p.spec.replicas for p in self._params))):
+            raise_everywhere(error, comm)
         for part in parts:
             self.scatter(part, done)
 
-    def agree_on_gradients(self) -> list[FlatShardTensor]:
+    def agree_on_gradients(self, optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
         """The parameters that have gradients, in the optimizer's order. Collective.
 
         Raises:
             ValueError: on all ranks, where they differ in these.
         """
-        optimizer = self.optimizer
 
         def prepare() -> tuple[list[FlatShardTensor], Facts]:
             params = [param for param in self.owned if param.grad is not None]
@@ -225,46 +218,34 @@ class WholeStep:
         return [parts[number] for number in sorted(parts)]
 
     def start_gather(
-        self, params: Sequence[FlatShardTensor]
+        self, optimizer: torch.optim.Optimizer, params: Sequence[FlatShardTensor]
     ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
         """Start to gather values, gradients and loaded state on owners.
 
         The function returned waits, and returns the full parameters of this rank.
         """
-        optimizer = self.optimizer
         waits = []
         for comm in self.comms:
-            # Of each piece: the parameter, the key of a state, and whether it is the gradient.
-            kinds: list[tuple[FlatShardTensor, str | None, bool]] = []
-            pieces: list[Piece] = []
-            for param in (param for param in params if param.spec.comm is comm):
-                owned = self.owned[param]
-                pieces.append((owned, param.local.detach()))
-                kinds.append((param, None, False))
-                if param.grad is not None:
-                    pieces.append((owned, local_grad(param)))
-                    kinds.append((param, None, True))
-                for key, value in sorted(_sharded_state(optimizer.state.get(param)).items()):
-                    pieces.append((owned, value.local))
-                    kinds.append((param, key, False))
-            mine = [kind for kind in kinds if self.owned[kind[0]].is_full_here]
-            waits.append((mine, gather_to_owners(comm, pieces, f"{OP}: to the owners")))
+            some = [param for param in params if param.spec.comm is comm]
+            parts = [(self.owned[p], part) for p in some for part in _local_parts(optimizer, p)]
+            waits.append((some, gather_to_owners(comm, parts, f"{OP}: to the owners")))
 
         def finish() -> dict[FlatShardTensor, nn.Parameter]:
             full: dict[FlatShardTensor, nn.Parameter] = {}
-            for mine, wait in waits:
-                for (param, key, is_grad), tensor in zip(mine, wait(), strict=True):
-                    if key is not None:
-                        optimizer.state[param][key] = tensor
-                    elif is_grad:
-                        set_grad(full[param], tensor)
-                    else:
-                        full[param] = nn.Parameter(tensor, param.requires_grad)
-                        full[param].__dict__.update(attributes_of(param))
-            for param in params:
-                if not self.owned[param].is_full_here:
-                    # The owner has it. Without any, torch's get_state_dict would make a step.
-                    optimizer.state[param] = {}
+            for some, wait in waits:
+                tensors = iter(wait())  # in the order of `_local_parts`
+                for param in some:
+                    if not self.owned[param].is_full_here:
+                        # The owner has the state. Without an entry, torch's get_state_dict would
+                        # make a step.
+                        optimizer.state[param] = {}
+                        continue
+                    full[param] = nn.Parameter(next(tensors), param.requires_grad)
+                    full[param].__dict__.update(attributes_of(param))
+                    if param.grad is not None:
+                        set_grad(full[param], next(tensors))
+                    for key in sorted(_sharded_state(optimizer.state.get(param))):
+                        optimizer.state[param][key] = next(tensors)
             return full
 
         return finish
@@ -280,23 +261,46 @@ class WholeStep:
             value /= comm.size
         return value.to(loss) if isinstance(loss, Tensor) else value.item()
 
-    def _raise_everywhere(self, error: Exception | None) -> None:
-        for comm in self.comms:
-            raise_everywhere(error, comm)
-        for replicas in {param.spec.replicas: None for param in self._params}:
-            raise_everywhere(error, replicas)
-
     def scatter(
         self, params: Sequence[FlatShardTensor], done: dict[FlatShardTensor, Tensor]
     ) -> None:
         """Write the owners' full values to all shards. Collective."""
         for comm in self.comms:
             some = [param for param in params if param.spec.comm is comm]
-            pieces = [(self.owned[param], done.get(param, param.local)) for param in some]
-            parts = [param.local.detach() for param in some]
-            if pieces:
-                scatter_to_shards(comm, pieces, parts, f"{OP}: to the shards")
+            pieces = [(self.owned[p], p.local.detach(), done.get(p)) for p in some]
+            scatter_to_shards(comm, pieces, f"{OP}: to the shards")
         wrote(params)
+
+    # ------------------------------------------------------------ on every rank
+
+    @torch.no_grad()
+    def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put all full parameters in place of the sharded ones. Collective."""
+        self.agree_on_gradients(optimizer)
+        for param, full in self.start_gather(optimizer, self._params)().items():
+            # The same objects at each call of a closure: the optimizer may refer to them.
+            known = self._full.setdefault(param, full)
+            known.data = full.data
+            set_grad(known, full.grad)
+        self._swap = swap_full_in(optimizer, self._full, _others(optimizer))
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Write new values to the shards, and put the sharded parameters back. Collective."""
+        for param, full in self._full.items():
+            if full.grad is None:  # the step has cleared it, on all ranks
+                param.grad = None
+        if self._full:
+            done = {param: full.detach() for param, full in self._full.items()}
+            self.scatter(self._params, done)
+        self._swap.close()
+
+    def undo(self) -> None:
+        """Put the sharded parameters back, and forget the full ones."""
+        self._swap.close()
+        self._full = {}
+
+    # ------------------------------------------------------------ state
 
     def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
         """State that owners have, on all ranks. Collective."""
@@ -310,26 +314,20 @@ class WholeStep:
             }
             everyone = comm.host.gather(mine, "optimizer state")
             pieces: list[Piece] = []
-            parts: list[Tensor] = []
             for number, param in enumerate(params):
                 owned = self.owned[param]
                 # State that was loaded, and not stepped since, is sharded already.
                 if _sharded_state(optimizer.state.get(param)):
                     continue
                 assert owned.owner is not None
-                state = everyone[owned.owner].get(number, {})
+                state = shared[param] = everyone[owned.owner].get(number, {})
                 for key, value in state.items():
-                    if not isinstance(value, _PerElement):
-                        continue
-                    like = param.local.detach().new_empty(0, dtype=value.dtype)
-                    pieces.append(
-                        (owned, optimizer.state[param][key] if owned.is_full_here else like)
-                    )
-                    parts.append(like.new_empty(param.spec.numel))
-                    state[key] = FlatShardTensor(parts[-1], param.spec, role=f"{key} of")
-                shared[param] = state
-            if pieces:
-                scatter_to_shards(comm, pieces, parts, "optimizer state: to the shards")
+                    if isinstance(value, _PerElement):
+                        part = param.local.detach().new_empty(owned.spec.numel, dtype=value.dtype)
+                        full = optimizer.state[param][key] if owned.is_full_here else None
+                        pieces.append((owned, part, full))
+                        state[key] = FlatShardTensor(part, param.spec, role=f"{key} of")
+            scatter_to_shards(comm, pieces, "optimizer state: to the shards")
         return shared
 
 
@@ -367,41 +365,13 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class EveryRankSwap:
-    """All full parameters in place of the sharded ones while an optimizer steps on every rank.
-
-    Collective: all ranks of its parameters, whose steps are the same.
-    """
-
-    def __init__(self, step: WholeStep) -> None:
-        self._step = step
-        self._params = list(step.owned)
-        self._full: dict[FlatShardTensor, nn.Parameter] = {}
-        self._swap = ExitStack()
-
-    @torch.no_grad()
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gather the sharded parameters and put the full ones in their place."""
-        self._step.agree_on_gradients()
-        for param, full in self._step.start_gather(self._params)().items():
-            # The same objects again: the optimizer may refer to them.
-            known = self._full.setdefault(param, full)
-            known.data = full.data
-            set_grad(known, full.grad)
-        self._swap = swap_full_in(optimizer, self._full, _others(optimizer))
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Write the new values to the shards."""
-        for param, full in self._full.items():
-            if full.grad is None:  # the step has cleared it, on all ranks
-                param.grad = None
-        done = {param: full.detach() for param, full in self._full.items()}
-        self._step.scatter(self._params, done)
-
-    def undo(self) -> None:
-        """Put the sharded parameters back."""
-        self._swap.close()
+def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
+    """This rank's parts of a parameter, of its gradient if it has one, and of its loaded state."""
+    parts = [param.local.detach()]
+    if param.grad is not None:
+        parts.append(local_grad(param))
+    loaded = _sharded_state(optimizer.state.get(param))
+    return [*parts, *(loaded[key].local for key in sorted(loaded))]
 
 
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
