@@ -18,7 +18,6 @@ parameters.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import mmap
 import os
@@ -26,7 +25,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -62,25 +61,20 @@ class DiskMemory(OffloadTarget):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Try whether files can be made there: else ``ValueError`` or ``NotImplementedError``."""
         self._folder = os.fspath(folder)
-        self._reserve: int | None = None
+        self._reserve: IO[bytes] | None = None
         if not mapped_files.CAN_MAP:
             raise NotImplementedError("CPUOffload: path is supported on Linux alone; leave it out")
         try:
-            os.close(self._nameless())
+            self._nameless().close()
         except OSError as error:
             raise ValueError(
                 f"CPUOffload: no file can be made in path {self._folder!r}: {error.strerror}. "
                 "Pass a directory that exists and that this user may write to."
             ) from error
 
-    def _nameless(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
-        with contextlib.suppress(OSError):
-            return os.open(self._folder, flags | os.O_TMPFILE, 0o600)
-        # Not every file system has O_TMPFILE: this file loses its name at once.
-        number, name = tempfile.mkstemp(prefix="flatshard-", dir=self._folder)
-        os.unlink(name)
-        return number
+    def _nameless(self) -> IO[bytes]:
+        # Also where the file system has no O_TMPFILE: then the file loses its name at once.
+        return tempfile.TemporaryFile(prefix="flatshard-", dir=self._folder, buffering=0)
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Keep room on the disk for tensors to come, which ``what`` names in errors.
@@ -92,31 +86,30 @@ class DiskMemory(OffloadTarget):
             return
         if self._reserve is None:
             self._reserve = self._nameless()
-            weakref.finalize(self, os.close, self._reserve)
-        before = os.fstat(self._reserve).st_size
+            weakref.finalize(self, self._reserve.close)
+        before = self.reserved_bytes
         try:
-            os.posix_fallocate(self._reserve, before, nbytes)
+            os.posix_fallocate(self._reserve.fileno(), before, nbytes)
         except OSError as error:
-            os.ftruncate(self._reserve, before)  # it may have grown by a part
+            self._reserve.truncate(before)  # it may have grown by a part
             raise self._full(error, nbytes, what) from error
 
     @property
     def reserved_bytes(self) -> int:
         """Not in use yet."""
-        return 0 if self._reserve is None else os.fstat(self._reserve).st_size
+        return 0 if self._reserve is None else os.fstat(self._reserve.fileno()).st_size
 
     def create(self, nbytes: int) -> int:
         """Zeros which have their room; takes it from the reserve."""
         # First: on a full disk the reserve is the only room that there is.
         if self._reserve is not None:
-            os.ftruncate(self._reserve, max(0, self.reserved_bytes - nbytes))
-        number = self._nameless()
-        try:
-            os.posix_fallocate(number, 0, nbytes)
-        except OSError as error:
-            os.close(number)
-            raise self._full(error, nbytes, "a tensor") from error
-        return number
+            self._reserve.truncate(max(0, self.reserved_bytes - nbytes))
+        with self._nameless() as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                raise self._full(error, nbytes, "a tensor") from error
+            return os.dup(file.fileno())
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
         """A range whose pages ``release`` gives back."""
