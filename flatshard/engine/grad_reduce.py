@@ -291,11 +291,6 @@ class GradReduce:
                 self.finish()
 
     @property
-    def keeps_memory(self) -> bool:
-        """Whether it is under way, or other ranks are still reading from this one."""
-        return any(work.kept for work in self._begun)
-
-    @property
     def nbytes(self) -> int:
         kept = [one for work in self._begun for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])

@@ -71,7 +71,6 @@ class StepRecorder(StepObserver):
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()
         self._doing: list[_Doing] = []
-        self._reducing: list[Unit] = []
         self._begin_step()
 
     # ------------------------------------------------------------ steps
@@ -134,7 +133,6 @@ class StepRecorder(StepObserver):
     def end_backward(self) -> None:
         self._switch()
         self._doing = [one for one in self._doing if one.is_call]
-        self._reducing.clear()
         self._look_at(self._units)
         self._land(Kind.BACKWARD_PASS, None)
 
@@ -195,17 +193,14 @@ class StepRecorder(StepObserver):
             self._note(self._events[num_before:], purpose)
             del self._events[num_before:]
             if unit is not None:
-                if kind is Kind.STARTING and purpose == "reduce":
-                    self._reducing.append(unit)
-                elif kind is not Kind.STARTING and ends:
+                if kind is not Kind.STARTING and ends:
                     self._land(_IN_FLIGHT[kind], unit.index)
                 if kind is not Kind.GATHER_WAIT:
                     self._look_at([unit])
             if purpose == "reduce":
-                # A gradient buffer that other ranks read is freed when all have read it, which may
-                # be in any unit's wait.
-                self._look_at(self._reducing)
-                self._reducing = [one for one in self._reducing if _gives_gradients(one)]
+                # A gradient buffer that other ranks read is freed when all ranks have read the
+                # buffer, which may be in any unit's wait.
+                self._look_at(self._units)
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record collectives that have just begun."""
@@ -237,11 +232,6 @@ class StepRecorder(StepObserver):
             if self._held.get(unit.index, (0, 0)) != held:
                 self._held[unit.index] = held
                 self._samples.append(MemorySample(self._clock(), unit.index, *held))
-
-
-def _gives_gradients(unit: Unit) -> bool:
-    reductions = [handle.grad_reduce for handle in unit.handles]
-    return any(one is not None and one.keeps_memory for one in reductions)
 
 
 def peak_resident_bytes() -> int | None:
