@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import agreed, raise_everywhere
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
@@ -62,9 +62,8 @@ def register(
     """
     outermost, _ = units[0]
     world = outermost.topology.world
-    planned: dict[Unit, CommHook] = {}
-    problem: Exception | None = None
-    try:
+
+    def prepare() -> tuple[dict[Unit, CommHook], Facts]:
         if is_late:
             raise RuntimeError(
                 f"{unit_text(outermost.name)} is part of a model that has run a forward. Register "
@@ -72,18 +71,16 @@ def register(
                 "wrapper."
             )
         planned = _plan([pair for pair in units if pair[0].handles], state, hook, world)
-    except (TypeError, ValueError, RuntimeError) as error:
-        problem = type(error)(f"register_comm_hook: {error}")
+        return planned, {
+            f"the hook of {unit_text(unit.name)}": (
+                f"an average, reduce_dtype={its.reduce_dtype}" if its.reduce is None else "called"
+            )
+            for unit, its in planned.items()
+        }
+
     # Nothing changes before all ranks agree: a hook on some ranks only would deadlock.
-    raise_everywhere(problem, world)
-    facts = {
-        f"the hook of {unit_text(unit.name)}": (
-            f"an average, reduce_dtype={its.reduce_dtype}" if its.reduce is None else "called"
-        )
-        for unit, its in planned.items()
-    }
     remedy = "Register the same hook on every rank."
-    agreed(lambda: (planned, facts), [world], "register_comm_hook", remedy)
+    planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
             handle.set_comm_hook(its)
@@ -217,29 +214,26 @@ def _user_hook(
 
     def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
         where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
-        try:
-            with watched(lambda: where):
-                return checked(buffer)
-        except Exception as error:
-            error.add_note(where)
-            raise
-
-    def checked(buffer: Tensor) -> Tensor:
         # NaN, so that elements that the hook does not fill are noticed. Unsharded: in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
-        returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
-        # A hook for DistributedDataParallel returns a future; nobody here would wait for it.
-        if hasattr(returned, "wait"):
-            raise TypeError(
-                f"the hook returned a {type(returned).__name__}, but its reduction must be over "
-                "when it returns: wait for it inside"
-            )
-        if out.shape != shape:
-            raise ValueError(
-                f"the hook resized its result: expected shape {tuple(shape)}, got "
-                f"{tuple(out.shape)}. Let it write to `out` in place: out.copy_(...)"
-            )
+        try:
+            with watched(lambda: where):
+                returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
+            # A hook for DistributedDataParallel returns a future; nobody here would wait for it.
+            if hasattr(returned, "wait"):
+                raise TypeError(
+                    f"the hook returned a {type(returned).__name__}, but its reduction must be "
+                    "over when it returns: wait for it inside"
+                )
+            if out.shape != shape:
+                raise ValueError(
+                    f"the hook resized its result: expected shape {tuple(shape)}, got "
+                    f"{tuple(out.shape)}. Let it write to `out` in place: out.copy_(...)"
+                )
+        except Exception as error:
+            error.add_note(where)
+            raise
         return out
 
     return reduce
