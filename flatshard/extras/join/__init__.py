@@ -27,7 +27,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.agreement import gathering_groups
-from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
@@ -59,29 +58,21 @@ def joining(
         register_optimizer_step_post_hook(join.after_step),
     )
     context.extend(join)
+    histories = [group.history for group in gathering_groups(context)]
     try:
-        # Who follows learns of an all-gather after another rank has begun it.
-        with _unannounced(context):
-            yield
-            join.follow()
+        # A rank that follows learns of an all-gather after another rank has begun the all-gather.
+        # So inside, no rank waits for others before it begins an all-gather.
+        for history in histories:
+            history.announces = False
+        yield
+        join.follow()
     finally:
+        for history in histories:
+            history.announces = True
         context.drop(join)
         for hook in hooks:
             hook.remove()
         join.end()
-
-
-@contextlib.contextmanager
-def _unannounced(context: RunContext) -> Iterator[None]:
-    """Inside, no rank waits for others before it begins an all-gather; on all ranks."""
-    histories = [group.history for group in gathering_groups(context)]
-    for history in histories:
-        history.announces = False
-    try:
-        yield
-    finally:
-        for history in histories:
-            history.announces = True
 
 
 def _check(root: Sharding) -> None:

@@ -306,8 +306,6 @@ def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any)
     stepped.optimizers.append(optimizer)
     if found is None:
         context.extend(stepped)
-        if not any(isinstance(one, _DropConsumed) for one in extensions):
-            extensions.append(_DropConsumed())
     return StepInBackward(stepped, optimizer)
 
 
@@ -375,3 +373,7 @@ class ConsumedGrad(torch.Tensor):
             "step_in_backward() returned. To read or change one parameter's gradient before its "
             "step, use p.register_post_accumulate_grad_hook."
         )
+
+
+# From the first model on that steps in backward, in the steps of all optimizers.
+extensions.append(_DropConsumed())
