@@ -1,23 +1,24 @@
 """``Backward``: the order of a backward, from the first gradient of an output to ``.grad``.
 
-1.  ``enter``, from the hook of an output: the unit is unsharded again, and the one whose backward
-    is expected next starts to be.
+1.  ``enter``, from the hook of a unit's output: the unit is unsharded again, and the all-gather of
+    the unit whose backward is expected next starts.
 2.  ``receive``, from the hook of a parameter: its gradient goes into the buffer of the flat
     parameter.
 3.  When a bucket's gradients are complete, its reduction starts, in one order on all ranks
     (``reduce_queue``).
-4.  When the gradients of the unit's inputs are there too, nothing can need its parameters: it is
-    resharded.
+4.  When the gradients of the unit's inputs have arrived too, no more computation needs the unit's
+    parameters, and the unit is resharded.
 5.  ``_end``, a callback that autograd runs after the last node: see the note.
 
-Observers hear of each step and change nothing. Extensions (``StepExtension``) act where they are
-called.
+Observers are told of each step and change nothing. Extensions (``StepExtension``) may act in the
+places that call them.
 
 [Note: the end of backward]
-Ranks may differ by then: one used a parameter that another did not. Every rank tells the others
-which parameters it used; units that any rank used are reduced by all, in the one order, and
-parameters that none used keep their ``.grad``. Only then may a rank wait for a reduction without a
-limit: before, a peer might be unable to start it until its own backward is over.
+At the end of a backward ranks may differ: a parameter may be used on one rank and unused on
+another. Every rank tells the other ranks which parameters it used. All ranks reduce the units that
+any rank used, in one order. Parameters that no rank used keep their ``.grad``. Only at the end may
+a rank wait for a reduction without a time limit: earlier, a peer may be unable to start the
+reduction until its own backward is over.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from flatshard.engine.unit import Call, Moment, Phase, Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
-# Backwards of all models that are running, or failed.
+# Backwards of all models that are running or have failed.
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
@@ -65,17 +66,18 @@ class Backward:
         )
 
     def begin(self) -> bool:
-        """Prepare the end of the backward that runs now, once; False outside of a backward."""
+        """Register the end of the present backward, once; returns False outside of a backward."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
             return False
         if self._is_active:
-            if graph_task == self._graph_task:  # asked for every gradient
+            if graph_task == self._graph_task:  # the usual case: this runs for every gradient
                 return True
             if self._end_callback() is not None:
                 self._state.has_inner_backward = True
                 return True
-            # Autograd dropped the callback with the backward that failed; this is another one.
+            # The earlier backward failed, and autograd dropped its callback. This is another
+            # backward.
             self._drop()
         for extension in self._state.extensions:
             extension.begin_backward()
@@ -84,7 +86,8 @@ class Backward:
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
-        # Autograd alone holds the callback: where a backward fails, both are gone.
+        # Keep only a weak reference: autograd owns the callback and drops it if the backward fails,
+        # which shows here that the backward is gone.
         callback = partial(self._end)
         self._end_callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -96,10 +99,12 @@ class Backward:
         return True
 
     def _may_reduce_early(self) -> bool:
-        """Whether reductions that begin now meet this model's on all ranks.
+        """Whether reductions that start now match this model's reductions on all ranks.
 
-        Where they meet by order, they must not come between those of another model, which some
-        ranks begin at the end of this backward. This model's end is after that one's.
+        If a transport matches reductions by their order, this model's reductions must not start
+        between those of another model whose backward is running: some ranks start the other model's
+        at the end of this backward. In that case this model's reductions wait for the end, and its
+        end comes after the other model's end.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for _, handle in self._state.handles
@@ -107,36 +112,36 @@ class Backward:
 
     # ------------------------------------------------------------ a unit, in the order of events
 
-    @untraced  # as all that autograd calls, which may be inside of a compiled function
+    @untraced  # autograd may call this inside of a compiled function
     def enter(self, unit: Unit, call: Call, _: Tensor) -> None:
-        """A gradient of an output has come: unshard the unit that gave it. Collective."""
+        """Unshard a unit for backward: a gradient of one of its outputs has come. Collective."""
         self.begin()
         unit.begin_call_backward(call)
         for observer in self._observers.all:
             observer.enter_backward(unit)
         self.unshard(unit)
-        # After this unit's own all-gather, which must not share the wires.
+        # Prefetch only after this unit's own all-gather, which needs the full bandwidth.
         self._prefetch.before_backward(unit)
 
     def unshard(self, unit: Unit) -> None:
-        """Unshard what a unit's backward needs, unless that is there. Collective."""
+        """Unshard the parameters that a unit's backward needs, if not unsharded. Collective."""
         if torch.is_grad_enabled() and not unit.running and self.is_running:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # All ranks come here, so hooks can reduce what all ranks have.
+            # All ranks come here, so users' hooks can reduce the buckets that all ranks have.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
             self._state.unshard(unit, "backward")
         else:
-            unit.wait_unshard()  # recomputed forwards look at the modules
+            unit.wait_unshard()  # recomputed forwards use the modules' parameters
         unit.enter(Phase.BACKWARD)
 
     def unshard_again(self, unit: Unit) -> None:
-        """Bring all parameters back, for a saved view or to compute a forward again.
+        """Unshard all parameters again, for a saved view or to recompute a forward.
 
-        Collective, unless they are there.
+        Collective, unless they are unsharded.
         """
         if unit.is_current:
             return
@@ -145,7 +150,10 @@ class Backward:
             unit.enter(Phase.BACKWARD)
 
     def bring_back(self, unit: Unit) -> bool:
-        """``unshard_again``, if a backward has begun; what it does without was used after all."""
+        """Unshard parameters again that backward was expected not to use, but did use.
+
+        Returns whether the unit's backward is running, so that this was done.
+        """
         if unit.phase is not Phase.BACKWARD or not self.is_running:
             return False
         self.unshard_again(unit)
@@ -154,11 +162,12 @@ class Backward:
     def receive(
         self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
     ) -> None:
-        """Take what autograd left in ``full.grad``; start the reduction that it completes."""
+        """Take the gradient in ``full.grad``, and start the reduction if its bucket is complete."""
         if full.grad is None:
             return
         grad = handle.grad_publish.unreduced.take_back(param, full.grad)
-        # Autograd would add the next gradient to it, and the buffer may keep it as it is.
+        # Remove the gradient from the parameter: autograd would add the next gradient to it, but
+        # the buffer may keep it without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
@@ -168,7 +177,8 @@ class Backward:
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        # Before the buffer gets it: `begin` clears what the last backward marked there.
+        # Call `begin` before the buffer receives the gradient: `begin` clears the marks of the last
+        # backward.
         self.begin()
         handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
         for observer in self._observers.all:
@@ -212,17 +222,18 @@ class Backward:
                 used = self._reduce_rest()
             failed = False
         finally:
-            self._is_active = failed  # what is left of it is dropped before the next one
+            self._is_active = failed  # if it failed, the next step drops its remains
             for unit in state.units:
-                # A forward that runs a backward inside, for forces say, goes on afterwards.
+                # Leave units in forward unsharded: a forward may run a backward inside (to compute
+                # forces, for example) and then continue.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(Moment.AFTER_BACKWARD)
             for _, handle in state.handles:
                 if handle.lingers:
                     handle.reshard()
         is_outermost = state.depth == 0
-        # After units are resharded: other ranks wait for that likewise. What a forward around this
-        # backward still needs is released at its end.
+        # Wait after units are resharded. A forward around this backward may still need its sends:
+        # it releases them at its own end.
         if is_outermost:
             with self._observers.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
@@ -235,14 +246,14 @@ class Backward:
         for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
                 handle.grad_publish.show_unreduced()
-        # Last: where warnings are errors, the other ranks have nothing to wait for.
+        # Call observers last: if a warning is raised as an error, no other rank waits for this one.
         for observer in self._observers.all:
             observer.end_backward()
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
-        """Reduce and publish what is left; returns which original parameters any rank used."""
+        """Reduce and publish the rest; returns which original parameters any rank used."""
         agreed = self.queue.reduce_rest()
-        if agreed.edited:  # raised where nothing is under way that a rank would wait for
+        if agreed.edited:  # no collective is under way here that another rank would wait for
             raise edited(agreed.edited[0].name)
         for unit, handle in self._state.handles:
             if unit.sync is Sync.ALL:
@@ -266,7 +277,7 @@ class Backward:
                     handle.give_hooks_back()
 
     def recover(self) -> None:
-        """Drop what is left of a backward that failed, unless one is running."""
+        """Drop the remains of a failed backward, unless a backward is running."""
         if self._is_active and torch._C._current_graph_task_id() == -1:
             self._drop()
 

@@ -1,23 +1,23 @@
 """``Forward``: the order of a forward, from the outermost module's call to its return.
 
-1.  ``begin``, for the outermost module only: what a failed step left is dropped, the model is
+1.  ``begin``, for the outermost module only: the remains of a failed step are dropped, the model is
     checked, and its buffers are broadcast.
-2.  ``enter``: the unit is unsharded, unless a prefetch began that already, and its modules hold
-    unsharded parameters; the next unit starts to be unsharded.
+2.  ``enter``: the unit is unsharded, unless a prefetch has started its all-gather already, and its
+    modules hold unsharded parameters. The all-gather of the next unit starts.
 3.  The module computes.
 4.  ``check``: the module has not edited its unsharded parameters.
-5.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the
-    strategy says so.
-6.  ``end``, for the outermost module only: nothing of this rank is on its way any more.
+5.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the strategy
+    reshards after forward.
+6.  ``end``, for the outermost module only: this rank waits until no message of it is under way.
 
-Observers hear of each step and change nothing. Extensions (``StepExtension``) act where they are
-called.
+Observers are told of each step and change nothing. Extensions (``StepExtension``) may act in the
+places that call them.
 
 [Note: recomputation]
 Checkpointing runs forwards inside backward. Such a forward unshards, but reshards nothing and
-records no order: backward goes on to use what it saved. It may be left by an exception, which is
-how non-reentrant checkpointing stops early; so it starts no prefetch, unless a reentrant
-checkpoint computes the full model again.
+records no order, because backward then uses the tensors that this forward saved. Non-reentrant
+checkpointing stops such a forward early, with an exception. So the forward starts no prefetch,
+unless a reentrant checkpoint recomputes the full model.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from flatshard.memory.buffers import POOL
 
 
 class RootModule(Protocol):
-    """The outermost wrapped module, as a forward sees it: more than units and flat parameters."""
+    """The outermost wrapped module, as far as a forward uses the module itself."""
 
     def recover(self) -> None:
-        """Undo what an exception in an optimizer's step has left; take over what users wrote."""
+        """Undo an optimizer step that raised; take over values that users wrote to parameters."""
 
     def check(self) -> None:
         """Raise, on all ranks, if the module cannot be trained as it is now."""
 
     def shared_buffers(self) -> Buffers:
-        """The buffers that ranks share, as modules have them now."""
+        """The present module buffers that ranks share."""
 
 
 class Forward:
@@ -59,27 +59,27 @@ class Forward:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
         self._root_module, self._edits = root_module, ForwardEdits()
-        # Units that are unsharded for operations outside of their own forward, each with the depth
-        # of the forward around the operation; innermost last.
+        # Units unsharded for operations outside of their own forward, each with the depth of the
+        # forward around the operation; the innermost comes last.
         self._touched: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
-        """Look at the units again, after their buffers were made anew."""
+        """Recompute cached storages and lists after the units' buffers were reallocated."""
         units, handles = self._state.units, self._state.handles
         self.saved = SavedTensors(handles, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
         self._crossing = [h for _, h in handles if h.topology.inter_group.size > 1]
 
     def recover(self) -> None:
-        """Return to a state to start from, after a step that was left by an exception."""
-        # First the optimizer's parameters, which a step that raised has replaced.
+        """Reset the model's state after a step that was left by an exception."""
+        # First restore the parameters, which an optimizer step that raised may have replaced.
         self._root_module.recover()
         for extension in self._state.extensions:
             extension.recover()
         self._backward.recover()
 
     def give_back(self) -> None:
-        """Free memory that is kept for the next step."""
+        """Free memory that is cached for the next step."""
         for _, handle in self._state.handles:
             handle.reduce_plan.give_back()
         POOL.give_back()
@@ -87,10 +87,10 @@ class Forward:
     # ------------------------------------------------------------ the outermost forward begins
 
     def begin(self, unit: Unit | None = None) -> None:
-        """The outermost forward begins, in a module of ``unit``. Collective."""
+        """Begin the outermost forward, in a module of ``unit``. Collective."""
         state = self._state
         self.recover()
-        # Before anything communicates: these raise on all ranks.
+        # Check before any communication. If these checks raise, they raise on all ranks.
         self._root_module.check()
         for extension in state.extensions:
             extension.begin_forward(of_root=unit is state.root)
@@ -104,9 +104,10 @@ class Forward:
         if state.expects_backward:
             state.plan_syncs()
         else:
-            # Evaluation makes no gradients, and its batches are often larger.
+            # Evaluation needs no memory for gradients, and its batches are often larger.
             self.give_back()
-        # All-gathers across nodes are slow: all units' overlap the forward.
+        # All-gathers across nodes are slow: start those of all units now, to overlap with the
+        # forward.
         with self._observers.span(Kind.STARTING, purpose="forward"):
             for handle in self._crossing:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
@@ -114,10 +115,10 @@ class Forward:
     # ------------------------------------------------------------ a module's forward
 
     def enter(self, unit: Unit) -> Call:
-        """Before a module's forward: unshard the unit and wait for it. Collective."""
+        """Unshard the unit, and wait for it, before a module's forward. Collective."""
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
-            # A recomputation of the full model begins its backward here.
+            # A recomputation of the full model begins the model's backward here.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
@@ -137,25 +138,25 @@ class Forward:
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            if not unit.may_diverge:  # nor would a prediction be the same on all ranks
+            if not unit.may_diverge:  # predictions would differ between ranks
                 self._prefetch.order.record(unit.index)
             self.unshard(unit)
             if len(unit.running) == 1:
                 self._edits.begin(unit)
-            # After the wait: this unit's all-gather has the wires to itself, and the next one's
-            # overlaps its computation.
+            # Prefetch after the wait: this unit's all-gather gets the full bandwidth, and the next
+            # all-gather overlaps with this unit's computation.
             self._prefetch.in_forward()
         return call
 
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for use in the forward under way, and wait for it. Collective."""
         self._state.unshard(unit, "forward")
-        if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
+        if unit.phase is Phase.BACKWARD:  # a backward inside the running forward failed
             unit.enter(Phase.IDLE)
         unit.enter(Phase.FORWARD)
 
     def touch(self, unit: Unit) -> None:
-        """Unshard a unit until the forward around is over, for an operation outside of its own.
+        """Unshard a unit for an operation outside of its forward, until the enclosing forward ends.
 
         Collective, unless the unit is unsharded.
         """
@@ -166,21 +167,21 @@ class Forward:
             self._edits.begin(unit)
 
     def check(self, unit: Unit, module: nn.Module) -> None:
-        """Raise if a module's forward, which has returned, edited unsharded parameters."""
+        """Raise if a module's finished forward edited unsharded parameters."""
         if unit.phase is not Phase.FORWARD or unit.running:
             return
         self._edits.check(unit, module)
         for depth, one in self._touched:
-            # Other units have been checked at the end of their own forward.
+            # Check only units touched at this depth; other units are checked in their own forward.
             if depth == self._state.depth and one.phase is Phase.FORWARD and not one.running:
                 for inner in one.modules:
                     self._edits.check(one, inner)
 
     def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
-        """After a module's forward, also one that raised: reshard what the strategy reshards."""
+        """Reshard after a module's forward, even if it raised, as the strategy says."""
         state = self._state
         if unit.phase is Phase.FORWARD and not unit.running:
-            # Under a reentrant checkpoint gradients are disabled here, and a backward follows.
+            # Under a reentrant checkpoint gradients are disabled here, although a backward follows.
             follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
             if unit.end_call(backward_follows=follows) or not has_output:
                 unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
@@ -200,15 +201,16 @@ class Forward:
             self.end(failed)
 
     def reshard_touched(self) -> None:
-        """Reshard what was unsharded for operations in the forward that is over."""
+        """Reshard units that were unsharded for operations in the forward that is over."""
         while self._touched and self._touched[-1][0] > self._state.depth:
             _, unit = self._touched.pop()
             unit.backward_follows = self._state.expects_backward
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
 
     def begins_recomputation(self) -> bool:
-        """Whether a reentrant checkpoint around the full model computes it again."""
-        # Then nothing of the model's backward has run yet, and its own forward had no gradients.
+        """Whether a reentrant checkpoint around the full model starts to recompute the model."""
+        # If so, no part of the model's backward has run yet, and the model's own forward ran
+        # without gradients.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
         self._state.plan_syncs()
@@ -217,31 +219,32 @@ class Forward:
     # ------------------------------------------------------------ the outermost forward is over
 
     def end(self, failed: bool) -> None:
-        """The outermost forward is over. Collective."""
+        """End the outermost forward. Collective."""
         for extension in self._state.extensions:
             extension.end_forward(failed)
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
-        # Where all ran as recorded, an all-gather under way is backward's first.
+        # If the forward ran in the recorded order, an all-gather under way is for the first units
+        # of backward: keep it.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
-        # The optimizer may write shards next: no other rank may still be reading them.
+        # Wait until no other rank reads this rank's shards: the optimizer may write them next.
         with self._observers.span(Kind.RANKS_WAIT):
             for handle in self._crossing:
                 if handle.gather.secondary is not None:
                     handle.gather.secondary.finish_refresh()
-            if not failed:  # else the error on its way is the one to see
+            if not failed:  # otherwise this error would hide the first one
                 self._state.pending_sends.wait_sends()
         for observer in self._observers.all:
             observer.end_forward()
 
     def _drop_prefetched(self, failed: bool) -> None:
-        """Wait for all-gathers of units that did not run, and reshard those."""
+        """Wait for all-gathers of units that did not run, and reshard these units."""
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:
                     with self._observers.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
-                    if not failed:  # else the error on its way is the one to see
+                    if not failed:  # otherwise this error would hide the first one
                         raise

@@ -1,15 +1,15 @@
-"""``ParamGather``: how the shards of one flat parameter become the unsharded buffer.
+"""``ParamGather``: fills the unsharded buffer of one flat parameter from the ranks' shards.
 
-Usually from the shards themselves, copied to where the unit computes and cast; in float8 where the
-user asks for it; or from a ``SecondaryShard``, a larger part of the parameters than the shard, over
-nearby ranks. If the shards live in another memory than the device that computes, the copies run on
-a stream of their own and overlap with compute.
+The source of an all-gather is usually the shard itself, copied to the device that computes and
+cast. It is a float8 copy if the user asks for float8, or a ``SecondaryShard``: a larger part of the
+parameters than the shard, all-gathered over nearby ranks. If shards live in another memory than the
+device that computes, a separate stream runs the copies, which then overlap with compute.
 
-Two strategies keep one. Where forward all-gathers over all ranks and backward over fewer, it is cut
-out of the unsharded buffer after forward and dropped after backward (hierarchical partitioning of
-ZeRO++, arXiv 2306.10209). Where only optimizer state is split over all nodes, it is all-gathered
-from the nodes' shards once after each optimizer step, and every other all-gather stays within the
-node.
+Two strategies keep a secondary shard. If forward all-gathers over all ranks and backward over
+fewer, the secondary shard is cut out of the unsharded buffer after forward and dropped after
+backward (hierarchical partitioning of ZeRO++, arXiv 2306.10209). If only optimizer state is split
+over all nodes, the secondary shard is all-gathered from the nodes' shards once after each optimizer
+step, and every other all-gather stays within the node.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class HandleOptions:
     topology: Topology
     targets: OffloadTargets
     precision: ParamPrecision
-    reduces_alone: bool  # its gradients do not wait for the rest of the unit's
+    reduces_alone: bool  # its gradients are reduced apart from the rest of the unit's
 
 
 class ParamGather:
-    """All-gathers one flat parameter. Keeps what is under way, and no state of the handle's."""
+    """All-gathers one flat parameter. Keeps the work under way, but no state of the handle."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class ParamGather:
         self._precision, self._targets = options.precision, options.targets
         topology, gather_dtype = options.topology, options.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
-        self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use them too
-        # Apart from those of a step: a state_dict() on one rank alone must not take what another
-        # rank sends for its forward.
+        self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use the same tags
+        # Tags apart from the tags of a step: if only one rank calls state_dict(), its all-gather
+        # must not receive the messages that another rank sends for its forward.
         self.full_tags = intra_group.new_tag(), inter_group.new_tag()
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
@@ -79,14 +79,16 @@ class ParamGather:
         # The dtype of the unsharded buffer, and the dtype in which the shard is sent.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # One rank's all-gather is a copy, which casts. Float8 is made from the shard's own dtype.
+        # An all-gather of one rank is a copy, which casts by itself. Float8 is packed from the
+        # shard's own dtype.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
         # Whether all-gathers read the shard as it lies in host memory.
         is_copied = self.secondary is not None or self._float8 is not None
         is_cast = self.compute_dtype != dtype
         self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
-        # Of an offloaded shard: the copy on the device, if it stays there, and its version.
+        # For an offloaded shard whose copy stays on the device: the copy, and the version of the
+        # shard.
         self._device_copy: tuple[Tensor, int] | None = None
         if self.secondary is not None:
             self.secondary.drop()
@@ -98,9 +100,8 @@ class ParamGather:
         return self._topology.intra_group.allocate_unsharded(request)
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
-        """Fill the buffer in ``memory``, later. Collective: all ranks that it is gathered from."""
-        # `version` is the shard's, and tells whether what was kept of it is stale.
-        # Copies of an offloaded shard overlap with compute.
+        """Start filling the buffer in ``memory``. Collective: all ranks that send or receive."""
+        # `version` is the shard's version. It shows whether a kept copy is stale.
         with beside(self._device) if self._is_offloaded else nullcontext():
             if self.secondary is not None:
                 self.begin_refresh(shard, version)
@@ -113,13 +114,14 @@ class ParamGather:
             )
             if self._float8 is not None:
                 packed = self._float8.pack(source)
-                # Not into the buffer: float8 is unpacked there when all of it has come.
+                # Gather into memory of its own: float8 is unpacked into the buffer after all of it
+                # arrived.
                 self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
                 request = request._replace(shard=packed, out=self._packed, memory=None)
             self._work = self._topology.intra_group.all_gather(request)
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
-        """The shard where the unit computes, in the dtype to send."""
+        """The shard on the device that computes, in the dtype to send."""
         if self._is_offloaded:
             return self._on_device(shard, version)
         source = shard.to(self._sent_dtype)
@@ -131,11 +133,12 @@ class ParamGather:
         """Copy of an offloaded shard on the device; the earlier copy if it is kept and current."""
         if self._device_copy is not None and self._device_copy[1] == version:
             return self._device_copy[0]
-        # Cast on the device: on the host the result would not be pinned.
+        # Cast on the device: the result of a cast on the host would not be in pinned memory.
         brought = shard.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        # The optimizer writes the shard on the host, which no stream holds back.
+        # The optimizer writes the shard on the host, and no stream makes the host wait. So the end
+        # of the step waits for this copy.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
         copying = AsyncWork([], self._link.unit_name, [shard], sends=[copied])
         copying.wait(self._link.pending_sends)
@@ -146,14 +149,14 @@ class ParamGather:
         return source
 
     def finish(self, buffer: Tensor) -> None:
-        """Wait for what ``start`` began: ``buffer`` is filled then. Raises CollectiveError."""
+        """Wait until the all-gather has filled ``buffer``. Raises CollectiveError."""
         assert self._work is not None, "something was started"
         work, self._work = self._work, None
         packed, self._packed = self._packed, None
         work.wait(self._link.pending_sends)
         if self._is_offloaded:
-            # What is on the stream for copies must be over before the compute stream reads. Here
-            # and not in `start`: until now compute goes on.
+            # The compute stream must not read before the copy stream is done. Wait here and not in
+            # `start`, so that compute continues until the parameters are needed.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if packed is not None:
             assert self._float8 is not None, "it was packed"
@@ -161,7 +164,7 @@ class ParamGather:
                 self._float8.unpack(packed, buffer)
 
     def fill(self, part: Tensor, out: Tensor) -> None:
-        """All-gather ``part``, ``(shard_numel,)``, into ``out`` as it is. Collective."""
+        """All-gather ``part``, ``(shard_numel,)``, into ``out`` without a cast. Collective."""
         unit, topology = self._link.unit_name, self._topology
         purpose = "full tensors, which all ranks must ask for together (state_dict(), say),"
         intra_tag, inter_tag = self.full_tags
@@ -173,7 +176,7 @@ class ParamGather:
         topology.intra_group.all_gather(request).finish()
 
     def begin_refresh(self, shard: Tensor, version: int) -> None:
-        """All-gather what other nodes changed, later. Collective: the ranks of ``inter_group``."""
+        """All-gather other nodes' shards if stale. Collective: the ranks of ``inter_group``."""
         secondary = self.secondary
         if secondary is None or self._topology.inter_group.size == 1:
             return
@@ -185,15 +188,16 @@ class ParamGather:
 
 
 class SecondaryShard:
-    """This rank's part of what nearby ranks all-gather."""
+    """This rank's larger part of the parameters, which nearby ranks all-gather."""
 
     def __init__(self, topology: Topology, link: RunLink) -> None:
         self._link, self._inter_group = link, topology.inter_group
-        self._is_temporary = topology.regather is not None  # from a forward to its backward
+        # Kept only from a forward to its backward.
+        self._is_temporary = topology.regather is not None
         self._comm = topology.intra_group if topology.regather is None else topology.regather
         self._tag = self._comm.new_tag()
         self._part: Tensor | None = None
-        self._version = -1  # of the shards that it shows, or will once the refresh is over
+        self._version = -1  # version of the shards in `_part`, after any refresh
         self._refresh: AsyncWork | None = None
 
     def is_current(self, version: int) -> bool:
@@ -208,7 +212,7 @@ class SecondaryShard:
         return self._is_temporary and self._part is not None
 
     def cut(self, buffer: Tensor, version: int) -> None:
-        """Keep, of an unsharded buffer, ``(padded_numel,)``, what backward all-gathers from."""
+        """Keep this rank's part of an unsharded buffer, ``(padded_numel,)``, for backward."""
         if self._is_temporary and not self.is_current(version):
             self._part = buffer.chunk(self._comm.size)[self._comm.rank].clone()
             self._version = version
@@ -218,9 +222,9 @@ class SecondaryShard:
             self.drop()
 
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
-        """Start to all-gather it over the inter group. Collective: all ranks of that group.
+        """Start to refresh the part over the inter group. Collective: all ranks of the inter group.
 
-        ``source``: this rank's shard in the dtype to keep; not to be written before it is sent.
+        ``source``: this rank's shard in the dtype to keep. It must not be written until it is sent.
         """
         self.finish_refresh()
         if self._part is None:
@@ -231,13 +235,13 @@ class SecondaryShard:
         self._version = version
 
     def finish_refresh(self) -> None:
-        """After it the shard may be written. Raises CollectiveError."""
+        """Wait for the refresh; afterwards the shard may be written. Raises CollectiveError."""
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:
                 refresh.wait(self._link.pending_sends)
             except Exception:
-                self._version = -1  # what came is partial: all-gather it again
+                self._version = -1  # the part is incomplete, so all-gather it again
                 raise
 
     def gather(self, out: Tensor, purpose: str) -> AsyncWork:

@@ -1,7 +1,7 @@
 """``GradientBuffer``: adds up the gradients of one flat parameter until they are reduced.
 
-It never sees a collective: it hands out ``FlatChunks``, and what is reduced over the intra group
-only (``Sync.INTRA``) comes back to wait here.
+The buffer never starts a collective: it hands out its content as ``FlatChunks``. The results of
+reductions over the intra group only (``Sync.INTRA``) wait in the buffer for a later backward.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from flatshard.memory.buffers import storage_bytes
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, part_of, view_of
 
-# To begin the copy of a gradient below this takes longer than the copy: one kernel copies all of
-# them when the last has arrived. Flat parameters below are not read in place either: peers read one
-# block sooner than many.
+# Gradients below this size are copied together, by one kernel when the last gradient has arrived:
+# starting a copy for each takes longer than the copy. Flat parameters below this size are not read
+# in place either: peers read one block faster than many.
 _SMALL_BYTES = 1 << 20
 
-# Where the mean gradient is smaller, copying all into one buffer beats reading each in place.
+# If the mean gradient is smaller than this, copying all into one buffer is faster than reading each
+# in place.
 _MEAN_IN_PLACE_BYTES = 1 << 16
 
 
 class Sync(enum.Enum):
-    """What becomes of a unit's gradients at the end of a backward."""
+    """How the gradients of a unit are reduced at the end of a backward."""
 
-    # They stay unsharded and unreduced, and later ones are added to them.
+    # Gradients stay unsharded and unreduced; later gradients are added to them.
     NONE = "NONE"
-    # They are reduced within the intra group; the reduction across it waits.
+    # Gradients are reduced within the intra group; the reduction across groups waits.
     INTRA = "INTRA"
-    # They are reduced over all ranks and published.
+    # Gradients are reduced over all ranks and published.
     ALL = "ALL"
 
 
@@ -46,29 +47,31 @@ class GradientBuffer:
         layout: FlatLayout,
         *,
         dtypes: GradDtypes,
-        device: torch.device,  # where gradients arrive
-        rank: int,  # which shard this rank holds
+        device: torch.device,  # device on which gradients arrive
+        rank: int,  # index of this rank's shard
         intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
-        # From which size the transport reads a gradient where autograd made it; None: one buffer.
+        # Size from which the transport reads a gradient in place. None: it reads one buffer.
         min_chunk_bytes: int | None = None,
     ) -> None:
         self.dtypes = dtypes
-        # The gradients that are here, by original parameter: views of the buffer, or apart from it.
+        # Gradients received, keyed by the index of the original parameter: views of the buffer, or
+        # tensors apart from it (`_apart`).
         self.slots: dict[int, Tensor] = {}
         self._apart: set[int] = set()
         self._buffer: Tensor | None = None
-        # Those that came since the unit was last unsharded for backward.
+        # Indices of gradients received since the unit was last unsharded for backward.
         self.arrived: set[int] = set()
-        # Those that came since gradients were last published.
+        # Indices of gradients received since gradients were last published, on this rank or, after
+        # a `Sync.INTRA` reduction, on any rank.
         self.used_by_rank: set[int] = set()
-        # The sum of what `Sync.INTRA` reduced, `(padded_numel / intra_group.size,)`.
+        # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
         self._layout, self._device = layout, device
-        # Of gaps and originals in turn.
+        # Bounds that split the flat parameter into gaps and originals in turn.
         bounds = [bound for span in layout.spans for bound in (span.start, span.end)]
         self._sizes = [end - start for start, end in pairwise([0, *bounds, layout.padded_numel])]
         self._rank, self._intra_start = rank, intra_start
-        # What transports read in place, this plans; else they get the buffer.
+        # Plans the chunks that transports read in place. None: transports read the buffer.
         self._chunk_plan: ChunkPlan | None = None
         nbytes = layout.padded_numel * dtypes.reduce_dtype.itemsize
         is_large = nbytes >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
@@ -86,16 +89,17 @@ class GradientBuffer:
         return reduced | self.slots.keys()
 
     def waits_for(self, sync: Sync) -> bool:
-        """Whether there is something that a reduction with ``sync`` would reduce further."""
+        """Whether the buffer has gradients that a reduction with ``sync`` would reduce."""
         held = sync is Sync.ALL and self.intra_reduced is not None
         return sync is not Sync.NONE and (bool(self.slots) or held)
 
     # ------------------------------------------------------------ accumulate
 
     def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
-        """Put a gradient, which nobody else holds, into its slot, or add it to what is there.
+        """Store a gradient, or add it to the gradients received before. No other code may hold it.
 
-        It has its true shape and any dtype. ``more_to_come``: this backward reduces nothing.
+        The gradient has the parameter's shape and any dtype. ``more_to_come``: this backward
+        reduces nothing, so more gradients will be added.
         """
         if index in self.slots:
             self._add(index, grad)
@@ -107,28 +111,31 @@ class GradientBuffer:
     def _add(self, index: int, grad: Tensor) -> None:
         slot = self.slots[index]
         if slot.dtype is not self.dtypes.accum_dtype:
-            # A sum in a reduce dtype narrower than the shard's would lose small gradients.
+            # Sum in the accumulation dtype: a reduce dtype narrower than the shard's would lose
+            # small gradients.
             slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
             self._apart.add(index)
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
         span = self._layout.spans[index]
-        # More will be added, in a wider dtype than this one is sent in: until then it must not be
-        # rounded.
+        # If more gradients will be added in a wider dtype than the reduce dtype, this gradient must
+        # not be rounded to the reduce dtype now.
         may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
         is_small = grad.nbytes < _SMALL_BYTES
         if self._chunk_plan is None and not (is_small or may_widen):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
-        # Of a lazy conjugate or negative the memory has other values.
+        # The memory of a lazily conjugated or negated tensor has other values than the tensor.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
-            # Dense, as chunks are read: an expanded gradient has strides of zero.
+            # Make a dense copy, because chunks are read as memory: an expanded gradient has strides
+            # of 0.
             dense = grad.new_empty_strided(span.shape, span.strides, device=self._device)
             grad = dense.copy_(grad)
-        # Uncopied if it fits: the hook took it off `.grad`. `take_chunks` casts.
+        # Keep the gradient without a copy: `Backward.receive` has removed it from `.grad`.
+        # `take_chunks` casts.
         self.slots[index] = grad
         self._apart.add(index)
 
@@ -136,24 +143,27 @@ class GradientBuffer:
         buffer = torch.empty(
             self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._device
         )
-        # Padding is summed and stepped like the rest, so it must stay zero.
+        # Zero the padding: it is reduced and updated like the rest, and must stay zero.
         zero([buffer[start:end] for start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer
 
     def add_intra_reduced(self, part: Tensor) -> None:
-        """Add what a reduction gave within the group, ``(padded_numel / intra_group.size,)``."""
+        """Add the result of a reduction within the intra group.
+
+        ``part``: ``(padded_numel / intra_group.size,)``.
+        """
         with torch.no_grad():
             part = part.to(self.dtypes.accum_dtype)
             held = self.intra_reduced
             self.intra_reduced = part if held is None else held.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
-        """Note which gradients ``intra_reduced`` sums up, on whatever rank they arrived."""
+        """Note which gradients ``intra_reduced`` contains, from any rank."""
         self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
 
     def forget(self, index: int) -> None:
-        """Drop one gradient that was not reduced yet."""
+        """Drop one parameter's gradient that waits for a reduction over all ranks."""
         self.slots.pop(index, None)
         for marks in (self._apart, self.arrived, self.used_by_rank):
             marks.discard(index)
@@ -162,13 +172,14 @@ class GradientBuffer:
             start, end = (
                 min(max(bound - self._intra_start, 0), numel) for bound in (span.start, span.end)
             )
-            # Summed with the other ranks' already, so it cannot be taken out of the sum.
+            # Zero the parameter's range of the sum: this rank's gradient cannot be separated from
+            # the other ranks' gradients.
             self.intra_reduced[start:end].zero_()
             if not self.used_by_rank:
                 self.intra_reduced = None
 
     def shard_part(self) -> Tensor:
-        """A copy of what waits of this rank's shard, in the published gradient's dtype."""
+        """Copy of this rank's shard of the waiting gradients, in the dtype of published ones."""
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
         )
@@ -182,7 +193,7 @@ class GradientBuffer:
         return part
 
     def take_over(self, other: GradientBuffer) -> None:
-        """Go on with what another buffer of the same layout has accumulated; casts and moves."""
+        """Take over the gradients of another buffer of the same layout; casts and moves them."""
         self.arrived |= other.arrived
         self.used_by_rank |= other.used_by_rank
         with torch.no_grad():
@@ -194,12 +205,12 @@ class GradientBuffer:
     # ------------------------------------------------------------ hand out
 
     def take_chunks(self) -> FlatChunks:
-        """Hand out everything that was received, in the reduce dtype; the rest is zero."""
+        """Hand out all received gradients in the reduce dtype; absent gradients are zero."""
         with torch.no_grad():
             if self._chunk_plan is not None:
                 in_order = self._in_memory_order(self.slots)
                 grads = dict(zip(self.slots, in_order, strict=True))
-                # Nothing else holds them now: each is freed when it has been cast.
+                # Drop all other references, so that `chunks` can free each gradient after its cast.
                 in_order.clear()
                 self._empty()
                 return self._chunk_plan.chunks(grads)
@@ -209,7 +220,7 @@ class GradientBuffer:
                 absent = (span for index, span in enumerate(spans) if index not in self.slots)
                 zero([buffer[span.start : span.end] for span in absent])
             if self._apart:
-                # All ranges in one call, then all copies in one kernel.
+                # One call makes all views, and one kernel does all copies.
                 pieces = buffer.split_with_sizes(self._sizes)[1::2]
                 apart = self._in_memory_order(self._apart)
                 torch._foreach_copy_([pieces[index] for index in self._apart], apart)
@@ -217,7 +228,7 @@ class GradientBuffer:
         return FlatChunks.of(buffer)
 
     def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
-        """These gradients' elements as they lie, ``(numel,)`` each: all are dense."""
+        """The gradients' elements in memory order, ``(numel,)`` each: all of them are dense."""
         slots = [self.slots[index] for index in indices]
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
@@ -236,6 +247,6 @@ class GradientBuffer:
 
 
 def zero(pieces: list[Tensor]) -> None:
-    """Zero all of them; on an accelerator in one kernel."""
+    """Zero all ``pieces``; on an accelerator in one kernel."""
     if pieces:
         torch._foreach_zero_(pieces)

@@ -1,4 +1,4 @@
-"""``GradPublish``: what ``.grad`` shows of one flat parameter's gradients."""
+"""``GradPublish``: puts the gradients of one flat parameter into ``.grad``."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor
 
 
 class UnreducedGrads:
-    """Shows in ``.grad``, between two backwards, what waits in a ``GradientBuffer`` (``no_sync``).
+    """Shows accumulated gradients (``no_sync``) in ``.grad`` between two backwards.
 
-    So ``zero_grad()`` drops it, as under DistributedDataParallel, and a step or a norm is refused.
+    The gradients wait in a ``GradientBuffer``. Because ``.grad`` shows them, ``zero_grad()`` drops
+    them, as under DistributedDataParallel, and an optimizer step or a norm of them raises an error.
     """
 
     def __init__(self, params: Sequence[OriginalParam], grad_buffer: GradientBuffer) -> None:
         self._params, self._buffer = params, grad_buffer
-        # Whether the user edited what is shown here, each rank its own. All ranks raise together,
-        # when it would be reduced.
+        # Whether the user edited an accumulated gradient on this rank. All ranks raise together, at
+        # the end of the backward that would reduce the gradient.
         self.was_edited = False
-        # What `.grad` holds, its version then, and whether it is nothing but that.
+        # For each original: the tensor put into `.grad`, its version, and whether it shows only
+        # accumulated gradients (and no reduced gradient of an earlier step).
         self._shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
 
     def show(self) -> None:
-        """After a backward: let ``.grad`` show that there is something to reduce."""
+        """Let ``.grad`` show, after a backward, which parameters have gradients to reduce."""
         buffer, waiting = self._buffer, self._buffer.accumulated
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Slots hold full gradients; of what was reduced within a group this rank has a part.
+            # Slots hold full gradients. For gradients reduced within the intra group, this rank has
+            # a part only.
             in_parts = buffer.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = buffer.shard_part().to(device) if in_parts else None
@@ -47,7 +50,8 @@ class UnreducedGrads:
                 is_view = param.grad is None
                 if is_view:
                     set_grad(param, self._view(original, chunk))
-                # An earlier, reduced gradient is marked too: a step would lack what waits here.
+                # Mark an earlier, reduced gradient as unreduced, too: a step with it would lack the
+                # gradients that wait here.
                 grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
                 self._shown[original] = grad, local_range(grad)._version, is_view
@@ -58,37 +62,40 @@ class UnreducedGrads:
         slot, sharded = self._buffer.slots[param.index], param.sharded
         if not param.is_sharded:
             return slot.to(sharded.device, sharded.dtype).view(slot.shape)
-        # Cut first: a view of a full cast would keep all of that alive.
+        # Slice before the cast: a slice of a full cast gradient would keep the full gradient alive.
         part = param.spec.slice(slot).to(sharded.device, sharded.dtype)
         return FlatShardTensor(part, param.spec, role=GRADIENT)
 
     def is_shown(self) -> bool:
-        """Whether any ``.grad`` lacks, or is nothing but, local gradients that are not reduced."""
+        """Whether any ``.grad`` contains, or still lacks, local gradients that are not reduced."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
-        """What autograd left in ``.grad``, as a gradient that nothing else shows."""
+        """Return autograd's ``.grad`` as a gradient that shares memory with no shown gradient."""
         if param not in self._shown or self._shown[param][0] is not grad:
             return grad
-        # Autograd has added to it before this backward could take anything back. Where it was a
-        # view, that changed the buffer, too: all of it is in the new gradient.
+        # Autograd has added the new gradient to the shown gradient before this backward could
+        # remove the shown gradient. If the shown gradient was a view of the buffer, the buffer
+        # changed, too. So the returned gradient contains both, and the buffer drops its own.
         _, _, is_view = self._shown.pop(param)
         if is_view:
             self._buffer.forget(param.index)
         return grad.clone()
 
     def take_all_back(self) -> None:
-        """Before the next backward: forget what the user dropped, and note what was edited."""
+        """Remove shown gradients before the next backward; note which ones the user edited."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self._shown.items():
-                UNREDUCED.pop(shown, None)  # as an ordinary gradient, a step must accept it
+                # The user may use the tensor in a step, as an ordinary gradient.
+                UNREDUCED.pop(shown, None)
                 param, local = original.sharded, local_range(shown)
                 is_dropped = param.grad is None
                 is_replaced = not is_dropped and param.grad is not shown
                 if is_replaced or (not is_dropped and local._version != version):
-                    # Written zeros are zero_grad(set_to_none=False). Anything else reached only
-                    # this rank's part, and was not meant for all.
+                    # Zeros come from zero_grad(set_to_none=False), which drops the gradient. Any
+                    # other edit changed only this rank's part of the gradient, which the user
+                    # cannot have meant.
                     is_dropped = not is_replaced and not local.any()
                     self.was_edited |= not is_dropped
                 if is_view and not is_replaced:
@@ -100,7 +107,7 @@ class UnreducedGrads:
 
 
 def edited(unit_name: str) -> RuntimeError:
-    """The error for accumulated gradients that were edited."""
+    """Make the error for accumulated gradients that the user edited."""
     return RuntimeError(
         f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
         "reduced. Edit them after a backward outside of no_sync."
@@ -117,17 +124,18 @@ class GradPublish:
     ) -> None:
         self.unreduced = UnreducedGrads(params, grad_buffer)
         self._params, self._buffer, self._link = params, grad_buffer, link
-        # Where `.grad` lives, and, unless that is the device: memory there, copies under way.
+        # The target in which `.grad` lives. Unless it is the device: memory there, and copies under
+        # way.
         self._target, self._cache = target, BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
-        # During a backward: what was in `.grad` before, of parameters that compute themselves.
+        # During a backward: the earlier `.grad` of parameters with which modules compute directly.
         self._earlier: dict[OriginalParam, Tensor] = {}
-        self.scale = 1.0  # of what is published, where it is no average over all ranks
+        self.scale = 1.0  # factor for published gradients, if some ranks compute none
 
     @property
     def nbytes(self) -> int:
-        # Where they were reduced, until they are published.
+        # Reduced gradients stay on the device until they are published.
         return storage_bytes([self._reduced]) if self._target.is_device else 0
 
     # ------------------------------------------------------------ before a backward
@@ -140,10 +148,10 @@ class GradPublish:
     def hold_earlier(self) -> None:
         """Keep earlier gradients, and users' hooks, apart from the backward that begins.
 
-        Only for parameters that compute themselves: autograd adds nothing to what other sharded
-        parameters hold.
+        Only for sharded parameters with which modules compute directly (``is_aliased``): autograd
+        never adds to the ``.grad`` of other sharded parameters.
         """
-        self._show_earlier()  # where a user's hook raised at the end of the last backward
+        self._show_earlier()  # needed if a user's hook raised at the end of the last backward
         for param in self._params:
             param.hold_hooks()  # `FlatParamHandle.give_hooks_back` ends this
             if param.sharded.grad is not None:
@@ -151,26 +159,26 @@ class GradPublish:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether there are earlier gradients that a failing backward would take along."""
+        """Whether a failing backward would lose earlier gradients."""
         return bool(self._buffer.accumulated or self._earlier)
 
     # ------------------------------------------------------------ reduced gradients
 
     def add(self, reduced: Tensor) -> None:
-        """Add to what this backward will publish: ``(shard_numel,)``, of any dtype."""
+        """Add to the gradients that this backward will publish: ``(shard_numel,)``, any dtype."""
         with torch.no_grad():
             part, total = reduced.to(self._buffer.dtypes.grad_dtype), self._reduced
             if not self._target.is_device:
                 part = self._copied_to_target(part)
             if total is None:
                 self._reduced = part
-            else:  # a unit that is reduced twice in a backward, its late gradients apart
+            else:  # the unit is reduced twice in this backward: late gradients are reduced apart
                 self._finish_copies()
                 total.add_(part)
                 self._target.page_out(total, part)
 
     def _copied_to_target(self, reduced: Tensor) -> Tensor:
-        """Copy of ``reduced`` in the target; its values are there after ``_finish_copies``."""
+        """Copy ``reduced`` to the target; the copy is complete after ``_finish_copies``."""
         place = self._cache.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
         self._target.page_in(place)
         if reduced.device.type == "cpu":
@@ -181,22 +189,23 @@ class GradPublish:
                 event = torch.cuda.Event()
                 event.record()
             self._copies.append(event)
-            # The caller frees it while it is read: its memory is used again once the copy is over,
-            # and not kept until the end of backward, when it would be the full model's gradients.
+            # The caller frees `reduced` while the copy reads it. Its memory is reused when the copy
+            # is over. Keeping a reference instead would keep the full model's gradients until the
+            # end of backward.
             reduced.record_stream(copy_stream(reduced.device))
         self._target.page_out(place)
         return place
 
     def _finish_copies(self) -> None:
-        """Wait until every copy is over: users and optimizers read ``.grad`` without a stream."""
+        """Wait for all copies: users and optimizers read ``.grad`` on the host, not on a stream."""
         for event in self._copies:
             event.synchronize()
         self._copies.clear()
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Put the reduced gradients of what any rank used into ``.grad``, adding to what is there.
+        """Add the reduced gradients to ``.grad``, for the original parameters that any rank used.
 
-        ``used`` is per original parameter; ``.grad`` of the others stays.
+        ``used`` has a flag per original parameter. Unused parameters keep their ``.grad``.
         """
         self._finish_copies()
         self._buffer.used_by_rank.clear()
@@ -222,7 +231,7 @@ class GradPublish:
                 self._add_grad(param.sharded, grad)
 
     def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
+        """Publish ``grad`` plus the present ``.grad``, from earlier backwards or from the user."""
         before = get_grad(param)
         if before is not None:
             grad.add_(before)
@@ -234,17 +243,17 @@ class GradPublish:
         self._reduced = None
         for param in self._params:
             param.full.grad = None
-        # Not put back: the user may have called zero_grad() since, and would get them again.
+        # Do not restore earlier gradients: the user may have called zero_grad() since.
         self._earlier.clear()
         self.unreduced.was_edited = False
 
     # ------------------------------------------------------------ conversion
 
     def take_off(self) -> list[Tensor | None]:
-        """Take every ``.grad`` off before the sharded parameters show other memory.
+        """Remove every ``.grad`` before the sharded parameters show other memory.
 
         Raises:
-            RuntimeError: what was accumulated under ``no_sync`` was edited.
+            RuntimeError: gradients accumulated under ``no_sync`` were edited.
         """
         self.unreduced.take_all_back()
         if self.unreduced.was_edited:
@@ -255,7 +264,7 @@ class GradPublish:
         return grads
 
     def put_back(self, grads: list[Tensor | None], fn: Callable[[Tensor], Tensor]) -> None:
-        """Undo ``take_off``, converting the gradients with ``fn``."""
+        """Put the gradients of ``take_off`` back, converted with ``fn``."""
         for param in self._params:
             grad = grads[param.index]
             if isinstance(grad, FlatShardTensor):
@@ -265,7 +274,7 @@ class GradPublish:
                 set_grad(param.sharded, fn(grad))
 
     def replace_buffer(self, grad_buffer: GradientBuffer) -> None:
-        """Show another buffer from now on, which takes over what the present one accumulated."""
+        """Use another buffer from now on, which takes over the accumulated gradients."""
         grad_buffer.take_over(self._buffer)
         self._buffer, self.unreduced = grad_buffer, UnreducedGrads(self._params, grad_buffer)
         self.unreduced.show()

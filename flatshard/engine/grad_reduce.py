@@ -1,12 +1,12 @@
-"""``GradReduce``: the gradients of one flat parameter on their way through its collectives.
+"""``GradReduce``: reduces the gradients of one flat parameter, in up to three stages.
 
-[Note: two stages]
-Gradients are averaged within the intra group, each rank keeping its part, and then, where there
-are more ranks, across: split further over the inter group, or averaged over replicas. The second
-stage can wait for a later backward (``Sync.INTRA``): then the result of the first is added up in
-``GradientBuffer``. What either sends is in the reduce dtype, sums may be wider (``communicator``):
-they are rounded only to cross. Where this package adds replicas' averages up itself, a third stage
-all-gathers the parts.
+[Note: stages]
+In the first stage, gradients are averaged within the intra group, and each rank keeps its part. If
+there are more ranks, the second stage goes across: the parts are split further over the inter
+group, or averaged over replicas. The second stage can wait for a later backward (``Sync.INTRA``):
+then the results of first stages are added up in ``GradientBuffer``. Both stages send the reduce
+dtype. Sums may be in a wider dtype (``communicator``), and are rounded only before the second
+stage. If this package adds up the replicas' averages itself, a third stage all-gathers the parts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from flatshard.plan.layout import FlatLayout
 
 @dataclass(frozen=True)
 class CommHook:
-    """What a user put in the place of the usual reduction of a flat parameter."""
+    """A user's function in place of the usual reduction of a flat parameter."""
 
-    # In which gradients are reduced; None: as without a hook.
+    # Dtype in which gradients are reduced. None: the same as without a hook.
     reduce_dtype: torch.dtype | None = None
-    # Called with unsharded gradients, `(padded_numel,)` in the reduce dtype, and the unit's name;
-    # returns their average over all ranks, this rank's `(shard_numel,)`, in any dtype. Collective,
-    # over when it returns. None: the usual reduction.
+    # A function of the unsharded gradients, `(padded_numel,)` in the reduce dtype, and of the
+    # unit's name. It returns the average over all ranks, only this rank's `(shard_numel,)`, in any
+    # dtype. It is collective and returns only when it is done. None: the usual reduction.
     reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
@@ -48,20 +48,21 @@ class ReducePlan:
     topology: Topology
     reduce_dtype: torch.dtype
     device: torch.device
-    tags: tuple[int, int, int]  # in the intra, the inter and the replicate group
-    fixed_order: bool  # add in rank order also where the backend would add
-    hook: Callable[[Tensor, str], Tensor] | None  # reduces instead, see `CommHook`
-    # Memory of published gradients that users have dropped, for the next ones; None: what is
-    # reduced is copied elsewhere, so any memory will do.
+    tags: tuple[int, int, int]  # of the intra, the inter and the replicate group
+    fixed_order: bool  # add in rank order, also if the backend could add
+    hook: Callable[[Tensor, str], Tensor] | None  # the user's reduction, see `CommHook`
+    # Keeps the memory of published gradients that users have dropped, to reuse it for the next
+    # gradients. None: reduced gradients are copied to another memory, so no reuse is needed.
     output: BufferCache | None
-    # Elements that this rank has after the first stage, and which of the flat parameter is first.
+    # Number of elements that this rank has after the first stage, and their first index in the flat
+    # parameter.
     intra_numel: int = field(init=False)
     intra_start: int = field(init=False)
-    full_bytes: int = field(init=False)  # of the unsharded gradients
-    bytes_in_flight: int = field(init=False)  # that a reduction holds until it is finished
-    adds_replicas: bool = field(init=False)  # whether replicas' averages are added up in parts
+    full_bytes: int = field(init=False)  # size of the unsharded gradients
+    bytes_in_flight: int = field(init=False)  # bytes that a reduction holds until it is finished
+    adds_replicas: bool = field(init=False)  # whether ranks add up the replicas' averages in parts
     across: Communicator = field(init=False)  # the group of the second stage
-    # In which the first and the second stage add up.
+    # Dtypes in which the first and the second stage add up.
     intra_sum_dtype: torch.dtype = field(init=False)
     across_sum_dtype: torch.dtype = field(init=False)
 
@@ -70,8 +71,9 @@ class ReducePlan:
         self.intra_numel = self.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         self.full_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
-        # To send and to receive, unless the backend adds up as it receives. An accelerator's then
-        # has two units under way, without which its host would be too little ahead of it.
+        # A reduction holds memory to send and memory to receive, unless the backend adds up as it
+        # receives. So an accelerator's backend has two units in flight; with fewer, the host would
+        # not run far enough ahead of the accelerator.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.across = self.topology.across
@@ -82,7 +84,7 @@ class ReducePlan:
 
     @property
     def min_chunk_bytes(self) -> int | None:
-        """Size from which the transport reads a gradient where it is; None: from one buffer."""
+        """Size from which the transport reads a gradient in place; None: it reads one buffer."""
         if self.hook is not None:
             return None
         transport = self.topology.intra_group.transport_for(tag=self.tags[0])
@@ -90,7 +92,7 @@ class ReducePlan:
 
     @property
     def is_unordered(self) -> bool:
-        """Whether reductions may begin in another order than other models' on other ranks."""
+        """Whether ranks may start reductions of several models in different orders."""
         topology = self.topology
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
@@ -108,7 +110,8 @@ class ReducePlan:
             self.output.give_back()
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        # Only what is published needs memory that users may hold on to, not what crosses.
+        # Only published gradients, which users may hold on to, need the cache; inputs of a later
+        # stage do not.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
@@ -125,20 +128,20 @@ class ReducePlan:
         assert self.hook is not None, "there is one"
         (buffer,) = chunks.tensors
         with torch.no_grad():
-            # A hook may have put noise into the padding.
+            # Zero the padding: a hook may have put noise into it.
             return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
 
 
 class GradReduce:
-    """One flat parameter's gradients on their way through the stages; see the note."""
+    """The reduction of one flat parameter's gradients in one backward; see the note."""
 
     def __init__(
         self,
         plan: ReducePlan,
-        chunks: FlatChunks,  # not to be touched until the end
+        chunks: FlatChunks,  # must not be changed until the reduction is finished
         *,
-        hold: bool,  # stop after the first stage, whose result waits for a later backward
-        held: Tensor | None,  # what earlier first stages gave, to be added before the second
+        hold: bool,  # stop after the first stage; its result waits for a later backward
+        held: Tensor | None,  # sum of earlier first stages, added before the second
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.hold, self.is_finished = hold, False
@@ -146,10 +149,11 @@ class GradReduce:
         self._computed: torch.Event | None = None
         if plan.device.type == "cuda":
             self._computed = torch.Event(plan.device)
-            self._computed.record()  # on the stream that is current on its device
+            self._computed.record()  # on the current stream of the device
         intra_group, across = plan.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.link.unit_name)
-        # Stages that follow the first, in order. `_across` has a turn among all models.
+        # Stages after the first, in order. Second stages of all models start in one common order
+        # (`_turns`).
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
         self._read_behind: list[object] = []
@@ -165,22 +169,24 @@ class GradReduce:
             self.to_come.append(self._across)
             if across is plan.topology.replicate and plan.adds_replicas:
                 self.to_come.append(self._gather_replicas)
-            # Which first stage is over first may differ between ranks.
+            # First stages may finish in different orders on different ranks, so second stages take
+            # turns in the order of their first stages.
             self._turns.append(self)
-            # gloo moves an accelerator's tensors, too, but the host waits for it.
+            # Only if streams wait: gloo sends an accelerator's tensors as well, but makes the host
+            # wait.
             device = self._out.device
             if across.transport_for(device).stream_waits(device):
                 self._cross_behind(chunks)
-            elif intra_group.size == 1:  # nothing to wait for
+            elif intra_group.size == 1:  # there is no first stage to wait for
                 self.cross()
 
     def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
-        """Where this rank's part of the first stage goes; only its padding has values."""
+        """Memory for this rank's result of the first stage; only the padding is filled in."""
         plan, intra_group = self._plan, self._plan.topology.intra_group
         is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
         part = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
         if chunks.ranges != [(0, chunks.numel)]:
-            plan.zero_padding(part, intra_group.rank)  # no chunk covers it
+            plan.zero_padding(part, intra_group.rank)  # no chunk covers the padding
         return part
 
     def _reduce_scatter(
@@ -193,9 +199,9 @@ class GradReduce:
         )
 
     def _cross_behind(self, chunks: FlatChunks) -> None:
-        """Queue the later stages behind the first at once, as none holds up the host."""
-        # A side stream waits for what reads these, the stream that they are freed on does not
-        # before `finish`: until then their memory must not be reused.
+        """Queue all later stages behind the first now, on a stream that never blocks the host."""
+        # Keep references until `finish`. The collectives that read this memory are ordered on the
+        # side stream. The stream that would reuse the memory waits for them only in `finish`.
         self._read_behind = [chunks, self._held, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
@@ -204,10 +210,7 @@ class GradReduce:
                 self._begin_next()
 
     def cross(self) -> None:
-        """Wait for the first stage and start the second, if there is one; earlier ones first.
-
-        Collective: in the same order on all ranks.
-        """
+        """Wait for the first stage and start the second, if any, after earlier second stages."""
         while self in self._turns:
             self._turns[0]._begin_next()
 
@@ -223,7 +226,7 @@ class GradReduce:
         plan, across = self._plan, self._plan.across
         self._turns.popleft()
         if self._held is not None:
-            # Before the cast: `held` is in the accumulation dtype, which may be wider.
+            # Add before the cast: `held` is in the accumulation dtype, which may be wider.
             self._out.add_(self._held)
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
@@ -245,12 +248,13 @@ class GradReduce:
         )
 
     def advance(self) -> bool:
-        """Start the stages whose turn has come; False while the second must wait."""
+        """Start the stages whose turn has come; returns False while the second must wait."""
         with torch.no_grad():
             while self in self._turns and self._turns[0]._work.done():
                 self._turns[0]._begin_next()
-            # Not where it is by chance that a rank sees that the second is over: the backend's own
-            # collectives must start in one order.
+            # Start the third stage early only if the second reports its end. Otherwise ranks see
+            # the end at different times, and would start the backend's collectives in different
+            # orders.
             has_crossed = self not in self._turns
             if has_crossed and self.to_come and self._work.reports_end and self._work.done():
                 self._begin_next()
@@ -260,11 +264,11 @@ class GradReduce:
         return not self.to_come and self._work.done()
 
     def tells_when_done(self) -> bool:
-        """Whether ``done`` can become true by itself."""
+        """Whether ``done`` can become true before a wait."""
         return self._work.reports_end
 
     def is_computed(self) -> bool:
-        """Whether the gradients are there, and not only queued to be computed on a device."""
+        """Whether the device has computed the gradients, and not only queued their kernels."""
         return self._computed is None or self._computed.query()
 
     def finish(self) -> Tensor:
@@ -278,15 +282,15 @@ class GradReduce:
             while self.to_come:
                 self._begin_next()
             self._work.wait(self._plan.link.pending_sends)
-        self._read_behind = []  # this stream has waited, so their memory may be used again
+        self._read_behind = []  # the current stream has waited, so the memory may be reused
         out = self._out
-        del self._out  # what is copied to the host must not stay on the device until the end
+        del self._out  # free device memory of gradients that are copied to the host now
         return out
 
     def abandon(self) -> None:
-        """Wait until nothing writes to its memory any more, after a backward that failed."""
+        """Wait until no collective writes to the gradients, after a backward that failed."""
         if not self.is_finished:
-            # What makes it fail was raised already.
+            # The error that made the backward fail was raised before.
             with contextlib.suppress(CollectiveError):
                 self.finish()
 
@@ -297,7 +301,7 @@ class GradReduce:
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
-    """With as many zeros behind them as make them divide by ``size``."""
+    """Append zeros until the number of values is a multiple of ``size``."""
     missing = -values.numel() % size
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
@@ -306,7 +310,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """A stream that waits for a first stage in place of the one that computes."""
+    """A stream on which collectives wait for the first stage, so that compute does not."""
     if tensor.device not in _side_streams:
         _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
     side = _side_streams[tensor.device]

@@ -1,15 +1,15 @@
 """``FlatParamHandle``: owns every buffer of one flat parameter, which is one segment of a unit.
 
-It works on the current stream with explicit arguments, never picks a stream and never reads the
-phase of a step: ``Unit`` decides when. ``module.handle_making`` makes,
+A handle works on the current stream and gets all settings as arguments. It never picks a stream and
+never reads the phase of a step: ``Unit`` decides when to call it. ``module.handle_making`` makes,
 converts and copies handles.
 
-[Note: what is where]
-    FlatParamHandle  the unsharded buffer, and how the flat parameter becomes that and back
+[Note: who owns what]
+    FlatParamHandle  the unsharded buffer, and the way from the shard to the buffer and back
     FlatParameter    ``flat_param``: the padded 1-D parameter, of which this rank holds a chunk
     OriginalParam    ``params``: each parameter that was flattened, as users and modules hold it
-    GradientBuffer, GradReduce, GradPublish: what autograd gave goes in, is reduced, and becomes
-                     what users read in ``.grad``; `Backward` calls one after the other
+    GradientBuffer, GradReduce, GradPublish: collect the gradients from autograd, reduce them, and
+                     put the result into ``.grad``; `Backward` calls the three in this order
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Place = tuple[nn.Module, str, OriginalParam]
 
 
 class ShardState(enum.Enum):
-    """Whether the unsharded buffer exists. Moves only in ``FlatParamHandle._move_to``."""
+    """Whether the unsharded buffer exists. Changes only in ``FlatParamHandle._move_to``."""
 
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
@@ -49,8 +49,10 @@ class ShardState(enum.Enum):
 
 _MOVES = {
     ShardState.SHARDED: {ShardState.UNSHARDING},
-    ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},  # SHARDED: it failed
-    ShardState.UNSHARDED: {ShardState.UNSHARDING, ShardState.SHARDED},  # UNSHARDING: it was stale
+    # SHARDED: the all-gather failed.
+    ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
+    # UNSHARDING: the buffer was stale.
+    ShardState.UNSHARDED: {ShardState.UNSHARDING, ShardState.SHARDED},
 }
 
 
@@ -67,34 +69,36 @@ class FlatParamHandle:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Without memory: ``adopt``, ``show_shard`` and ``make_buffer`` follow."""
+        """Make a handle without memory; call ``adopt``, ``show_shard`` and ``make_buffer`` next."""
         self.link, self.options, self.layout, self.device = link, options, layout, device
         self.topology, self.reduces_alone = options.topology, options.reduces_alone
-        # Whether this rank holds all of it.
+        # Whether this rank holds the whole flat parameter.
         self.is_whole = options.topology.shard.size == 1
-        # Whether the shard is the unsharded buffer, so that sharded parameters compute themselves.
+        # Whether the shard is the unsharded buffer: then modules compute with the sharded
+        # parameters, and no full parameters exist beside them.
         self.is_aliased = False
         self.params = [self._original(index, info) for index, info in enumerate(owned)]
-        # Each place where modules hold a parameter.
+        # Every attribute of a module that holds one of the parameters.
         self.places: list[Place] = [
             (place.module, place.attribute, param)
             for param in self.params
             for place in param.locations
         ]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        self.unfilled: set[OriginalParam] = set()  # those that have no values yet
-        self.summoned: Any = None  # the ``state.full_params.Summoned`` that is open
+        self.unfilled: set[OriginalParam] = set()  # parameters that have no values yet
+        self.summoned: Any = None  # the open ``state.full_params.Summoned``, if any
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
-        self.lingers = False  # whether it has a buffer only as somebody has views of that
-        self._unsharded_version = -1  # of the shard when the buffer was filled
+        # Whether the resharded buffer still has memory, because views of it exist.
+        self.lingers = False
+        self._unsharded_version = -1  # version of the shard when the buffer was filled
         self._targets, self._precision = options.targets, options.precision
         self.gather = ParamGather(link, options, device, dtype, layout.shard_numel)
         self._replicate_tag = self.topology.replicate.new_tag()
         self.grad_buffer = self._plan_gradients(dtype)
         target = self._targets.gradient
         self.grad_publish = GradPublish(self.params, self.grad_buffer, target, link)
-        # What backward started last; None once gradients are published.
+        # The reduction that backward started last; None once gradients are published.
         self.grad_reduce: GradReduce | None = None
 
     def _original(self, index: int, info: ParamInfo) -> OriginalParam:
@@ -106,9 +110,9 @@ class FlatParamHandle:
             self.layout.local_span(index, topology.index),
             comm=topology.shard,
             replicas=topology.replicate,
-            # What `extras/tensor_parallel` says of a parameter that was a DTensor.
+            # For a parameter that was a DTensor: its layout, set by `extras/tensor_parallel`.
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
-            # Optimizers keep what has the parameters' shape there; None: in memory.
+            # Where optimizers keep state of the parameter's shape. None: in memory.
             state_target=self.options.targets.state,
         )
         return OriginalParam(info, index, spec)
@@ -123,21 +127,22 @@ class FlatParamHandle:
         return [param.sharded for param in self.params]
 
     def rename(self, strip: Callable[[str], str]) -> None:
-        """Take names relative to another root; ``strip`` maps the old to the new ones."""
+        """Make names relative to another root; ``strip`` maps old names to new ones."""
         for param in self.params:
             param.spec.name, param.spec.unit = strip(param.spec.name), self.link.unit_name
 
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Keep ``shard``, ``(layout.shard_numel,)``, where its target is."""
+        """Keep ``shard``, ``(layout.shard_numel,)``, in the memory of its offload target."""
         memory: BufferMemory | None = None
         if self.gather.reads_shard:
             memory = self.gather.allocate(self.layout.padded_numel)
         shown = None if memory is None else memory.shard
-        # What the optimizer updates.
+        # The chunk that the optimizer updates.
         self._set_shard(self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard))
-        # Of the unsharded buffer; where it is apart from the shard, `make_buffer` allocates it.
+        # Memory of the unsharded buffer. If the buffer does not contain the shard, `make_buffer`
+        # allocates it.
         self.memory = ShardItself(self.flat_param) if memory is None else memory
         self.page_out()
 
@@ -150,7 +155,7 @@ class FlatParamHandle:
             param.show_chunk(self.flat_param, is_whole=self.is_whole)
 
     def make_buffer(self) -> None:
-        """Make the unsharded buffer and the full parameters over it; views are made once."""
+        """Make the unsharded buffer, and the full parameters as views of it, once for all steps."""
         shard, device = self.flat_param, self.device
         is_uncast = self.gather.compute_dtype == shard.dtype
         self.is_aliased = self.is_whole and is_uncast and shard.device.type == device.type
@@ -159,8 +164,9 @@ class FlatParamHandle:
                 self.memory = ShardItself(shard)
             elif not self.gather.reads_shard:
                 self.memory = self.gather.allocate(self.layout.padded_numel)
-            # ``(layout.padded_numel,)``. One storage object for life: autograd saves views of it (a
-            # `weight.t()`, say). While sharded it is resized to nothing, or gives its pages back.
+            # ``(layout.padded_numel,)``. The buffer keeps one storage object for life, because
+            # autograd saves views of it (`weight.t()`, for example). While sharded, the storage is
+            # resized to zero bytes, or gives its pages back.
             self.buffer = self.memory.buffer
             for param in self.params:
                 param.make_full(None if self.is_aliased else self.buffer)
@@ -174,30 +180,31 @@ class FlatParamHandle:
         return self.flat_param[param.local.start : param.local.end]
 
     def page_out(self) -> None:
-        """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
+        """Let the pages of a shard on disk leave memory: the shard is not used for a while."""
         if not self._targets.shard.is_device:
             self._targets.shard.page_out(self.flat_param)
 
     # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str) -> bool:
-        """SHARDED -> UNSHARDING: start to all-gather, unless nothing is to be all-gathered.
+        """SHARDED -> UNSHARDING: start the all-gather, if one is needed.
 
-        Returns whether it was started. Collective: all ranks of the shard group.
+        Returns whether an all-gather was started. Collective: all ranks of the shard group.
         """
         if self.summoned is not None:
             self.summoned.refuse()
         if self.is_aliased:
             if self.state is ShardState.SHARDED:
                 self._move_to(ShardState.UNSHARDING)
-                self._move_to(ShardState.UNSHARDED)  # at once: there is nothing to all-gather
+                self._move_to(ShardState.UNSHARDED)  # at once: no all-gather is needed
             return False
         self.absorb_replaced()
         lingers, self.lingers = self.lingers, False
         if self.state is not ShardState.SHARDED:
             if self._unsharded_version == self.version:
                 return False
-            # The shard was written since, so the buffer is stale. Its memory is used again.
+            # The shard was written after the buffer was filled, so the buffer is stale. Reuse its
+            # memory.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
@@ -207,10 +214,11 @@ class FlatParamHandle:
             unsharded.allow(self.buffer)
             self.memory.take()
             self.gather.start(self.flat_param.detach(), self.version, self.memory, purpose)
-            # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
+            # Set the version only after the start: if the start runs out of memory, a stale buffer
+            # must not pass for a current one.
             self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
-        if lingers:  # what has views may read them before anybody else waits
+        if lingers:  # holders of views may read them before any other code waits
             self.wait_unshard()
         return True
 
@@ -219,7 +227,7 @@ class FlatParamHandle:
         if self.state is not ShardState.UNSHARDING:
             return
         try:
-            # Autograd must not take the refill for an edit of what it saved.
+            # Keep the version: autograd must not report the refill as an edit of saved tensors.
             with _unsafe_preserve_version_counter(self.buffer):
                 self.gather.finish(self.buffer)
         except Exception:
@@ -238,20 +246,22 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
             self.gather.fill(shard.detach().to(self.device), flat)
-        self._targets.shard.page_out(shard)  # its pages were read for the all-gather alone
+        self._targets.shard.page_out(shard)  # only the all-gather needed its pages in memory
         return flat
 
     def reshard(self, *, though_held: bool = True) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication.
 
-        Unless ``though_held``, memory of which somebody has views lingers until the next call.
+        With ``though_held=False``, a buffer of which views exist keeps its memory (it lingers)
+        until the next call.
         """
         if self.state is not ShardState.SHARDED:
-            self.wait_unshard()  # memory that an all-gather is still writing must not be freed
+            self.wait_unshard()  # an all-gather may still be writing the memory
             self._move_to(ShardState.SHARDED)
             self.lingers = not self.is_aliased
             self.page_out()
-        # Recomputed forwards save views, and not through our hooks. Ranks may differ in that.
+        # Recomputed forwards save views of the buffer without our saved-tensor hooks. Ranks may
+        # differ in whether such views still exist.
         if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
 
@@ -260,7 +270,8 @@ class FlatParamHandle:
         self.state = state
 
     def _free_buffer(self) -> None:
-        # Whoever still holds a raw view gets an error, now and when other values are there.
+        # Increment the version: autograd then raises for a raw view that was saved, both now and
+        # after the memory is filled with other values.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.lingers = False
@@ -268,13 +279,16 @@ class FlatParamHandle:
         unsharded.set_accessible([param.full for param in self.params], False)
 
     def snapshot(self) -> None:
-        """Let the buffer stay as it is when shards change: what shows them becomes a copy."""
+        """Keep the buffer's present values when shards change: mapped shards are copied."""
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.memory.snapshot()
 
     def absorb_replaced(self) -> None:
-        """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
+        """Take over data that users assigned to ``p.data``, if the originals are plain parameters.
+
+        They are plain, with the shard as their memory, if this rank holds the whole flat parameter.
+        """
         if not self.is_whole:
             return
         if all(
@@ -283,7 +297,7 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # In new memory: what was assigned over may be kept by somebody to be put back.
+        # Use new memory: the user may have kept the old data, to assign it back later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:
@@ -296,15 +310,16 @@ class FlatParamHandle:
 
     @property
     def version(self) -> int:
-        """Grows whenever the shard is written."""
+        """Version counter of the shard, which grows with every write."""
         if self.is_whole:
-            # Each has a counter of its own: they are views made through `.data`.
+            # Each parameter has its own counter, because the parameters are views made through
+            # `.data`.
             return sum(param.sharded._version for param in self.params)
         return self.flat_param._version
 
     @property
     def is_current(self) -> bool:
-        """Whether the buffer holds what the shards hold."""
+        """Whether the buffer is unsharded and has the shards' present values."""
         return self.state is ShardState.UNSHARDED and (
             self.is_aliased or self._unsharded_version == self.version
         )
@@ -316,7 +331,7 @@ class FlatParamHandle:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes now of the unsharded buffer, besides all ranks' shards, and of a secondary one."""
+        """Bytes that the unsharded buffer, without shards in it, and a secondary shard use now."""
         is_freed = self.state is ShardState.SHARDED and not self.lingers
         secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
         return (0 if is_freed else self.memory.held_bytes) + secondary
@@ -324,13 +339,14 @@ class FlatParamHandle:
     # ------------------------------------------------------------ what modules hold
 
     def show_unsharded(self) -> None:
-        """Let the modules hold the full parameters. Raises as ``check_places``."""
+        """Let the modules hold the full parameters. Raises like ``check_places``."""
         if self.is_aliased:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.params:
                 full, sharded = param.full, param.sharded
-                # Users freeze the sharded parameter; asked first, as setting it costs more.
+                # Users freeze the sharded parameter, so copy its flag. Compare first: setting the
+                # flag costs more.
                 if full.requires_grad is not sharded.requires_grad:
                     full.requires_grad_(sharded.requires_grad)
         self.check_places()
@@ -359,11 +375,11 @@ class FlatParamHandle:
 
     def show_sharded(self) -> None:
         """Let the modules hold the sharded parameters."""
-        if not self.is_aliased:  # else they hold them always
+        if not self.is_aliased:  # if aliased, modules always hold the sharded parameters
             self.put_back()
 
     def put_back(self) -> None:
-        """The same, whatever the modules hold now."""
+        """Let the modules hold the sharded parameters, whatever they hold now."""
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.sharded
             param.held = None
@@ -374,13 +390,14 @@ class FlatParamHandle:
         for module in self._rnns:
             names = module._flat_weights_names
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
-            # Recurrent modules compare these weak references with their weights; None means equal.
+            # Recurrent modules compare these weak references with their weights. None counts as
+            # equal.
             module._flat_weight_refs = [None] * len(names)
 
     # ------------------------------------------------------------ gradients
 
     def _plan_gradients(self, dtype: torch.dtype) -> GradientBuffer:
-        """Decide how gradients of a shard of ``dtype`` are reduced, and where they wait for it."""
+        """Decide how gradients of a shard of ``dtype`` are reduced and where they accumulate."""
         hook, precision = self.comm_hook or CommHook(), self._precision
         reduce_dtype = precision.reduced_dtype(dtype, hook.reduce_dtype)
         self.reduce_plan = ReducePlan(
@@ -409,12 +426,12 @@ class FlatParamHandle:
         )
 
     def replan_gradients(self) -> None:
-        """Reduce in another way from now on; what was accumulated stays."""
+        """Plan reductions again with the present options. Accumulated gradients stay."""
         self.grad_buffer = self._plan_gradients(self.flat_param.dtype)
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def set_comm_hook(self, hook: CommHook) -> None:
-        """Reduce as ``hook`` says from now on; no gradients may be accumulated."""
+        """Reduce with ``hook`` from now on; no gradients may be accumulated."""
         assert not self.grad_publish.holds_gradients, "they are in the dtype of before"
         self.comm_hook = hook
         self.replan_gradients()
@@ -424,7 +441,7 @@ class FlatParamHandle:
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Let ``.grad`` show what was reduced; ``used``: which originals any rank used."""
+        """Put the reduced gradients into ``.grad``; ``used``: which originals any rank used."""
         self.grad_reduce = None
         self.grad_publish.publish(used)
 
@@ -432,19 +449,19 @@ class FlatParamHandle:
         """Forget gradients that were not published, after a backward that failed."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
-            # First: a collective under way may still write the memory that is dropped.
+            # Wait first: a collective under way may still write the memory that is dropped next.
             reduce.abandon()
         self.grad_publish.drop()
         if self.is_aliased:
             self.give_hooks_back()
 
     def give_hooks_back(self) -> None:
-        """Put the hooks that waited for backward where users registered, and may remove, them."""
+        """Put hooks held during backward back where users registered and may remove them."""
         for param in self.params:
             param.give_hooks_back()
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that are not in ``.grad``, also of those that others still read."""
+        """Bytes of gradients outside of ``.grad``, including memory that other ranks still read."""
         under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
         return self.grad_buffer.nbytes + under_way + self.grad_publish.nbytes

@@ -1,4 +1,4 @@
-"""``UnitHooks``: torch's hooks of modules, tensors and parameters become calls of a step."""
+"""``UnitHooks``: connects torch's hooks of modules, tensors and parameters to a step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from flatshard.tensor.sharded_tensor import untraced
 
 
 class UnitHooks:
-    """The hooks of one unit; ``attach`` says whose step they belong to.
+    """The hooks of one unit. ``attach`` connects them to the forward and backward of a model.
 
-    ``flatshard.engine.hooks`` puts ``pre_forward`` and ``post_forward`` around modules.
+    ``surround`` registers ``pre_forward`` and ``post_forward`` on modules.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -33,7 +33,7 @@ class UnitHooks:
         self._forward, self._backward = forward, backward
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Let the unit own flat parameters, and hear what autograd does with them."""
+        """Let the unit own flat parameters, and receive their gradients from autograd."""
         self.unit.own(handles)
         for handle in self.unit.handles:
             with torch.inference_mode(False):
@@ -47,7 +47,7 @@ class UnitHooks:
         unit: Unit,
         handles: Iterable[FlatParamHandle],
     ) -> None:
-        """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
+        """Turn ``twin``, which copied modules already call, into the hooks of ``unit``, a copy."""
         self.unit.copy_into(memo, unit)
         twin.unit = unit
         twin.own(handles)
@@ -56,7 +56,7 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
-        if unit.is_summoned:  # modules hold full plain parameters, or this rank must not run them
+        if unit.is_summoned:  # modules hold full plain parameters, or must not run here
             for handle in unit.handles:
                 handle.summoned.check_shown()
             return None
@@ -67,7 +67,10 @@ class UnitHooks:
         return changed
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Runs after an exception too, with ``output`` None."""
+        """Cast and protect the output, and leave the forward.
+
+        Torch calls this after an exception as well, with ``output`` None.
+        """
         unit = self.unit
         if not unit.running:  # the outermost forward raised before it began
             return None
@@ -76,7 +79,8 @@ class UnitHooks:
         try:
             if output is not None:
                 self._forward.check(unit, module)
-                # The cast first: a copy in another dtype looks into no buffer.
+                # Cast first: a copy in another dtype is no view of a buffer, so `protect` copies
+                # less.
                 changed = unit.casts[module].cast_output(output)
                 changed = self._forward.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():
@@ -89,21 +93,23 @@ class UnitHooks:
         return changed
 
     def _hook_inputs(self, value: Any, call: Call) -> None:
-        """Hear when the gradients of what ``value`` holds have come."""
+        """Register hooks that report the gradients of the tensors in ``value``."""
         receive = partial(self._backward.receive_of_input, self.unit, weakref.ref(call))
         for tensor in tensors_in(value):
-            # Gradients of parameters come at the end, long after the unit's backward.
+            # Skip parameters: their gradients come at the end of backward, long after the unit's.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
-                if tensor.grad_fn is None:  # a leaf outlives the graph, and must not collect hooks
+                # Remove the hook with the call: a leaf outlives the graph.
+                if tensor.grad_fn is None:
                     weakref.finalize(call, hook.remove).atexit = False
 
     def _grad_hook(
         self, handle: FlatParamHandle, original: OriginalParam
     ) -> Callable[[Tensor], None]:
-        """Make what the full parameter calls once autograd has filled its ``.grad``."""
-        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
+        """Make the hook that the full parameter calls after autograd has filled its ``.grad``."""
+        # Hold all objects weakly: Python's garbage collector does not see references from autograd,
+        # so a cycle through the hook would never be freed.
         this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)
 
         @untraced
@@ -119,21 +125,22 @@ class UnitHooks:
 def surround(hooks: UnitHooks, module: nn.Module) -> None:
     """Let ``module``, one of the unit's, call its hooks; again after it was compiled.
 
-    Dynamo cannot trace all-gathers, so each of our hooks is where a graph ends.
-    ``module.compile()`` compiles the call of a module with its hooks; ours go around that call,
-    which stays one graph. Where the caller is compiled as well, its graph ends at the unit and goes
-    on behind it.
+    Dynamo cannot trace all-gathers, so a graph ends at each of our hooks. ``module.compile()``
+    compiles the call of a module together with its hooks. Our hooks therefore go around the
+    compiled call, which stays one graph. If the caller is compiled as well, the caller's graph ends
+    before the unit and a new graph begins after it.
     """
     before, after = _ModuleHook(hooks, "pre_forward"), _ModuleHook(hooks, "post_forward")
     compiled = module._compiled_call_impl
     if compiled is not None:
         _remove(module)
         module._compiled_call_impl = _compiled_call(module, before, after, compiled)
-        # Copies are not compiled, but are refused as those of other modules are.
+        # Copies of the module are not compiled. This attribute makes copying fail without the
+        # wrapper, as for other modules.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
-        # First: users' own hooks see unsharded parameters. After an exception, too: whoever
-        # catches it may go on with the model.
+        # Register first, so that users' own hooks see unsharded parameters. Call the post hook
+        # after an exception, too: the user may catch the exception and keep using the model.
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
@@ -148,13 +155,13 @@ def _remove(module: nn.Module) -> None:
 
 
 class _ModuleHook:
-    """A method of ``UnitHooks`` as a module's hook; is copied with them, or not at all."""
+    """A method of ``UnitHooks`` as a module's hook. Copied only together with the ``UnitHooks``."""
 
     def __init__(self, hooks: UnitHooks, method: str) -> None:
         self._hooks, self._method = hooks, method
         self._call = getattr(hooks, method)
 
-    @untraced  # compiled callers run it as it is, between two graphs
+    @untraced  # compiled callers run the hook uncompiled, between two graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
@@ -169,7 +176,7 @@ class _ModuleHook:
 def _compiled_call(
     module: nn.Module, before: _ModuleHook, after: _ModuleHook, compiled: Callable[..., Any]
 ) -> Any:
-    """What a compiled module calls in place of its graph, which is ``compiled``."""
+    """Wrap ``compiled``, the module's compiled call, with the unit's hooks."""
 
     @untraced
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``Prefetch``: all-gathers that start before their unit runs, in the order that was recorded."""
+"""``Prefetch``: starts all-gathers before their units run, in the recorded order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flatshard.options.strategy import BackwardPrefetch
 
 
 class ExecutionOrder:
-    """Records the order of units in a forward and predicts from it.
+    """Records the order of units in a forward, and predicts the next forward and backward.
 
-    A prediction is a hint: a unit that comes out of order is unsharded on demand.
+    A prediction is a hint: a unit that runs out of order is unsharded on demand.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class ExecutionOrder:
         self._current: list[int] = []
 
     def begin_forward(self) -> None:
-        """Start a new recording; what was recorded before becomes the prediction."""
+        """Start a new recording. The previous recording becomes the prediction."""
         self._previous = self._current or self._previous
         self._current = []
 
@@ -28,30 +28,31 @@ class ExecutionOrder:
         self._current.append(unit)
 
     def next_forward(self) -> list[int]:
-        """The units expected after the one recorded last, in order; none without a prediction."""
+        """The units expected after the last recorded unit, in order; empty without a prediction."""
         position = len(self._current)
-        # A forward that left the recorded order gets no guesses until it is all recorded.
+        # After a forward has left the recorded order, nothing is predicted until the new order is
+        # recorded.
         if position == 0 or self._previous[position - 1 : position] != self._current[-1:]:
             return []
         return self._previous[position:]
 
     def next_backward(self, unit: int) -> list[int]:
-        """The units whose backward is expected after that of ``unit``, in order."""
+        """The units whose backward is expected after the backward of ``unit``, in order."""
         after = _after(unit, (self._current or self._previous)[::-1])
-        # A unit that ran twice: what comes after its other backward is expected then.
+        # If the unit ran twice, stop at its other backward: later units are predicted then.
         return after[: after.index(unit)] if unit in after else after
 
     def next_recomputed(self, unit: int) -> list[int]:
-        """The units expected after ``unit`` where this forward is computed again, in order."""
+        """The units expected after ``unit`` when this forward is recomputed, in order."""
         return _after(unit, self._current)
 
     @property
     def is_complete(self) -> bool:
-        """Whether this forward ran the units of the one before, in the same order."""
+        """Whether this forward ran the same units as the last forward, in the same order."""
         return bool(self._current) and self._current == self._previous
 
     def first_backward(self) -> list[int]:
-        """The units whose backward comes first, in order; none while more may come in forward."""
+        """The units whose backward comes first, in order; empty while the forward may go on."""
         return self._current[::-1] if self.is_complete else []
 
 
@@ -64,22 +65,24 @@ class Prefetch:
         self, state: RunState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:
         self.order = ExecutionOrder()
-        # Whether the forward that runs is the full model's, computed again in backward.
+        # Whether the running forward recomputes the full model in backward.
         self.recomputes_whole = False
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        self._ahead: list[Unit] = []  # what was begun here, and perhaps waited for since
+        # Units whose all-gather was started here, possibly over by now.
+        self._ahead: list[Unit] = []
 
     def refresh(self) -> None:
-        """Look at the units again, after their buffers were made anew."""
+        """Recompute cached sizes and costs after the units' buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # Where backward all-gathers within a smaller group, that is quick.
+        # Backward's all-gathers count as slow over sockets, except within a smaller group
+        # (`regather_size`).
         backward_is_slow = any(
             unit.topology.intra_group.transport_for().gathers_in_background
             and unit.placement.regather_size is None
             for unit in self._units
         )
-        # Whether to keep and all-gather in forward what backward begins with.
+        # Whether the forward already keeps, and all-gathers, the first units of backward.
         self._begins_in_forward = self._backward is BackwardPrefetch.END_OF_FORWARD or (
             self._backward is BackwardPrefetch.AUTO and backward_is_slow
         )
@@ -96,17 +99,18 @@ class Prefetch:
             self._begin(self.order.next_forward(), "forward")
 
     def after_forward(self) -> None:
-        """Start those that backward will need first, once nothing more is to come in forward."""
+        """At the end of forward, start the units that backward needs first."""
         if self._begins_in_forward:
-            self._begin(self.order.first_backward()[1:], "backward")  # the first one is kept
+            # The first unit is not resharded.
+            self._begin(self.order.first_backward()[1:], "backward")
 
     def in_recomputation(self, unit: Unit) -> None:
-        """Start those of the units expected after ``unit`` where all is computed again."""
+        """Start units expected after ``unit``, if the full model is recomputed."""
         if self._forward and self.recomputes_whole:
             self._begin(self.order.next_recomputed(unit.index), "backward")
 
     def before_backward(self, unit: Unit) -> None:
-        """Start those of the units whose backward is expected after this one's."""
+        """Start units whose backward is expected after the backward of ``unit``."""
         if self._backward is not None and self._backward is not BackwardPrefetch.BACKWARD_POST:
             self._begin(self.order.next_backward(unit.index), "backward")
 
@@ -115,9 +119,10 @@ class Prefetch:
             self._begin(self.order.next_backward(unit.index)[:1], "backward")
 
     def _begin(self, coming: Sequence[int], purpose: str) -> None:
-        """Start the all-gather of the unit that comes first."""
-        # Where it is on its way while this rank computes, also of those after it, as many as fit
-        # into the memory of the largest unit: else the wires would be idle whenever one has come.
+        """Start the all-gather of the first unit in ``coming``, and of more if they fit."""
+        # If the transport sends while this rank computes, also start the units after the first, as
+        # many as fit into the memory of the largest unit: otherwise the network would be idle after
+        # each all-gather.
         first = None
         for index in coming:
             unit = self._units[index]
@@ -127,14 +132,15 @@ class Prefetch:
                 first = index
             elif index != first and not self._fits_ahead(unit):
                 return
-            # A unit whose backward has begun may be resharded here and not yet on other ranks, so
-            # they would not take part; or its optimizer has stepped.
+            # A unit whose backward has begun may be resharded on this rank and still unsharded on
+            # other ranks. Then the other ranks would not take part in an all-gather. The unit's
+            # optimizer may also have stepped already.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
                 self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
-        """Whether to start an all-gather for which no rank waits next."""
+        """Whether to start an all-gather that no rank waits for next."""
         if not unit.topology.intra_group.transport_for().gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget

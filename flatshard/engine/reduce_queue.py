@@ -1,10 +1,11 @@
-"""``ReduceQueue``: which reductions of a backward are ready, under way, and over.
+"""``ReduceQueue``: starts and finishes the reductions of a backward, in one order on all ranks.
 
 [Note: hooks]
-A user's hook waits inside for the other ranks' hooks, and backward waits with it: all ranks must
-call it at the same place of the program. Where a unit is unsharded for backward, all ranks are
-needed anyway. There they tell one another how many units each could reduce by now, and call the
-hooks that all can. Once a rank is at the end of its backward, all leave the rest to the end.
+A user's communication hook blocks until the hook runs on all other ranks, and backward blocks with
+it. So all ranks must call the hook at the same place of the program. When a unit is unsharded for
+backward, all ranks take part anyway. There they exchange how many units each could reduce by now,
+and call the hooks that all ranks can call. Once a rank is at the end of its backward, all ranks
+leave the remaining hooks to the end.
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 
-# How long a reduction may hold up backward; past this the peers may be waiting for us.
+# Longest wait for a reduction in backward: after that, the peers may be waiting for this rank.
 _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# Backwards after which an uneven bucket that was even in all of them is forgotten.
+# Number of even backwards after which an uneven bucket counts as even again.
 _REMEMBERED = 100
 
 
 class ReduceOrder:
-    """The one order in which all ranks start the reduce-scatters of a backward.
+    """The order in which all ranks start the reductions of a backward.
 
-    Collectives match by order, and ranks may finish units at different moments, or not at all: a
-    later unit therefore waits for an earlier incomplete one.
+    Collectives match by order. Ranks may finish units at different times, or never: so a later unit
+    waits for an earlier unit that is incomplete. The units of this class are buckets.
     """
 
     def __init__(self, num_units: int) -> None:
-        # A first guess, which the first backward corrects: registration order reversed. But the
-        # outermost unit, numbered last, holds what forward begins with: embeddings, say.
+        # The first guess is the reversed registration order. The first backward corrects it. The
+        # outermost unit, numbered last, stays last: it holds the parameters that forward begins
+        # with, such as embeddings.
         self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
-        self.num_taken = 0  # units that have had their turn
-        self._ready: dict[int, None] = {}  # in the order in which they became so
+        self.num_taken = 0  # number of units whose reduction was started
+        self._ready: dict[int, None] = {}  # ready units, in the order in which they became ready
 
     def adopt(self, sequence: list[int]) -> None:
-        """Use another order from the next backward on; the caller sees that all ranks agree."""
+        """Use another order from the next backward on; the caller ensures that all ranks agree."""
         assert sorted(sequence) == sorted(self.sequence), "not a permutation of the units"
         self.sequence = list(sequence)
 
@@ -60,9 +62,9 @@ class ReduceOrder:
         self._ready[unit] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """The units whose turn has come, in order, until ``allows`` is False of one.
+        """Yield the units whose turn has come, in order, until ``allows`` returns False.
 
-        It is asked about each when those before have been started.
+        ``allows`` is asked about a unit after the units before it were started.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -72,47 +74,44 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Number of units, from the first of the order on, that are ready without a gap."""
+        """Number of units, from the first in the order, that are ready without a gap."""
         rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
         return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
-        """The units that have not had their turn, in order."""
+        """The units that were not started, in order."""
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """The order in which units became ready here, those that never did at the end."""
+        """The order in which units became ready on this rank; units that never did come last."""
         return [*self._ready, *(unit for unit in self.sequence if unit not in self._ready)]
 
 
 @dataclass(eq=False, slots=True)
 class ReduceBucket:
-    """The flat parameters of a unit whose gradients are reduced together: mostly all."""
+    """The flat parameters of a unit that are reduced together: usually all of them."""
 
     unit: Unit
     handles: list[FlatParamHandle]
     index: int
-    # Its reductions that are not finished, and the bytes that they hold until then.
+    # The bucket's unfinished reductions, and the bytes that they hold until they are finished.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
-    has_stages: bool = False  # whether one of them goes on after its first stage
+    has_stages: bool = False  # whether one of these reductions has later stages
 
     @property
     def trainable_handles(self) -> list[FlatParamHandle]:
         return [handle for handle in self.handles if self.unit.num_trainable[handle]]
 
     def is_complete(self) -> bool:
-        for handle in self.handles:  # a loop: asked for every gradient
+        for handle in self.handles:  # a loop, not `all()`: this runs for every gradient
             if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
                 return False
         return True
 
     def start(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Start averaging gradients over the ranks; those that did not arrive count as zero.
-
-        Collective: all ranks of the unit, in the same order of calls.
-        """
-        # The results of an earlier start would be lost: a handle keeps one reduction.
+        """Start averaging gradients over the ranks; absent gradients count as zero."""
+        # Results of an earlier start would be lost: a handle keeps one reduction.
         assert not self.under_way, "the reduction before was not finished"
         sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
@@ -132,11 +131,11 @@ class ReduceBucket:
         return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
-        """Begin later stages whose turn has come; False when one must wait."""
+        """Begin later stages whose turn has come; returns False if a stage must wait."""
         return all(reduce.advance() for _, reduce in self.under_way)
 
     def wait_until_reduced(self) -> bool:
-        """Wait a while; False when a peer seems unable to take part yet."""
+        """Wait for a limited time; returns False if a peer seems unable to take part yet."""
         if not all(reduce.tells_when_done() for _, reduce in self.under_way):
             return False
         # Wait on the host, not the stream: all-gathers queued after a stream wait would deadlock
@@ -144,17 +143,15 @@ class ReduceBucket:
         deadline = time.monotonic() + _STALL_SECONDS
         while not (self.advance() and self.is_reduced()):
             if not all(reduce.is_computed() for _, reduce in self.under_way):
-                deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
+                # The gradients are not computed yet, so no peer causes the wait.
+                deadline = time.monotonic() + _STALL_SECONDS
             elif time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
 
     def finish(self) -> None:
-        """Wait for what was started, and keep the result to be published.
-
-        Collective where a second stage was not started: in the same order on all ranks.
-        """
+        """Wait for the reductions, and keep the results to be published."""
         under_way, self.under_way = self.under_way, []
         for handle, reduce in under_way:
             out = reduce.finish()
@@ -165,7 +162,7 @@ class ReduceBucket:
 
 
 class ReduceQueue:
-    """The reductions of one model, which begin in one order on all ranks."""
+    """The reductions of one model, which start in the same order on all ranks."""
 
     def __init__(self, state: RunState) -> None:
         self._state, self._observers = state, state.observers
@@ -179,16 +176,19 @@ class ReduceQueue:
         # end: these ranks lack a gradient, so a wait before the end never succeeds.
         self._uneven: dict[int, int] = {}
         self._in_flight: list[ReduceBucket] = []
-        self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
-        self._must_wait = False  # whether nothing starts before the end of backward
-        self._hooked: set[Unit] = set()  # whose hooks reduce in this backward
-        self.asks_hooks = False  # whether to call hooks before the end; not once a rank is there
-        self._num_agreed = 0  # buckets, from the first on, that all ranks could reduce
+        # Per unit, the buckets still to reduce in this backward.
+        self._to_reduce: Counter[Unit] = Counter()
+        self._must_wait = False  # whether all reductions wait for the end of backward
+        self._hooked: set[Unit] = set()  # units that a user's hook reduces in this backward
+        # Whether to call hooks before the end of backward; False once any rank is at its end.
+        self.asks_hooks = False
+        self._num_agreed = 0  # number of buckets, from the first on, that all ranks can reduce
 
     def refresh(self) -> None:
-        """Look at the units again, after their buffers were made anew."""
+        """Recompute cached sizes after the units' buffers were reallocated."""
         units = self._state.units
-        # An accelerator's host is far ahead of it: reductions fill whatever they may.
+        # The host runs far ahead of an accelerator, so reductions always fill the whole allowance.
+        # There the allowance is two buckets; elsewhere it is two units.
         on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         together = [one.handles for one in (self.buckets if on_accelerator else units)]
         sizes = (sum(h.reduce_plan.full_bytes for h in handles) for handles in together)
@@ -209,19 +209,19 @@ class ReduceQueue:
         self._num_agreed = 0
         for bucket in self.buckets:
             if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
-                # Never reduced, so it must not hold up the others.
+                # The bucket is never reduced, so it must not hold up later buckets.
                 self._order.ready(bucket.index)
             else:
                 self._to_reduce[bucket.unit] += 1
 
     def add(self, bucket: ReduceBucket) -> None:
-        """A bucket's gradients have all come: start it, or what waited for it, and finish some."""
+        """Start a bucket whose gradients are complete, and waiting ones; finish old reductions."""
         self._order.ready(bucket.index)
         self._start_ready()
         self._finish_old()
 
     def call_hooks(self) -> None:
-        """Let hooks reduce what all ranks can. Collective, while there are hooks to call."""
+        """Call the hooks that all ranks can call. Collective, while there are hooks to call."""
         self._agree_on_hooks()
         self._start_ready()
 
@@ -236,13 +236,14 @@ class ReduceQueue:
         return is_agreed and not unit.may_diverge
 
     def _agree_on_hooks(self, *, at_end: bool = False) -> None:
-        """Tell the other ranks how far this one is; see the note. Collective."""
+        """Tell the other ranks how many buckets are ready here; see the note. Collective."""
         world = self._state.world.apart
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
         world.reduce_scalars(values, "MIN", op_name=op_name)
-        # The smallest number: a hook that one rank cannot call yet would hold up the others.
+        # Take the smallest number: a hook that any rank cannot call yet would block the other
+        # ranks.
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
@@ -256,7 +257,7 @@ class ReduceQueue:
             bucket.start(bucket.trainable_handles if handles is None else handles)
         if bucket.under_way:
             self._in_flight.append(bucket)
-        elif bucket.trainable_handles:  # a hook has reduced it
+        elif bucket.trainable_handles:  # a user's hook has reduced the bucket
             self._note_reduced(unit)
 
     def _note_reduced(self, unit: Unit) -> None:
@@ -266,11 +267,11 @@ class ReduceQueue:
                 extension.reduced(unit)
 
     def _finish_old(self) -> None:
-        """Finish what is over, and wait while more bytes are under way than there may be."""
+        """Finish reductions that are over; wait while more bytes are in flight than allowed."""
         self._state.pending_sends.drop_sent()
         with self._observers.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
-                # Second stages begin in the order of the first.
+                # Second stages start in the order of the first stages.
                 if bucket.has_stages and not bucket.advance():
                     break
         while self._in_flight:
@@ -284,8 +285,8 @@ class ReduceQueue:
             self._note_reduced(bucket.unit)
 
     def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
-        # A peer without this gradient starts the reduction only at the end of its backward, so a
-        # wait has a limit; for buckets where that happened lately there is no wait at all.
+        # A peer without this gradient starts the reduction only at the end of its backward, so the
+        # wait has a limit. Buckets for which that happened lately are not waited for at all.
         if self._state.lacks_ranks or bucket.index in self._uneven:
             return False
         with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
@@ -299,11 +300,11 @@ class ReduceQueue:
     # ------------------------------------------------------------ at its end
 
     def reduce_rest(self) -> Agreement:
-        """Agree with the other ranks on what was used, and reduce what is left. Collective."""
+        """Agree with the other ranks on the used parameters, and reduce the rest. Collective."""
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        # The turn of these buckets reduces their gradients, on all ranks.
+        # These buckets reduce their gradients in their turn, on all ranks.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
@@ -320,7 +321,7 @@ class ReduceQueue:
         return agreed
 
     def _finish_all(self) -> None:
-        # All second stages start before any is waited for.
+        # Start all second stages before waiting for one of them.
         for bucket in self._in_flight:
             with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                 for _, reduce in bucket.under_way:
@@ -338,13 +339,15 @@ class ReduceQueue:
         self._is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # What some ranks skip is reduced at the end, and holds up nothing.
+        # Units that some ranks may skip come last: they are reduced at the end, and block no other
+        # unit.
         self._order.adopt(sorted(sequence, key=lambda i: self.buckets[i].unit.may_diverge))
 
     def drop(self) -> None:
-        """End what is under way, after a backward that failed. Collective."""
+        """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # All ranks began these; where one left out a second stage, the next would meet it.
+            # All ranks started these reductions. If one rank skipped a second stage, its next
+            # collective would match the second stage of the others.
             self._finish_all()
         finally:
             for bucket in self._in_flight:
@@ -353,12 +356,17 @@ class ReduceQueue:
 
 
 def split(units: Sequence[Unit]) -> list[ReduceBucket]:
-    """The buckets of all units: what ``reduces_alone``, and before it the rest of each unit."""
+    """Make the buckets of all units.
+
+    Each flat parameter with ``reduces_alone`` is a bucket. The rest of a unit is one bucket, before
+    these.
+    """
     buckets: list[ReduceBucket] = []
     for unit in units:
         together = [handle for handle in unit.handles if not handle.reduces_alone]
         alone = [[handle] for handle in unit.handles if handle.reduces_alone]
-        # A unit without parameters has a bucket, too: the order of reductions has a place for it.
+        # A unit without parameters has an empty bucket: the order of reductions needs a place for
+        # it.
         for handles in (together, *alone) if together or not alone else alone:
             buckets.append(ReduceBucket(unit, handles, len(buckets)))
     return buckets

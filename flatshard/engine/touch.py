@@ -1,15 +1,15 @@
 """``Touch``: operations on sharded parameters outside of their unit's forward.
 
 A module may read a weight of its child, iterate over a ``Sequential`` or call a module inside of a
-unit; users call ``model.encoder(...)``. What a rank's part of the parameter alone cannot do comes
-here, and runs on the full one.
+unit; users call ``model.encoder(...)``. If an operation needs more than this rank's part of the
+parameter, this module runs it on the full parameter.
 
 [Note: which full tensor]
-While a forward of the model runs, the unit is unsharded and stays so until the forward around is
-over: whatever is read there after the first operation is plain. Autograd and backward see what they
-see in the unit's own forward. Between forwards, the unit is unsharded for the operation alone; if
-nothing records a graph (``generate``), only the parameter is all-gathered. What was computed from
-sharded parameters before (``1 + weight``) is all-gathered by itself.
+While a forward of the model runs, the unit is unsharded and stays unsharded until the enclosing
+forward ends. Parameters read after the first operation are plain tensors. Autograd and backward
+work as in the unit's own forward. Between forwards, the unit is unsharded for the operation only;
+if no graph is recorded (``generate``), only the parameter is all-gathered. A tensor that was
+computed from sharded parameters before (``1 + weight``) is all-gathered by itself.
 """
 
 from __future__ import annotations
@@ -40,45 +40,48 @@ Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
 class Touch(ParamOwner):
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
-        """Run what comes to the parameters of these units from now on."""
+        """Become the owner of these units' parameters, and run their operations from now on."""
         self._state, self._forward, self._backward = state, forward, backward
-        # Where a parameter lies: its unit, its flat parameter, and the parameter there.
+        # For each parameter's spec: its unit, its flat parameter, and the original parameter.
         self._places = {
             param.spec: (unit, handle, param)
             for unit, handle in state.handles
             for param in handle.params
         }
-        # In a loop over parameters: the gathered flat parameter and the version of its shard, and
-        # the last parameter.
+        # State of a loop over parameters: the gathered flat parameter with the version of its
+        # shard, and the last parameter.
         self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._last: OriginalParam | None = None
-        # Units for which a warning was given; None: for a copy of the model that averages weights.
+        # Units for which a warning was given. None stands for an average of weights.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
-            spec.owner = self  # weakly: autograd holds parameters, and no collector sees that
+            # A weak reference: autograd holds parameters, unseen by the garbage collector.
+            spec.owner = self
 
     def start_backward(self) -> None:
         self._backward.begin()
 
     def bring_back(self, spec: ShardSpec) -> bool:
         unit, handle, _ = self._places[spec]
-        # What only lookups use, backward does without, unless it is used otherwise, too.
+        # Backward does not unshard embedding tables. If another operation used the table, unshard
+        # it now.
         return handle not in unit.for_backward and self._backward.bring_back(unit)
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]
-        # Also in one that a checkpoint computes again.
+        # A forward that a checkpoint recomputes counts as well.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` with full tensors for sharded ones, or return NotImplemented. Collective.
 
         Raises:
-            RuntimeError: it writes to one of them.
+            RuntimeError: ``func`` writes to one of these tensors.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
-        # Gradients and optimizer state are nobody's business here, nor are other models.
+        # Only parameters of this model, and tensors computed from them, run in full: not gradients,
+        # not optimizer state, not other models.
         if _writes(func, args) or not all(t.is_alike and t.spec in self._places for t in sharded):
             return NotImplemented
         name = torch.overrides.resolve_name(func) or func.__name__
@@ -96,7 +99,7 @@ class Touch(ParamOwner):
         records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
         is_alone = not (records or self.is_in_forward)
         result = (self._run_alone if is_alone else self._run_unsharded)(call, sharded)
-        # Last: where warnings are errors, the other ranks have nothing to wait for.
+        # Warn last: if a warning is raised as an error, no other rank waits for this one.
         for tensor in sharded:
             self._warn(tensor.spec, name)
         return result
@@ -110,11 +113,12 @@ class Touch(ParamOwner):
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
-            # The memory of the parameters is freed now, or after the forward around.
+            # Copy only in the outermost operation: then the parameters' memory is freed now;
+            # otherwise it is freed after the enclosing forward.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
-        if not self._state.has_run:  # what the first forward checks
+        if not self._state.has_run:  # run the checks of the first forward
             self._forward.begin()
             self._forward.end(failed=False)
         for handle in {h for t in sharded for h in self._places[t.spec][0].handles}:
@@ -123,13 +127,13 @@ class Touch(ParamOwner):
         copies = {}
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
-                # Of a parameter, where and in which dtype it computes.
+                # A parameter is brought to the device and the dtype in which it computes.
                 like = self._places[t.spec][2].full if t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._flat = self._flat, None
-        result = call(copies)  # or it raises, and may have written to them
+        result = call(copies)  # not reached if the call raises: it may have written to the copies
         self._flat = flat
-        # Copies: a view would keep all of the flat parameter in memory.
+        # Return copies: a view would keep the full flat parameter in memory.
         return as_views(result, copies.values(), sharded[0].spec.name, copies=True)
 
     def _full(self, tensor: FlatShardTensor) -> Tensor:
@@ -146,7 +150,7 @@ class Touch(ParamOwner):
             tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
         )
         held, self._flat = self._flat, None
-        if not of_shard:  # it was computed from the parameter
+        if not of_shard:  # the tensor was computed from the parameter
             return tensor.full_tensor()
         if held is None or held[:2] != (handle, handle.version):
             if param.index == 0 or last is not handle.params[param.index - 1]:
@@ -158,7 +162,7 @@ class Touch(ParamOwner):
 
     @contextlib.contextmanager
     def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
-        """Unsharded units; yields whether they are resharded at the end. Collective."""
+        """Unshard units. Collective. Yields whether the units are resharded after the operation."""
         state, forward = self._state, self._forward
         is_outermost = not (self.is_in_forward or forward.begins_recomputation())
         if is_outermost:
@@ -191,7 +195,8 @@ class Touch(ParamOwner):
 
     def _warn(self, spec: ShardSpec, name: str) -> None:
         unit = self._places[spec][0]
-        # Writes a tensor that is not sharded: an average of weights, in a loop over all units.
+        # The operation writes to a tensor that is not sharded, such as an average of weights that a
+        # loop over all units updates: warn once, not once per unit.
         is_average = name.endswith("_")
         what = None if is_average else unit
         if what in self._warned or unit.topology.world.rank != 0:
@@ -214,7 +219,7 @@ class Touch(ParamOwner):
 
 
 def _writes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation is one in place, by its name, on a sharded tensor."""
+    """Whether an operation writes in place to a sharded tensor, judged by the operation's name."""
     name = getattr(func, "__name__", "")
     in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2:] != "__")
     return in_place and next(sharded_in(args[:1]), None) is not None
