@@ -1,1 +1,1 @@
-"""Bytes on the host: mapped files, page pool, disk, buffers."""
+"""Memory for tensors: buffers, page pool, mapped files, and offload targets."""

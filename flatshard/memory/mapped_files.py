@@ -1,7 +1,7 @@
-"""Files in memory, without a name, which other processes on this host map.
+"""Files in memory, without a name, which other processes on this host can map.
 
-There is nothing to clean up: a file ends with the last process that has it. They are not in
-``/dev/shm`` and not subject to its size.
+No clean-up is needed: a file is freed with the last process that has it open or mapped. The files
+are not in ``/dev/shm``, so the size limit of ``/dev/shm`` does not apply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-# Linux's numbers, by name only where Python's ``mmap`` has them on every system.
+# Linux's constants. Python's ``mmap`` does not define all of them on every system.
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
 _MADV_DONTNEED = 4
@@ -23,12 +23,12 @@ _MFD_NOEXEC_SEAL = 8
 
 
 def create(nbytes: int, *, reserve: bool = True) -> int:
-    """An open file of ``nbytes`` zeros in memory; raises ``OSError`` where there can be none."""
+    """An open file of ``nbytes`` zeros in memory; raises ``OSError`` if no file can be made."""
     number = _memfd()
     try:
         os.ftruncate(number, nbytes)
         if reserve:
-            # Without its pages a write ends the process where memory is short.
+            # Allocate the pages now: otherwise a write would end the process when memory runs out.
             os.posix_fallocate(number, 0, nbytes)
     except OSError:
         os.close(number)
@@ -47,23 +47,23 @@ def _memfd() -> int:
 
 
 def reserve_range(nbytes: int) -> mmap.mmap:
-    """A range of addresses, of zeros that take no memory until they are written."""
-    # OSError: none are left (RLIMIT_AS), or the system counts them as memory
-    # (vm.overcommit_memory=2).
+    """A range of addresses that reads as zeros and takes no memory until it is written."""
+    # Raises OSError if no addresses are left (RLIMIT_AS), or if the system counts reserved
+    # addresses as memory (vm.overcommit_memory=2).
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return mmap.mmap(-1, nbytes, flags=flags)
 
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:
-    """A range in which an open file is seen, and written; raises ``OSError``."""
+    """A range of addresses that shows an open file, for reading and writing; raises ``OSError``."""
     found = reserve_range(nbytes)  # Python's own mapping of a file would keep it open
     map_at(number, address_of(found), nbytes)
     return found
 
 
 def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> None:
-    """Map an open file over addresses that this process has; raises ``OSError``."""
-    # What is written to private ones stays there, and is gone after ``drop_pages``.
+    """Map an open file over addresses that this process has reserved; raises ``OSError``."""
+    # Writes to a private mapping do not reach the file, and are lost after ``drop_pages``.
     flags = (_MAP_PRIVATE if private else _MAP_SHARED) | _MAP_FIXED | _MAP_NORESERVE
     if _mmap(place, nbytes, _PROT_READ_WRITE, flags, number, 0) != place:
         error = ctypes.get_errno()
@@ -71,12 +71,12 @@ def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> No
 
 
 def address_of(found: mmap.mmap) -> int:
-    """Where a range begins."""
+    """The address at which a range begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(found))
 
 
 def drop_pages(place: int, nbytes: int) -> None:
-    """Give the memory of a range back; what is mapped there is read again when it is needed."""
+    """Give the memory of a range back; a mapped file is read again at the next access."""
     if _madvise(place, nbytes, _MADV_DONTNEED) != 0:
         raise RuntimeError(
             f"giving {nbytes:,} bytes back to the system failed (madvise: "
@@ -85,14 +85,15 @@ def drop_pages(place: int, nbytes: int) -> None:
 
 
 def want_pages(place: int, nbytes: int) -> None:
-    """Fault the pages of a range in, for writing, in one call."""
-    _madvise(place, nbytes, _MADV_POPULATE_WRITE)  # older systems do not know it: pages then fault
+    """Fault in the pages of a range, for writing, in one call."""
+    # Older systems return an error, and each page faults at its first use.
+    _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 
 
 def move_pages(source: int, place: int, nbytes: int) -> bool:
-    """Move what is in a range of this process's own memory to another; says if that worked."""
-    # The first range is zeros after it, without memory. What was in the other is gone. Before
-    # Linux 5.7 it does not work.
+    """Move the pages of one range of this process to another; returns whether that worked."""
+    # Afterwards the source range reads as zeros and has no memory. The previous contents of the
+    # target range are lost. Before Linux 5.7 the call fails.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
 
@@ -102,7 +103,7 @@ def forbid(place: int, nbytes: int) -> None:
 
 
 def allow(place: int, nbytes: int) -> None:
-    """Let a range be read and written again; raises ``MemoryError``: too many mappings."""
+    """Allow reads and writes of a range; raises ``MemoryError`` after too many mappings."""
     if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
         raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
@@ -117,7 +118,7 @@ CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def c_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the C library; None where it has none of that name, or no files are mapped."""
+    """A function of the C library; None if the library lacks it or files cannot be mapped."""
     if not CAN_MAP:
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)

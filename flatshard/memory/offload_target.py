@@ -1,4 +1,4 @@
-"""``OffloadTarget``: device, host or disk, where a shard, its gradient and its state live."""
+"""``OffloadTarget``: the device, host memory or disk that stores shards, gradients and state."""
 
 from __future__ import annotations
 
@@ -20,48 +20,51 @@ from flatshard.plan.module_tree import unit_text
 
 
 class OffloadTarget:
-    """Memory in which tensors live between uses. This target leaves them where they are made.
+    """Memory that stores tensors between uses. This base class does not move tensors.
 
     Attributes:
-        is_device: whether nothing is copied.
+        is_device: whether the target is the device itself, so no tensor is copied.
     """
 
     is_device = True
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor in the target, ``(numel,)``; its values are undefined."""
+        """A new tensor in the target, ``(numel,)``; the values are undefined."""
         return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """A tensor's values in the target; the tensor itself if it is there."""
+        """Copy a tensor into the target; returns the tensor itself if it is already there."""
         return tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, in the target if the tensor is there."""
+        """A copy of a tensor; the copy is in the target if the tensor is."""
         return tensor.clone()
 
     def page_in(self, *tensors: Tensor) -> None:
-        """Prepare for writing all of the tensors that are in the target, in one go."""
+        """Prepare the target's tensors among ``tensors`` for writing, in one call."""
 
     def page_out(self, *tensors: Tensor) -> None:
-        """Give memory back that tensors do not need until their next use; values stay."""
+        """Free memory that tensors do not need until their next use; the values stay."""
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Keep room for tensors to come, which ``what`` names. Raises OffloadError."""
+        """Reserve room for future tensors; ``what`` names them in errors. Raises OffloadError."""
 
     def keep_state_of(self, param: Tensor) -> None:
-        """Keep state per element of a plain parameter; other parameters' specs name the target."""
+        """Let the target store the per-element state of a plain parameter.
+
+        For sharded parameters the spec names the target.
+        """
 
     def create(self, nbytes: int) -> int:
-        """An open file of ``nbytes`` zeros, to be mapped; raises OSError or OffloadError."""
+        """An open file of ``nbytes`` zeros that can be mapped; raises OSError or OffloadError."""
         return mapped_files.create(nbytes)
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """A range in which an open file is seen, and written; raises OSError."""
+        """A range of addresses that shows an open file, for reading and writing; raises OSError."""
         return mapped_files.mapped(number, nbytes)
 
     def create_mapped(self, nbytes: int) -> tuple[int, mmap.mmap]:
-        """A new open file, and a range in which it is seen; raises OSError or OffloadError."""
+        """A new open file, and a range that shows the file; raises OSError or OffloadError."""
         number = self.create(nbytes)
         try:
             return number, self.mapped(number, nbytes)
@@ -71,7 +74,7 @@ class OffloadTarget:
 
 
 class HostMemory(OffloadTarget):
-    """The host's, for a unit on an accelerator, which copies to and from pinned memory itself."""
+    """Host memory for a unit on an accelerator, which can copy pinned memory by itself."""
 
     is_device = False
 
@@ -94,14 +97,14 @@ DEVICE = OffloadTarget()
 class OffloadTargets:
     shard: OffloadTarget = DEVICE
     gradient: OffloadTarget = DEVICE
-    # Keeps what optimizers make; None where it lives with the shard.
+    # Target on which optimizers keep per-element state. None: the state lives with the shard.
     state: OffloadTarget | None = None
-    # Whether the device keeps a copy of the shard to all-gather from.
+    # Whether the device keeps a copy of the shard for all-gathers.
     keeps_copy: bool = False
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """What a policy means on ``device``. Raises ValueError and NotImplementedError."""
+        """The targets of a policy on ``device``. Raises ValueError and NotImplementedError."""
         is_apart = device.type != "cpu"
         if not offload.is_on or (not is_apart and offload.path is None):
             return cls()
@@ -114,14 +117,14 @@ class OffloadTargets:
         return cls(state=disk)
 
     def reserve(self, unit: str, nbytes: Iterable[int]) -> None:
-        """Keep room on the disk for a unit's shards and gradients. Raises OffloadError."""
+        """Reserve room on the disk for a unit's shards and gradients. Raises OffloadError."""
         if self.state is None or self.shard.is_device:
             return
         total = sum((-(-one // PAGE_BYTES) + 2) * PAGE_BYTES for one in nbytes)
         self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
 
     def trim(self) -> None:
-        """After construction: what it took in memory is not needed for a step."""
+        """Return the memory that the construction used to the system; no step needs it."""
         if self.state is not None:
             mapped_files.give_back_freed()
 
@@ -134,9 +137,9 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Queue on the stream for copies, behind what was queued so far to compute."""
+    """Queue work on the copy stream, behind all work queued so far on the compute stream."""
     stream = copy_stream(device)
-    # What is copied was computed there.
+    # The compute stream computed the tensors that are copied.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
