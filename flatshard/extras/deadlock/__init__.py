@@ -1,12 +1,12 @@
-"""Extra: finds ranks that wait for one another for ever, and makes them raise; logs long waits.
+"""Extra: detects ranks that deadlock, makes these ranks raise, and logs long waits.
 
-Used wherever this folder is installed. Without this folder, ranks that exchange values under
-different names still raise. Ranks that wait in different collectives wait until the timeout of the
-process group, and errors do not name lines of the program.
+Used if this folder is installed. Without this folder, ranks that exchange values under different
+names still raise. Ranks that wait in different collectives wait until the timeout of the process
+group, and errors do not name lines of the program.
 
 One thread per process looks at the process's waits each second (``Watchdog``). The thread logs a
-long wait once (logger ``flatshard``, level WARNING), with the program's line and the ranks in no
-collective. The thread ends a wait only if the wait would certainly last for ever (``detector``).
+long wait once (logger ``flatshard``, level WARNING), with the program's line and the ranks without
+a known wait. The thread ends a wait only if the wait would certainly never end (``detector``).
 """
 
 from __future__ import annotations
@@ -53,23 +53,24 @@ _logger = logging.getLogger("flatshard")
 
 
 class Watchdog(CollectiveWatch):
-    """The thread that looks at the waits of this process."""
+    """Watches the waits of this process, in a thread."""
 
     def __init__(self) -> None:
         self._pid = 0  # no thread runs before the first group
-        self._waits: dict[watched, BlockedWait] = {}  # as the last look found them
+        self._waits: dict[watched, BlockedWait] = {}  # the waits that the last look found
         self._users: set[int] = set()  # threads that communicate
         self._thread: threading.Thread | None = None
-        self._looking = threading.Lock()  # held where the thread is in a backend's code
+        self._looking = threading.Lock()  # held while the thread may be in a backend's code
         self._deadlock = Deadlock()
-        self._own: _OwnWait | None = None  # in a collective of the program, as the last look saw
+        # The wait in a collective of the program, if the last look found one.
+        self._own: _OwnWait | None = None
         self._failure = ""
 
     def add_group(self, history: History) -> None:
         if self._pid != os.getpid():
             self._start()
         detector.histories[history.name] = history
-        tell_of_end()  # from now on others wait for this rank
+        tell_of_end()  # from now on other ranks wait for this rank
 
     def explain(self, wait: watched) -> str | None:
         return detector.explain(self._waits.get(wait) or _blocked(wait))
@@ -78,15 +79,16 @@ class Watchdog(CollectiveWatch):
         return program.line_of(threading.get_ident())
 
     def _start(self) -> None:
-        self.__init__()  # type: ignore[misc]  # a fork has neither its parent's thread nor waits
+        # A forked process has neither the thread nor the waits of its parent.
+        self.__init__()  # type: ignore[misc]
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        # Python ends a thread that is still there by unwinding it, and a thread that is unwound in
-        # the middle of a backend's code ends the process with SIGABRT, whatever the program's own
-        # end was. Held from here on, the lock keeps the thread outside of it.
+        # At its end Python unwinds threads that still run. A thread that is unwound in the middle
+        # of a backend's C++ code ends the process with SIGABRT, whatever the exit code of the
+        # program was. The lock, held from here on, keeps the thread out of backends' code.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
 
@@ -95,7 +97,7 @@ class Watchdog(CollectiveWatch):
             time.sleep(min(PATIENCE_SECONDS / 4, detector.LOOK_SECONDS))
             try:
                 self.look()
-            except Exception as error:  # the store's, mostly: it may come back
+            except Exception as error:  # mostly an error of the store, which may recover
                 if str(error) != self._failure:
                     self._failure = str(error)
                     _logger.warning("looking for deadlocks failed, and goes on: %s", error)
@@ -110,8 +112,8 @@ class Watchdog(CollectiveWatch):
 
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
-        # Autograd has a thread per accelerator, which is none of Python's; who called backward does
-        # nothing meanwhile.
+        # Autograd has one thread per accelerator, which Python did not start. The thread that
+        # called backward does nothing meanwhile. So autograd's threads do not count.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {
@@ -124,15 +126,17 @@ class Watchdog(CollectiveWatch):
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
-        # Of several threads one may begin what other ranks wait for.
+        # If several threads communicate, another thread may begin the collective for which other
+        # ranks wait. So only the waits of a single thread are judged.
         if len(self._users) == 1:
             (user,) = self._users
-            # The user's first: a thread of autograd begins its waits inside of the user's.
+            # The waits of the user's thread come first: a thread of autograd begins its waits
+            # inside of these.
             waits = chain(stacks.pop(user), *stacks.values())
             self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
 
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
-        """The wait of the only thread: in flatshard, or in a collective of the program."""
+        """The wait of the only communicating thread, perhaps in a collective of the program."""
         wait = waits[-1] if waits else None
         found = None
         if wait is None or wait.need is UNKNOWN:
@@ -170,12 +174,13 @@ class _OwnWait(BlockedWait):
     def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
         name = found.name
         super().__init__(lambda: name, UNKNOWN, thread=thread)
-        self.work = weakref.ref(found.work)  # not kept alive: a work keeps its tensors
+        # A weak reference, because a work keeps its tensors alive.
+        self.work = weakref.ref(found.work)
         self._outer = outer
         self._was_asked = False
 
     def is_known(self, found: OwnCollective) -> bool:
-        """Whether ``need`` is known; looked up once, after the wait has lasted some seconds."""
+        """Whether ``need`` is known. Looked up once, after the wait has lasted some seconds."""
         is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
         if is_long and not self._was_asked:
             self._was_asked = True
@@ -193,12 +198,14 @@ class _OwnWait(BlockedWait):
 
 
 def tell_of_end() -> None:
-    """From now on tell the other ranks of this program's end, and of what it ends by, at once."""
-    # They would hear of it when the process ends, which takes as long as what else it does then.
-    # Not where an exception is raised: who catches it goes on.
+    """Let this program tell the other ranks when and how it ends, without delay."""
+    # Otherwise the other ranks would notice only when the process has ended, and exit handlers may
+    # take long. An exception is reported only if nothing catches it: a program that catches the
+    # exception continues.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # Called last and so run first, before what the end of other libraries takes.
+    # Register last, because exit handlers run in reverse order. So `_tell` runs before the exit
+    # handlers of other libraries, which take time.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit(), or as its program was over")
 
@@ -209,10 +216,11 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
 
 
 def _tell(how: str) -> None:
-    if WATCH._pid != os.getpid():  # a fork, say, is no rank
+    if WATCH._pid != os.getpid():  # a forked process, for example, is not a rank
         return
-    with contextlib.suppress(Exception):  # the store may have ended: they see that, too
-        if WATCH._own is not None:  # the last look saw a collective of the program
+    # If the store has ended, the other ranks notice the end anyway.
+    with contextlib.suppress(Exception):
+        if WATCH._own is not None:  # the last look found a wait in a collective of the program
             WATCH.look()  # logs why a collective of the program failed
         detector.tell_end(how)
 

@@ -1,17 +1,18 @@
-"""``Deadlock``: finds ranks in different collectives, which wait for one another for ever.
+"""``Deadlock``: finds ranks that wait for one another for ever in different collectives.
 
-A rank publishes a wait of some seconds in the process group's store: where the rank waits, and how
-many collectives the rank has begun. Then the rank reads the reports of some other ranks. Before
-that, nothing is published or read.
+After a wait of some seconds, a rank publishes a report in the process group's store: where the rank
+waits, and how many collectives the rank has begun. Then the rank reads the reports of some other
+ranks. Shorter waits publish and read nothing.
 
 [Note: proof]
-A collective needs every rank to begin it. Take ranks that all wait at the same moment. Each rank
-needs another rank of the set, and the needed rank has not begun its part. Then no rank of the set
-continues, because a waiting rank begins nothing. The moment is certain if each rank published the
-same wait before and after the moment: a rank publishes a wait again, with a later time, as long as
-the wait lasts. A wait is a wait in a collective of flatshard, or in a collective of the program
-(see the note in ``program``). A rank that computes publishes nothing, so ranks that wait only for a
-slow rank are in no deadlock. A process with several communicating threads publishes nothing.
+A collective needs every rank to begin it. Take a set of ranks that all wait at the same moment.
+Each rank needs another rank of the set, and the needed rank has not begun its part. Then no rank of
+the set continues, because a waiting rank begins nothing. The same moment is certain if each rank
+published the same wait before and after the moment: a rank publishes a wait again, with a later
+time, as long as the wait lasts. A wait is a wait in a collective of flatshard, or in a collective
+of the program (see the note in ``program``). A rank that computes publishes nothing, so ranks that
+wait only for a slow rank are not in a deadlock. A process with several communicating threads
+publishes nothing.
 
 [Note: traffic]
 The number of ranks in the job does not change the bytes that a rank publishes or reads. A report
@@ -41,34 +42,35 @@ from flatshard.extras.deadlock import program
 
 _logger = logging.getLogger("flatshard")
 
-_ENDED = -1  # the number of a wait that is the end of a program
+_ENDED = -1  # value of ``_Report.wait`` that means that the program has ended
 
-# How long a rank has waited before it publishes that.
+# Seconds that a rank waits before it publishes the wait.
 FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-_ASKED = 16  # ranks asked per wait, at most: one in a deadlock is enough
-_READ = 4 * _ASKED  # reports per look, at most
+_ASKED = 16  # at most so many ranks are asked per wait; one rank in a deadlock is enough
+_READ = 4 * _ASKED  # at most so many reports are read per look
 # Looks between a finding about collectives of the program and the end of the wait.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # characters of a wait's description that are published
 
 PROGRAM = "the program's own"  # kind of collectives begun by the program
 
-# How many collectives a rank has begun, by group and kind, and the last of those in order.
+# Number of collectives that a rank has begun, by group and kind, with the most recent collectives
+# in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
-# Of a wait whose end nobody looks for.
+# The need of a wait whose end condition is not known.
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
-# Histories of this process's groups, by name.
+# Histories of this process's groups, keyed by name.
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
 def _known_histories() -> list[History]:
-    known = [one() for one in histories.valuerefs()]  # more may come meanwhile
+    known = [one() for one in histories.valuerefs()]  # other threads may add some meanwhile
     return [history for history in known if history is not None]
 
 
@@ -76,11 +78,11 @@ def _known_histories() -> list[History]:
 class BlockedWait:
     """A wait of this process."""
 
-    describe: Callable[[], str]  # says what is waited for
+    describe: Callable[[], str]  # returns the wait's operation in words
     need: WaitCondition
-    number: int = 0  # identifies it to other ranks; 0: not published yet
-    thread: int = 0  # that waits
-    verdict: str | None = None  # why it will not end; None: it may
+    number: int = 0  # identifies the wait to other ranks; 0: not published yet
+    thread: int = 0  # the waiting thread
+    verdict: str | None = None  # why the wait will not end; None: the wait may end
     is_given_up: bool = False  # whether the waiting thread must leave
     published: str = ""  # the text in the last report
     was_logged: bool = False
@@ -96,18 +98,19 @@ class _Finding(NamedTuple):
     """Why waits will not end."""
 
     text: str
-    waits: list[list[Any]]  # the group, kind and number of each
+    waits: list[list[Any]]  # the group, kind and number of each wait
 
 
 class _Report(NamedTuple):
-    """What a rank publishes while it waits."""
+    """The report that a rank publishes while it waits."""
 
-    wait: int  # identifies the wait; 0: it is over
+    wait: int  # identifies the wait; 0: the wait is over
     time: float  # of the publication, by `time.monotonic`
     text: str  # the wait in words
     need: WaitCondition
     begun: AllBegun
-    has_more: bool = False  # the ranks of `need` are only the first: the need is for all others
+    # `need` lists only the first ranks, and the wait needs all other ranks of the group.
+    has_more: bool = False
 
     def to_json(self) -> str:
         need, has_more = self.need, len(self.need.ranks) > _ASKED
@@ -115,24 +118,25 @@ class _Report(NamedTuple):
         return json.dumps(self._replace(need=need, has_more=has_more))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
-        """Whether the wait needs a rank that has begun ``begun``, and not the rank's part yet."""
+        """Whether the wait needs ``rank``, whose history ``begun`` lacks the needed collective."""
         need = self.need
         is_for = rank in need.ranks or (self.has_more and program.is_member(rank, need.group))
         return is_for and _missing(need, begun) > 0
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # Not pickled: whoever reaches the store could run code in every rank.
+        # JSON, not pickle: with pickle, anybody who can reach the store could run code in every
+        # rank.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
 
 _NO_WAIT = _Report(0, 0, "", UNKNOWN, {})
-_Reports = dict[int, _Report]  # by rank
+_Reports = dict[int, _Report]  # keyed by rank
 
 
 class Deadlock:
-    """Looks whether a wait of this rank can ever end. Used by one thread."""
+    """Checks whether a wait of this rank can ever end. Only one thread may use an object."""
 
     def __init__(self) -> None:
         self._wait: BlockedWait | None = None
@@ -140,7 +144,7 @@ class Deadlock:
         self._heard: _Reports = {}
         self._before: _Reports = {}
         self._store: Any = None
-        self._world: Any = None  # whose store that is
+        self._world: Any = None  # the default group that `_store` belongs to
 
     def look(self, wait: BlockedWait | None) -> None:
         """Publish this rank's ``wait`` again; set the wait's ``verdict`` if the wait never ends."""
@@ -159,9 +163,11 @@ class Deadlock:
         if wait.verdict is not None:
             self._give_up(wait)
             return
-        self._next = now + LONGEST_LOOK_SECONDS  # if the store fails
+        # The time of the next look if the store fails below.
+        self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
-            # A connection of its own: another thread may hold up the default group's.
+            # Use a separate connection: another thread may block the connection of the default
+            # group.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
@@ -169,7 +175,8 @@ class Deadlock:
         stuck = self._stuck(mine)
         finding = self._finding(wait, stuck)
         if finding is not None:
-            # Before the others notice that this rank leaves.
+            # Publish the finding before the other ranks notice that this rank leaves the
+            # collective.
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A collective of the program raises only the backend's error. Ranks in a collective of
@@ -179,7 +186,8 @@ class Deadlock:
             if is_soon:
                 self._give_up(wait)
             return
-        # The older reports stay, so that all ranks have time to publish again.
+        # Keep the older reports while the ranks and waits stay the same, so that all ranks have
+        # time to publish again.
         if _ids(stuck) != _ids(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
@@ -188,7 +196,8 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        if wait.need.kind == PROGRAM:  # the call's own error is the backend's, without a reason
+        # The call raises the backend's error, which does not have the reason.
+        if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
     @staticmethod
@@ -199,7 +208,10 @@ class Deadlock:
 
     @staticmethod
     def _compare(now: float) -> None:
-        """Compare what no backward does: in evaluation ranks may wait for nothing."""
+        """Compare histories of collectives that no backward compares.
+
+        In evaluation ranks may begin different collectives without waiting for one another.
+        """
         for history in _known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
                 continue
@@ -212,23 +224,24 @@ class Deadlock:
                 _logger.error("%s", history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Ranks that a published wait is for and that publish none of their own."""
+        """Ranks that a published wait needs but that publish no wait themselves."""
         if wait is not self._wait or not wait.number:
             return []
         waiting = [rank for rank, report in self._heard.items() if report.wait]
         return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
 
     def _withdraw(self) -> None:
-        """Publish that the last wait is over."""
+        """Publish the end of the last wait."""
         wait, self._wait, self._before = self._wait, None, {}
         if wait is None or not wait.number:
             return
-        if self._world() is not dist.group.WORLD:  # the store of an older one is gone
+        if self._world() is not dist.group.WORLD:  # the store of an older default group is gone
             return
         with contextlib.suppress(Exception):  # the store may end before this process
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
-            if is_open and (finding := _told(self._store, wait.need)):  # another rank ended it
+            # Another rank ended the wait.
+            if is_open and (finding := _told(self._store, wait.need)):
                 self._note(wait, finding)
 
     def _publish(self, wait: BlockedWait) -> _Report:
@@ -241,7 +254,7 @@ class Deadlock:
         return report
 
     def _stuck(self, mine: _Report) -> _Reports:
-        """Reports of ranks, with this rank, in a possible deadlock; {} without a deadlock."""
+        """Reports of the ranks in a possible deadlock with this rank; {} without a deadlock."""
         me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
         new = {**self._heard, me: mine}
@@ -254,13 +267,13 @@ class Deadlock:
         return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
-        """Why the wait does not end, if this rank or one that it is for has found that out."""
+        """Why the wait does not end, if this rank or a rank that it needs has found the reason."""
         if told := _told(self._store, wait.need):
             return told
         if reason := _reason(wait.need, self._heard):
             return _Finding(reason, [])
-        # Ranks that had published the same wait at the last look, and have published the wait again
-        # since the last look; see [Note: proof].
+        # Keep ranks that published the same wait at the last look, and have published the wait
+        # again since then; see [Note: proof].
         lasting = {
             rank: report
             for rank, report in stuck.items()
@@ -276,13 +289,15 @@ class Deadlock:
 
 
 def explain(wait: BlockedWait) -> str | None:
-    """Why the wait, which failed, could not end; None if that is not known.
+    """Why a failed wait could not end; None if the reason is not known.
 
-    Ranks that it is for may have given up another wait before this one was published, and left.
+    A rank that the wait needs may have given up an earlier wait, and left, before this wait was
+    published.
     """
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
-    with contextlib.suppress(Exception):  # the store may be gone; the backend's error is not lost
+    # If the store is gone, the caller still has the backend's error.
+    with contextlib.suppress(Exception):
         store = _default_store()
         if finding := _told(store, wait.need, is_exact=False):
             return finding.text
@@ -291,8 +306,9 @@ def explain(wait: BlockedWait) -> str | None:
 
 
 def _missing(need: WaitCondition, begun: AllBegun) -> int:
-    """How many more collectives of its kind a rank has to begin that has begun ``begun``."""
-    # Only a waiting rank with a single communicating thread publishes the program's numbers.
+    """Number of collectives that a rank must still begin for ``need``, having begun ``begun``."""
+    # Numbers of the program's collectives are published only by a waiting rank with a single
+    # communicating thread. Without a number, assume that the rank has begun enough.
     unsaid = need.number if need.kind == PROGRAM else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
@@ -318,12 +334,12 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
 
 
 def _all_begun() -> AllBegun:
-    """What this rank has begun."""
+    """The collectives that this rank has begun."""
     return {history.name: _begun(history) for history in _known_histories()}
 
 
 def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
-    begun, recent = history.begun.copy(), history.recent()  # more may come meanwhile
+    begun, recent = history.begun.copy(), history.recent()  # other threads may add some meanwhile
     return {
         str(kind): (number, recent if kind == history.described else [])
         for kind, number in begun.items()
@@ -331,7 +347,7 @@ def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
 
 
 def tell_end(how: str) -> None:
-    """Publish that this rank's program ends, and ``how``: who waits for it raises at once."""
+    """Publish the end of this rank's program, and ``how``: ranks that wait for it raise at once."""
     text = f"rank {dist.get_rank()} ended by {how}"
     _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, _all_begun()))
 
@@ -387,13 +403,13 @@ def _key(rank: int) -> str:
 
 
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
-    """Publish a finding for the ranks of ``groups``, and of the groups that the finding names."""
+    """Publish a finding for the ranks of ``groups`` and of the groups in the finding."""
     for group in {*groups, *(group for group, *_ in finding.waits)}:
         store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
 
 
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
-    """The last finding that was published for the wait, or else for a wait in the same group."""
+    """The last finding for the wait or, without ``is_exact``, for any wait in the same group."""
     key = f"flatshard/deadlock/{need.group}"
     if not store.check([key]):
         return None
@@ -403,7 +419,7 @@ def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding
 
 
 def _read(store: Any, ranks: Iterable[int]) -> _Reports:
-    """The last reports of these ranks, without the ranks that never published any."""
+    """The last reports of these ranks; ranks that never published a report are left out."""
     known = sorted(ranks)
     if known and not store.check([_key(rank) for rank in known]):
         known = [rank for rank in known if store.check([_key(rank)])]

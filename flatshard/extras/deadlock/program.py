@@ -1,13 +1,14 @@
-"""The program's part in a wait: the program's lines, collectives and other threads.
+"""The user's program in a wait: the program's lines, collectives and other threads.
 
 [Note: collectives of the program]
 A thread in ``dist.barrier()`` waits in a Python frame of ``torch.distributed``. The frame's local
 variables hold the group and the work, so torch needs no patch. torch's flight recorder numbers the
 collectives of each gloo group in the same way on all ranks. The sequence number of a group differs
-between ranks, because sends and receives raise the number too. A collective without a record takes
-part in no deadlock. For a group without records a rank publishes the sequence number, which is
-never smaller than the recorder's number. Such a rank seems to have begun more collectives than it
-has, so a deadlock may be missed, and no healthy wait is taken for a deadlock.
+between ranks, because sends and receives also raise the number. A collective without a record takes
+part in no deadlock. For a group without records, a rank publishes the sequence number, which is
+never smaller than the recorder's number. The rank then seems to have begun at least as many
+collectives as it really has. So a deadlock may be missed, but a wait that will end is never taken
+for a deadlock.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-OUR_THREADS = "flatshard"  # how the names of flatshard's own threads begin
+OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Threads of torch with only these frames begin no collective: they read data or compile.
+# Threads of torch with a frame in these folders begin no collective: they read data or compile.
 _HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
 _LIBRARIES = (
     f"{Path(__file__).parents[2]}{os.sep}",
@@ -43,11 +44,11 @@ _LIBRARIES = (
     "<frozen",
 )
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_LINE_LENGTH = 80  # characters of a source line that are quoted
+_LINE_LENGTH = 80  # quoted characters of a source line
 
 
 class OwnCollective(NamedTuple):
-    """A synchronous collective of ``torch.distributed`` that a thread waits in."""
+    """A synchronous collective of ``torch.distributed`` in which a thread waits."""
 
     name: str
     work: Any
@@ -57,14 +58,14 @@ class OwnCollective(NamedTuple):
         """The collective's number in its group, the same on all ranks; None if unknown."""
         last = _last_of(_recorded(), self.group.group_name)
         with contextlib.suppress(RuntimeError):  # the group has no backend for host memory
-            # A receive raises the sequence number, too, and is no collective.
+            # A receive also raises the sequence number, but is not a collective.
             if last is not None and last["op_id"] == _sequence_number(self.group):
                 return int(last["collective_seq_id"])
         return None
 
 
 def own_collective(thread: int) -> OwnCollective | None:
-    """The collective in whose frame the thread is now, if any."""
+    """The collective in whose frame the thread is now, or None."""
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _C10D:
         return None
@@ -73,16 +74,17 @@ def own_collective(thread: int) -> OwnCollective | None:
     group = local_variables.get("group") or dist.group.WORLD
     if work is None or not isinstance(group, dist.ProcessGroup):
         return None
-    # Collectives of objects call collectives of tensors.
+    # Collectives of objects call collectives of tensors. The outermost function names the
+    # collective.
     in_torch = takewhile(lambda one: one.f_code.co_filename.startswith(_TORCH), _outwards(frame))
     names = [one.f_code.co_name for one in in_torch if one.f_code.co_filename == _C10D]
     return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
 
 
 def begun(thread: int) -> dict[str, int]:
-    """How many collectives this rank has begun, by process group.
+    """Number of collectives that this rank has begun, by process group.
 
-    {} where a thread other than ``thread`` may begin more.
+    {} if a thread other than ``thread`` may begin a collective.
     """
     records = _recorded()
     found: dict[str, int] = {}
@@ -96,7 +98,7 @@ def begun(thread: int) -> dict[str, int]:
 
 
 def is_member(rank: int, group: str) -> bool:
-    """Whether a rank is in a process group; False where this rank does not know the group."""
+    """Whether a rank is in a process group; False if this rank does not know the group."""
     with contextlib.suppress(RuntimeError, ValueError, KeyError):
         resolve: Any = _distributed_c10d._resolve_process_group
         dist.get_group_rank(resolve(group), rank)
@@ -121,7 +123,8 @@ def line_of(thread: int) -> str:
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     """Whether no other thread can begin a collective.
 
-    No other thread has begun one so far, and none runs code of the program or of torch.
+    True if no other thread has begun a collective so far, and no other thread runs code of the
+    program or of torch.
     """
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}

@@ -1,21 +1,21 @@
 """Extra: ranks on one host read one another's memory, and map one another's shards.
 
-Used for ``collectives="auto"`` wherever this folder is installed and the system permits it. Without
-this folder, ``collectives="auto"`` uses sockets.
+Used for ``collectives="auto"`` if this folder is installed and the system permits it. Without this
+folder, ``collectives="auto"`` uses sockets.
 
-In a collective of ``SharedMemoryTransport`` each rank publishes where its part lies. The other
-ranks copy the part from there, or add it up piece by piece, and say that they have. Each byte is
-copied once.
+In a collective of ``SharedMemoryTransport`` each rank publishes the address of its part. The other
+ranks copy or add up the part, piece by piece, and then record the end of their reads. Each byte is
+copied only once.
 
-Large shards are not even copied. Each rank keeps its shard in a file in memory, and every rank maps
-all of them, in rank order, onto one range of addresses: that is the unsharded buffer
+Large shards are not copied at all. Each rank keeps its shard in a file in memory. Every rank maps
+all of these files, in rank order, onto one range of addresses. This range is the unsharded buffer
 (``MappedShards``). An all-gather only waits until every rank's shard is final, and resharding drops
-the mapped pages. No rank may write its shard before the others are done with it, for which
-``PendingSends`` waits.
+the mapped pages. No rank may write its shard until the other ranks have finished reading.
+``PendingSends`` waits for the other ranks.
 
-The range is mapped privately: what a module writes into its unsharded parameters stays there until
-they are resharded, as in a copy. A rank that cannot have such a file, or cannot map that of
-another, copies instead; the others need not know.
+The mapping is private: a module's writes to its unsharded parameters are dropped when the
+parameters are resharded, as in a copy. A rank that cannot make such a file, or cannot map the file
+of another rank, copies instead; the other ranks need not know.
 """
 
 from __future__ import annotations
@@ -48,14 +48,18 @@ from flatshard.memory.buffers import BufferMemory, allocate, fills_pages, own_pa
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import TransportOptions
 
-# Added to tags of reduce-scatters: half of a mailbox's records are for these.
+# Added to the tags of reduce-scatters: half of a mailbox's records are for reduce-scatters.
 _REDUCING = peer_memory.TAGS // 2
-# Elements that are read and added at a time: they stay in the cache between.
+# Number of elements that are read and added at a time. So few elements stay in the cache between
+# reading and adding.
 _PIECE_NUMEL = 1 << 16
 
 
 class SharedMemoryTransport(Transport):
-    """Ranks on one host that read one another's memory; collectives match by tag."""
+    """Transport between ranks on one host, which read one another's memory.
+
+    Collectives match by tag.
+    """
 
     name = "shared memory"
 
@@ -64,7 +68,8 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # By tag: what the other ranks have yet to take of the last publication.
+        # The last publication per tag: records that show whether the other ranks have taken the
+        # publication, and the condition to wait for.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -72,7 +77,8 @@ class SharedMemoryTransport(Transport):
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
         if not members.is_gloo:
             return ""
-        # With a wire dtype, results must be the same wherever the ranks are.
+        # With a wire dtype, results must not depend on the transport, so values must be rounded
+        # even if all ranks are on one host.
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
@@ -83,7 +89,7 @@ class SharedMemoryTransport(Transport):
         return cls(members, processes, mailbox, reason) if processes else reason
 
     def accepts(self, device: torch.device, tag: int) -> bool:
-        return device.type == "cpu" and tag < _REDUCING  # else the mailbox has no place for it
+        return device.type == "cpu" and tag < _REDUCING  # larger tags have no record in the mailbox
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
         return 0
@@ -92,11 +98,12 @@ class SharedMemoryTransport(Transport):
         part = request.numel // self.members.size
         can_map = request.shard_target is not None and fills_pages(part * request.dtype.itemsize)
         if can_map:
-            # No file can be had, or there are no addresses left: this rank copies.
+            # If no file can be made, or no addresses are left, this rank copies the shards.
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        memory.shows_shards = can_map  # alike on all ranks, who decide by it when to reshard
+        # The same on all ranks, because ranks decide by this flag when to reshard.
+        memory.shows_shards = can_map
         return memory
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
@@ -107,7 +114,7 @@ class SharedMemoryTransport(Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # In the wait, not here: the others may not have published yet.
+        # Read in the wait, not here: the other ranks may not have published yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
@@ -118,7 +125,8 @@ class SharedMemoryTransport(Transport):
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         chunks, out, tag = request.chunks, request.out, request.tag + _REDUCING
-        # The table stays alive with the work: the others read it, and then the parts it points at.
+        # The work keeps the table alive: the other ranks read the table, and then the parts at the
+        # addresses in the table.
         places = [0 if part is None else part.data_ptr() for part in chunks.parts]
         table = torch.tensor(places, device="cpu")
         publication = self.publish(table.data_ptr(), tag, op_name, *chunks.tensors, out, table)
@@ -131,12 +139,12 @@ class SharedMemoryTransport(Transport):
         return publication
 
     def _average(self, chunks: FlatChunks, records: dict[int, Awaited], out: Tensor) -> None:
-        """Average in rank order, so that every run and every rank rounds alike."""
+        """Average in rank order, so that every run and every rank rounds in the same way."""
         members = self.members
         tables = torch.zeros(members.size, len(chunks.parts), dtype=torch.int64, device="cpu")
         for rank, record in records.items():
             self.processes[rank].read(record.address, tables[rank])
-        places = tables.tolist()  # where each rank has its parts; 0: zeros
+        places = tables.tolist()  # the addresses of each rank's parts; 0: the part is zeros
         first = members.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=chunks.dtype, device="cpu")
         for piece in chunks.cut(first, first + out.numel(), _PIECE_NUMEL):
@@ -145,7 +153,7 @@ class SharedMemoryTransport(Transport):
             for rank in range(members.size):
                 values = piece.values if rank == members.rank else None
                 if place := places[rank][piece.part]:
-                    # The first rank's values can arrive where the sum is made.
+                    # The first values can be read directly into the result.
                     in_place = total is None and out.dtype is chunks.dtype
                     values = result if in_place else scratch[: result.numel()]
                     self.processes[rank].read(place + piece.offset * values.itemsize, values)
@@ -161,7 +169,7 @@ class SharedMemoryTransport(Transport):
                 divide(total, members.size, result)
 
     def close_taken_files(self) -> None:
-        """Close what all ranks have mapped: a process may have 1,024 files open by default."""
+        """Close files that all ranks have mapped: a process may have only 1,024 open files."""
         for one in list(self._open_files):
             file, taken = one
             if all(record.is_completed() for record in taken):
@@ -171,13 +179,14 @@ class SharedMemoryTransport(Transport):
     def publish(
         self, address: int, tag: int, op_name: str, *kept: object, file: int = -1
     ) -> Publication:
-        """Tell the other ranks an address and an open file to map; begin to wait for theirs.
+        """Publish an address and an open file; begin to wait for the other ranks' publications.
 
-        Collective: all ranks of the group. Waits until the other ranks have taken the tag's last
-        publication. The file is closed when all ranks have mapped the file. ``kept`` stays alive
-        until the other ranks have read.
+        Collective: all ranks of the group. First waits until the other ranks have taken the
+        previous publication of the tag. The file is closed after all ranks have mapped the file.
+        ``kept`` stays alive until the other ranks have read.
         """
-        # A mailbox has one record per tag: overwritten too early, a slow rank would never see it.
+        # A mailbox has only one record per tag. If the record were overwritten too early, a slow
+        # rank would never see the previous publication.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
             with watched(f"{op_name}, not taken the last time", condition):
@@ -186,7 +195,8 @@ class SharedMemoryTransport(Transport):
         members, history = self.members, self.members.history
         records: dict[int, Awaited] = {}
         taken: list[Awaited] = []
-        # Counted before it is visible, or the detector could report it as missing.
+        # Count the collective before the record is visible. Otherwise the deadlock detector could
+        # report this rank's collective as missing.
         need = history.begin(("offer", tag), abort=lambda: _give_up(records.values()))
         number = need.number
         sends_need = history.needs(("take", tag), number, abort=lambda: _give_up(taken))
@@ -210,18 +220,18 @@ class SharedMemoryTransport(Transport):
         )
 
     def _take(self, tag: int, number: int) -> None:
-        """Say that this rank has read the others' publications ``number`` of a tag."""
+        """Record the end of this rank's reads of all publications ``number`` of a tag."""
         self.members.history.reach(("take", tag), number)
         self._mailbox.take(tag, number)
 
 
 @dataclass(eq=False)
 class Publication(AsyncWork):
-    """A collective under way: what this rank lets the others read, and what it reads of theirs."""
+    """One collective: this rank's published memory, and the other ranks' records."""
 
     _: KW_ONLY
-    records: dict[int, Awaited]  # what the other ranks publish, by rank
-    take: Callable[[], None]  # says that this rank has read the others' parts
+    records: dict[int, Awaited]  # the other ranks' publications, keyed by rank
+    take: Callable[[], None]  # records that this rank has read the parts of the other ranks
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -238,10 +248,10 @@ class MappedShards(BufferMemory):
     def __init__(
         self, transport: SharedMemoryTransport, shard_numel: int, request: BufferRequest
     ) -> None:
-        """Make the memory. No communication; the ranks map each other's at the first ``begin``.
+        """Make the memory. No communication; ranks map each other's shards at the first ``begin``.
 
         Raises:
-            OSError: there is no file to be had, or no addresses are left.
+            OSError: no file can be made, or no addresses are left.
             OffloadError: the file's disk is full.
         """
         assert request.shard_target is not None, "what makes the file"
@@ -251,22 +261,27 @@ class MappedShards(BufferMemory):
         self.buffer = torch.frombuffer(buffer, dtype=request.dtype)
         file, found = self._target.create_mapped(self._nbytes)
         os.close(file)
-        self.shard = torch.frombuffer(found, dtype=request.dtype)  # others see what is written
-        self._mapped: set[int] = set()  # the ranks whose shards the buffer shows
+        # Other ranks see writes to the shard.
+        self.shard = torch.frombuffer(found, dtype=request.dtype)
+        self._mapped: set[int] = set()  # the ranks whose shards are mapped into the buffer
         self._num_copied = 0
         self._has_begun = self._is_copy = False
         self._publication: Publication | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Of the buffer, what is a copy: all after ``snapshot``, else what could not be mapped."""
+        """Bytes of the buffer that are copies.
+
+        After ``snapshot`` the whole buffer is a copy. Otherwise only the shards are copies that
+        could not be mapped.
+        """
         num_copied = self._transport.members.size if self._is_copy else self._num_copied
         return num_copied * self._nbytes
 
     def begin(self, op_name: str) -> AsyncWork:
-        """Say that this rank's shard is final until ``free`` and begin to wait for the others'.
+        """Publish this rank's final shard, and begin to wait for the other ranks' shards.
 
-        Collective: all ranks of the group.
+        The shard must not be written until ``free``. Collective: all ranks of the group.
         """
         self._transport.close_taken_files()
         file, self._has_begun = -1 if self._has_begun else self._share(), True
@@ -278,9 +293,9 @@ class MappedShards(BufferMemory):
         return publication
 
     def _share(self) -> int:
-        """Move the shard to a file that is open for the others to map; its number, or -1."""
-        # At the first all-gather, not before: until all ranks come here, each unit of a model would
-        # have a file open.
+        """Move the shard to a file for other ranks to map; returns the file's number, or -1."""
+        # Share the file at the first all-gather, not earlier. The file stays open until all ranks
+        # have mapped it, so otherwise each unit of a model would have a file open.
         try:
             file, found = self._target.create_mapped(self._nbytes)
         except (OSError, OffloadError):  # too many open files; the disk is full
@@ -288,7 +303,8 @@ class MappedShards(BufferMemory):
         try:
             with torch.no_grad():
                 torch.frombuffer(found, dtype=self.shard.dtype).copy_(self.shard)
-            # The shard keeps its addresses: tensors and views of them exist.
+            # Map the new file at the shard's old addresses, because tensors and views refer to
+            # these.
             mapped_files.map_at(file, self.shard.data_ptr(), self._nbytes)
         except OSError:
             os.close(file)
@@ -297,17 +313,17 @@ class MappedShards(BufferMemory):
         return file
 
     def _map(self, rank: int, file: int) -> None:
-        """Show the open file of a rank at its place in the buffer, if that is possible."""
+        """Map the open file of a rank at the rank's place in the buffer, if that is possible."""
         place = self.buffer.data_ptr() + rank * self._nbytes
         with contextlib.suppress(OSError):
             mapped_files.map_at(file, place, self._nbytes, private=True)
             self._mapped.add(rank)
 
     def _fill(self, records: dict[int, Awaited]) -> None:
-        """Let the buffer show all shards; all are final now."""
+        """Let the buffer show all shards. All shards are final now."""
         members, processes = self._transport.members, self._transport.processes
         for rank, record in records.items():
-            # Open there until ``take``.
+            # The file stays open in the other process until ``take``.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
                     file = peer_memory.open_of(processes[rank].pid, record.file)
@@ -326,7 +342,8 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # Only now may the others write their shards, which the buffer showed.
+        # Only after this call the other ranks may write their shards, because the buffer showed the
+        # shards.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -336,7 +353,7 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # After the copy: from here on the others may write their shards.
+            # Call ``take`` after the copy: from then on the other ranks may write their shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

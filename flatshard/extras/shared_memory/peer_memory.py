@@ -1,15 +1,15 @@
-"""``PeerProcess``: reads the memory of another process on this host, and what it says in a mailbox.
+"""``PeerProcess``: reads the memory and the mailbox of another process on this host.
 
-Linux lets a process read another one of the same user by ``process_vm_readv``: one copy, straight
-to where it is wanted, at the speed of memory (Cross Memory Attach, as MPI implementations use it).
-Where the kernel or a container forbids it, or the ranks are on several hosts, no rank reads:
-``meet`` gives the same answer on all of them.
+On Linux a process can read the memory of another process of the same user by ``process_vm_readv``
+(Cross Memory Attach, which MPI implementations also use). The call makes a single copy, directly to
+the destination, at the speed of memory. If the kernel or a container forbids the call, or if the
+ranks are on several hosts, no rank reads: ``meet`` gives the same answer on all ranks.
 
-Each rank writes what it has to say into its own mailbox, a file in memory that the others map and
-poll: "publication n of this tag is at that address", and "I have taken all other ranks'
-publications n of this tag". What is published must not change, and nothing else be published under
-its tag, until all ranks have taken it. A poll costs less than a microsecond; a message through a
-socket thirty, and the attention of a thread.
+Each rank publishes records in its own mailbox, a file in memory. The other ranks map and poll the
+file. The records are "publication n of this tag is at this address", and "this rank has taken all
+other ranks' publications n of this tag". Until all ranks have taken a publication, the published
+memory must not change, and no further publication may use the tag. A poll costs less than a
+microsecond. A message through a socket costs thirty microseconds, and occupies a thread.
 """
 
 from __future__ import annotations
@@ -28,40 +28,44 @@ from torch import Tensor
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.memory import mapped_files
 
-TAGS = 1 << 16  # so many does a mailbox have
-# Of a tag: (number, address, file, check) of what is published, and the same of what is taken.
+TAGS = 1 << 16  # number of tags in a mailbox
+# Words per tag: (number, address, file, check) of the publication, then the same four words of the
+# record that this rank has taken the other ranks' publications.
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
-_CHECK = 0x666C6174  # so that no record of zeros is valid
+_CHECK = 0x666C6174  # makes a record of zeros invalid
 
 _MEETING = "meeting on one host"
 _QUICK_LOOKS = 20
 _PAUSE_SECONDS = 5e-5
 _ALIVE_SECONDS = 0.05
-_alive = ctypes.c_int64()  # the others read it to see whether this process still runs
+_alive = ctypes.c_int64()  # other ranks read this word to see whether this process still runs
 
 
 class RankAddress(NamedTuple):
-    """How other processes find this one."""
+    """Information by which other processes find the memory and mailbox of this process."""
 
-    problem: str  # why they cannot, empty if they can; the rest means nothing then
-    host: str = ""  # the kernel, and the process numbers that it gives in this container
+    # Why other processes cannot read this process; empty if they can. If set, the other fields have
+    # no meaning.
+    problem: str
+    host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
-    launcher: int = 0  # the process that started it
-    alive: int = 0  # an address that can be read as long as it runs
-    file: int = -1  # the number of the file that the mailbox is
-    nonce: int = 0  # what is published under tag 0
+    launcher: int = 0  # the parent process
+    alive: int = 0  # an address that is readable as long as the process runs
+    file: int = -1  # file descriptor of the mailbox
+    nonce: int = 0  # random number under tag 0, to identify the process
 
 
 class Mailbox:
-    """What this process publishes to those that read its memory; ``address.problem``: why not."""
+    """The records that this process publishes; ``address.problem`` says why others cannot read."""
 
     def __init__(self) -> None:
         self._file: int | None = None
         try:
             self.address = self._open()
-        # An error on this rank alone would leave the others waiting in `meet`.
+        # Keep the error for `meet`: an error that only this rank raises would leave the other ranks
+        # waiting in `meet`.
         except (OSError, ValueError) as error:
             self.address = RankAddress(f"it has no shared memory: {error}")
 
@@ -69,7 +73,7 @@ class Mailbox:
         if _readv is None:
             return RankAddress("its system has no process_vm_readv")
         host = _host()
-        # Pages of it exist when they are written.
+        # No reserve: the pages of the file exist only after they are written.
         self._file = mapped_files.create(_MAILBOX_BYTES, reserve=False)
         self._words = _mapped_words(self._file)
         nonce = int.from_bytes(os.urandom(7), "little")
@@ -78,36 +82,37 @@ class Mailbox:
         return RankAddress("", host, os.getpid(), os.getppid(), alive, self._file, nonce)
 
     def close_file(self) -> None:
-        """Close the file, which all ranks have mapped by now if they could."""
+        """Close the mailbox's file; by now all ranks have mapped the file if they could."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
-        """Publish that publication ``number`` of a tag is at ``address``; ``file`` is open."""
+        """Publish ``address`` as publication ``number`` of a tag; ``file`` is open, or -1."""
         self._write(tag * _WORDS, number, address, file)
 
     def take(self, tag: int, number: int) -> None:
-        """Say that this rank has taken all other ranks' publications ``number`` of a tag."""
+        """Record the end of this rank's reads of all publications ``number`` of a tag."""
         self._write(tag * _WORDS + _TAKEN, number, 0, -1)
 
     def _write(self, first: int, number: int, address: int, file: int) -> None:
-        _order_memory()  # what was written before the record must be there when the record is
+        _order_memory()  # earlier writes must be visible before the record
         words = self._words
         words[first] = number
         words[first + 1] = address
         words[first + 2] = file
-        # Last: a reader may see the record while it is being written, and until then it is invalid.
+        # The check is written last: a reader may see a half-written record, and a record is invalid
+        # until its check matches.
         words[first + 3] = number ^ address ^ file ^ _CHECK
 
 
 class PeerProcess:
-    """The process of another rank; raises ``OSError`` where its mailbox cannot be mapped."""
+    """The process of another rank. Raises ``OSError`` if the mailbox cannot be mapped."""
 
     def __init__(self, address: RankAddress, timeout: float) -> None:
-        self.pid, self.timeout = address.pid, timeout  # waits end after so many seconds
-        self.name = f"process {address.pid}"  # in errors
-        self.given_up = 0.0  # when it last did not answer in time
+        self.pid, self.timeout = address.pid, timeout  # seconds after which a wait raises
+        self.name = f"process {address.pid}"  # name of the process in errors
+        self.given_up = 0.0  # when the process last missed a timeout
         self._alive = address.alive
         file = open_of(address.pid, address.file)
         try:
@@ -116,27 +121,30 @@ class PeerProcess:
             os.close(file)
 
     def read(self, address: int, out: Tensor) -> None:
-        """Fill ``out``, contiguous on the CPU; raises ``RuntimeError`` if the process is gone."""
+        """Fill ``out``, a contiguous CPU tensor; raises ``RuntimeError`` if the process is gone."""
         _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` where it cannot be read any more; its mailbox outlives it."""
+        """Raise ``RuntimeError`` if the memory of the process cannot be read any more.
+
+        The mailbox does not tell: the mapping of the mailbox outlives the process.
+        """
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
-        """Its publication ``number`` under a tag."""
+        """The process's publication ``number`` under a tag."""
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """That it has taken publications ``number`` of a tag."""
-        # A process that has ended reads nothing any more.
+        """The process's record of having taken publications ``number`` of a tag."""
+        # A process that has ended does not read any more, so its end counts as taken.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 
 class Awaited:
-    """A record in another rank's mailbox that is to come; same interface as ``dist.Work``."""
+    """A future record in another rank's mailbox; same interface as ``dist.Work``."""
 
-    # What the record says, once it is there.
+    # Contents of the record, once the record has arrived.
     address = 0
     file = -1
     _is_given_up = False
@@ -145,25 +153,31 @@ class Awaited:
         self, process: PeerProcess, first: int, number: int, *, or_gone: bool = False
     ) -> None:
         self._process, self._first, self._number = process, first, number
-        self._or_gone = or_gone  # the end of the process is as good
+        self._or_gone = or_gone  # the end of the process completes the wait too
         self._began = time.monotonic()
         self._is_over = False
         self._error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
-        """Whether it is there, or never will be: then ``wait`` raises."""
+        """Whether the record has arrived, or will never arrive: then ``wait`` raises."""
         if not self._is_over and self._process.words[self._first] == self._number:
             number, address, file, check = self._process.words[self._first : self._first + 4]
-            # Else it was read while it was written: the next look finds the rest.
+            # If the check does not match, the record was being written while it was read. The next
+            # look reads it again.
             if number ^ address ^ file ^ _CHECK == check:
                 self._is_over, self.address, self.file = True, address, file
-                _order_memory()  # what was published is read after the record, never before
+                _order_memory()  # published memory must be read after the record, never before
         return self._is_over
 
     def wait(self) -> None:
-        """Wait; raises ``RuntimeError`` if nothing comes, or the process waits for this one."""
+        """Wait for the record.
+
+        Raises ``RuntimeError`` if the record does not arrive within the timeout, if the process
+        cannot be read any more, or after ``give_up``.
+        """
         process, looks = self._process, 0
-        # One timeout for all that was awaited when the process did not answer in time.
+        # Wait only one timeout per silent process: for records that were requested before the
+        # process missed a timeout, do not wait again.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
         while not self.is_completed():
@@ -195,7 +209,7 @@ class Awaited:
                 self._error = error
 
     def give_up(self) -> None:
-        """Make ``wait``, in another thread, raise ``RuntimeError``, as nothing will come."""
+        """Make ``wait``, in another thread, raise ``RuntimeError``: no record will arrive."""
         self._is_given_up = True
 
 
@@ -205,12 +219,13 @@ def meet(
     ranks: Sequence[int],
     timeout: float,
 ) -> tuple[list[PeerProcess], str]:
-    """Find out whether every rank can read the memory of all others.
+    """Find out whether every rank can read the memory of all other ranks.
 
     **Collective**: the ranks of ``host``, whose global numbers are ``ranks``.
 
     Returns:
-        Every rank's process, or nothing, and the reason in words; alike on all ranks.
+        The processes of all ranks, or an empty list if some rank cannot read, and the reason in
+            words; the same on all ranks.
     """
     try:
         addresses: list[RankAddress] = host.gather(mailbox.address, _MEETING)
@@ -219,15 +234,17 @@ def meet(
             problem = "the ranks are on several hosts, or in containers apart"
         if problem:
             return [], problem
-        # Where the Yama security module restricts `ptrace` (kernel.yama.ptrace_scope=1), a process
-        # may be read only by its ancestors and by one process that it names, together with that
-        # one's descendants: the launcher of the ranks or, where they have several, any process.
+        # If the Yama security module restricts `ptrace` (kernel.yama.ptrace_scope=1), only the
+        # ancestors of a process may read the process, and one process of its choice together with
+        # the descendants of the chosen process. Choose the launcher of the ranks or, if the ranks
+        # have several launchers, any process.
         launchers = {one.launcher for one in addresses}
-        # A launcher outside the container has the number 0, which names nobody.
+        # A launcher outside of the container has the process number 0, which would name no process.
         reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY
         _readers.append(reader)
         _tell_kernel()
-        host.meet(_MEETING)  # a rank that reads before another has given permission is refused
+        # The kernel refuses a read from a rank that has not given permission yet.
+        host.meet(_MEETING)
         processes, problem = _try_to_read(addresses, ranks, timeout)
         problem = _first_problem(host.gather(problem, _MEETING), ranks)
         if problem:
@@ -261,7 +278,7 @@ def _try_to_read(
 
 
 def open_of(pid: int, number: int) -> int:
-    """Open file ``number`` of another process; raises ``OSError`` where that is not permitted."""
+    """Open file descriptor ``number`` of another process; raises ``OSError`` if not permitted."""
     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -270,13 +287,13 @@ def _mapped_words(file: int) -> memoryview:
 
 
 def _host() -> str:
-    # The kernel, and the process numbers that it gives in this container.
+    # The boot id identifies the kernel; the PID namespace identifies the container.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 _readers: list[int] = []
-"""Whom each group of ranks lets read this process; the kernel keeps one reader per process."""
+"""For each group of ranks, the process that may read this one; the kernel keeps only one entry."""
 _ANY = (1 << 64) - 1
 _PR_SET_PTRACER = 0x59616D61
 
@@ -287,7 +304,7 @@ def _tell_kernel() -> None:
 
 
 def _set_reader(reader: int) -> None:
-    # 0: nobody. Does nothing where the kernel has no Yama.
+    # 0 allows no process. The call does nothing if the kernel has no Yama.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader), 0, 0, 0)
 
 
@@ -306,7 +323,7 @@ _readv = mapped_files.c_function(
     *(ctypes.POINTER(_Range), ctypes.c_ulong) * 2,
     ctypes.c_ulong,
 )
-# A call through `ctypes` gives the interpreter's lock away and takes it back, which orders memory.
+# A call through `ctypes` releases the GIL and takes it again, and so acts as a memory barrier.
 _order_memory = mapped_files.c_function("getpid", ctypes.c_int)
 
 
