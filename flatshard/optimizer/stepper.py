@@ -251,7 +251,7 @@ class BucketStepper(Stepper):
     """Steps an element-wise optimizer: buckets stand in for its sharded parameters."""
 
     def __init__(self) -> None:
-        # buckets of the last step, keyed by the id of the first member
+        # Buckets of the last step, keyed by the id of the first member.
         self._known: dict[int, ParamBucket] = {}
         self._buckets: list[ParamBucket] = []  # buckets of the current step
         self._undo = ExitStack()  # restores the groups
@@ -364,7 +364,7 @@ class BucketView(Tensor):
     member.
     """
 
-    # results of operations are plain tensors
+    # Results of operations are plain tensors.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -424,7 +424,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     if grad is None:
         return found
     end = first.spec.start + first.spec.numel
-    # an index, because a slice would be copied for each bucket
+    # An index, because a slice would be copied for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if _flat_grad(param) is not grad or param.flat is not first.flat:

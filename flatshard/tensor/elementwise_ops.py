@@ -202,7 +202,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
         # In forward the generators of the ranks differ, because each rank draws for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    # a tensor-parallel part would get the same numbers as the other parts
+    # A tensor-parallel part would get the same numbers as the other parts.
     spec.refuse_part(func._schema.name)
     # Draw the full tensor on every rank: then all generators stay in step, and the values do not
     # depend on the world size.

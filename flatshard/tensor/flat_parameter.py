@@ -228,7 +228,7 @@ class OriginalParam:
         else:
             self.full = nn.Parameter(view_of(buffer, self.span), False)
             unsharded.name(self.full, self.spec)
-        # integer parameters never require a gradient
+        # Integer parameters never require a gradient.
         self.full.requires_grad_(self.requires_grad)
         # If ``full`` is ``sharded``, a conversion of the model changes nothing: ``full`` is the
         # same object and has its hooks.

@@ -418,7 +418,7 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # the traceback would refer to this frame, and this frame refers to the error: a cycle
+            # The traceback would refer to this frame, and this frame refers to the error: a cycle.
             refused = error.with_traceback(None)
         result = refused.spec.owner.run_full(func, args, kwargs)
         if result is NotImplemented:
