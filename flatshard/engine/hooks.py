@@ -15,7 +15,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Call, Unit
-from flatshard.precision.casts import tensors_in
+from flatshard.precision import tensors_in
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 

@@ -23,7 +23,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.plan.module_tree import unit_text
-from flatshard.precision.casts import tensors_in
+from flatshard.precision import tensors_in
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

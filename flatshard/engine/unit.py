@@ -26,7 +26,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.options.strategy import Placement
 from flatshard.plan.module_tree import name_of, renamed, unit_text
-from flatshard.precision.casts import UnitCasts
+from flatshard.precision import UnitCasts
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 """The backward of these modules needs only the indices, not the weights.

@@ -18,7 +18,7 @@ from flatshard.module import handle_making
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.precision.casts import convert_buffers
+from flatshard.precision import convert_buffers
 
 
 def convert(

@@ -24,7 +24,7 @@ from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.layout import FlatLayout, memory_order
 from flatshard.plan.module_tree import ParamInfo, find_owners, name_of
 from flatshard.plan.policies import UnitPlan, find_units
-from flatshard.precision.casts import PrecisionPlan
+from flatshard.precision import PrecisionPlan
 
 # The time of a collective of at least this size depends on bandwidth, and not on latency: to merge
 # the collective with others saves little.
@@ -134,7 +134,11 @@ class ModelPlan:
         }
         owners = find_owners(module, [plan.module for plan in self.chosen], self.left_alone)
         policies = {inner: settings.precision for inner, settings in self.settings_of.items()}
-        self.precision = PrecisionPlan(module, policies, self.left_alone)
+        precision_plan = PrecisionPlan
+        if any(policy.overrides for policy in policies.values()):
+            asked_for = "MixedPrecision(overrides=...)"
+            precision_plan = extra("overrides", asked_for).OverridesPlan
+        self.precision = precision_plan(module, policies, self.left_alone)
         # In registration order, the root last.
         self.units: list[PlannedUnit] = []
         for members in self._coalesce(owners):

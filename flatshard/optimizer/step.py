@@ -28,7 +28,7 @@ from flatshard.optimizer.stepper import (
     unhooked,
 )
 from flatshard.plan.module_tree import unit_text
-from flatshard.precision.casts import check_dtype
+from flatshard.precision import check_dtype
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, untraced
 

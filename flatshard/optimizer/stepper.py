@@ -31,7 +31,7 @@ from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.plan.layout import ALIGNMENT_BYTES
 from flatshard.plan.module_tree import unit_text
-from flatshard.precision.casts import set_grad
+from flatshard.precision import set_grad
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 

@@ -21,6 +21,7 @@ EXTRAS = {
     "deadlock": "finds ranks that wait for one another for ever",
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
+    "overrides": "gives modules and parameters another dtype by name or by function",
     "plan": "predicts the memory of a model",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flatshard.options.extras import extra
+
 # The types that `MixedPrecision.overrides` accepts.
 Overrides: TypeAlias = (
     Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
@@ -77,6 +79,7 @@ class MixedPrecision:
         ValueError: an unknown ``reduce_mode``.
         NotImplementedError: ``keep_low_precision_grads``, and this torch has no
             ``Tensor.grad_dtype``.
+        MissingExtraError: ``overrides`` is given, and the folder of that extra is not installed.
     """
 
     param_dtype: torch.dtype | None = None
@@ -95,7 +98,7 @@ class MixedPrecision:
         object.__setattr__(self, "reduce_mode", _as_reduce_mode(self.reduce_mode))
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not _is_float(dtype):
+            if dtype is not None and not is_float_dtype(dtype):
                 raise TypeError(
                     f"MixedPrecision: {name} must be a floating point torch.dtype or None, "
                     f"got {dtype!r}"
@@ -118,24 +121,9 @@ class MixedPrecision:
         object.__setattr__(
             self, "module_classes_to_ignore", _as_classes(self.module_classes_to_ignore)
         )
-        self._check_overrides()
-
-    def _check_overrides(self) -> None:
-        given = self.overrides
-        if not isinstance(given, Mapping):
-            if given is None or callable(given):
-                return
-            raise TypeError(
-                "MixedPrecision: overrides must be a mapping of name patterns to dtypes or a "
-                f"function of a parameter, got {given!r}"
-            )
-        for pattern, dtype in given.items():
-            if not isinstance(pattern, str) or not _is_float(dtype):
-                raise TypeError(
-                    "MixedPrecision: overrides must map name patterns to floating point dtypes, "
-                    f"got {pattern!r}: {dtype!r}"
-                )
-        object.__setattr__(self, "overrides", dict(given))
+        if self.overrides is not None:
+            read = extra("overrides", "MixedPrecision(overrides=...)").as_overrides
+            object.__setattr__(self, "overrides", read(self.overrides))
 
     @property
     def changes_nothing(self) -> bool:
@@ -179,7 +167,8 @@ class GradDtypes:
     grad_dtype: torch.dtype  # of the reduced gradient
 
 
-def _is_float(dtype: object) -> bool:
+def is_float_dtype(dtype: object) -> bool:
+    """Whether a value that a user gave is a floating point dtype."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.process_groups import as_bytes
 from flatshard.plan.layout import Box, boxes_of
-from flatshard.precision.casts import tensors_in
+from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 
 if TYPE_CHECKING:

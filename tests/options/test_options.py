@@ -39,8 +39,6 @@ def test_bad_precision() -> None:
         ("gather_dtype", BF16),
         ("keep_low_precision_grads", 1),
         ("module_classes_to_ignore", nn.Linear(1, 1)),
-        ("overrides", [("norm", BF16)]),
-        ("overrides", {"norm": torch.int8}),
     ):
         with pytest.raises(TypeError, match=f"MixedPrecision: {field} must .*, got"):
             MixedPrecision(**{field: value})

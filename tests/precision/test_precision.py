@@ -6,7 +6,7 @@ the masters. On two ranks nothing may differ by a bit: a sum of two has one orde
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch.distributed import fsdp
 from torch.func import functional_call
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
-from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
-from tests.models import CASES, Case, MixedTypes, Mlp, loss_of, vectors
+from tests.models import CASES, Case, MixedTypes, loss_of, vectors
 from tests.oracle import ROWS, assert_same_state, snapshot
 from tests.ways import BASIC, WAYS
 
@@ -202,13 +202,14 @@ def _handles(model: nn.Module) -> list[Any]:
 
 
 class Layer(nn.Module):
-    """Norms, a router and a gain that are to stay in float32.
+    """Norms, a router and a gain that a policy can keep in float32.
 
     Args:
-        by_hand: cast where a policy does it for the wrapped model.
+        in_float32: names of children whose inputs and outputs the layer casts itself, as a policy
+            does for the wrapped model.
     """
 
-    def __init__(self, by_hand: bool) -> None:
+    def __init__(self, in_float32: Collection[str] = ()) -> None:
         super().__init__()
         self.batch_norm = nn.BatchNorm1d(8)
         self.norm = nn.LayerNorm(8)
@@ -216,25 +217,25 @@ class Layer(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
         self.gain = nn.Parameter(torch.ones(8))
         self.register_buffer("table", torch.linspace(0.9, 1.1, 8))
-        self.by_hand = by_hand
+        self.in_float32 = in_float32
+
+    def call(self, name: str, x: Tensor) -> Tensor:
+        child = getattr(self, name)
+        return child(x.float()).to(x.dtype) if name in self.in_float32 else child(x)
 
     def forward(self, x: Tensor, *, seen: list[torch.dtype]) -> Tensor:
-        if self.by_hand:
-            normed = self.norm(self.batch_norm(x.float()).to(x.dtype).float()).to(x.dtype)
-            weights = self.router(normed.float()).to(x.dtype).softmax(-1)
-        else:
-            normed = self.norm(self.batch_norm(x))
-            weights = self.router(normed).softmax(-1)
+        normed = self.call("norm", self.call("batch_norm", x))
+        weights = self.call("router", normed).softmax(-1)
         seen.append(normed.dtype)
         mixed = sum(weights[:, i : i + 1] * one(normed) for i, one in enumerate(self.experts))
         return x + (mixed * self.gain * self.table).to(x.dtype)
 
 
 class Routed(nn.Module):
-    def __init__(self, by_hand: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(7, 8)
-        self.layers = nn.ModuleList([Layer(by_hand) for _ in range(2)])
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.down = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -247,39 +248,38 @@ class Routed(nn.Module):
 
 
 ROUTED = Case("routed", Routed, vectors, (Layer,), row_wise=False)
-FULL_PRECISION = ("norm", "router", "gain")
-POLICY = MixedPrecision(
-    BF16,
-    module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
-    overrides={"layers.*.router": FP32, "*.gain": FP32},
-)
+NORMS = ("batch_norm", "norm")
+POLICY = MixedPrecision(BF16, module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm))
 
 
-def test_norms_and_routers_in_full_precision() -> None:
-    run_ranks(_norms_and_routers, 2)
+def routed_by_hand(in_float32: Collection[str]) -> nn.Module:
+    """The plain model, whose layers cast the inputs and outputs of these children."""
+    model = ROUTED.model(FP32)
+    for layer in model.layers:
+        layer.in_float32 = in_float32
+    return model
 
 
-def _norms_and_routers(rank: int, world_size: int) -> None:
+def test_norms_in_full_precision() -> None:
+    run_ranks(_norms, 2)
+
+
+def _norms(rank: int, world_size: int) -> None:
     def dtype_of(name: str) -> torch.dtype:
-        return FP32 if any(part in name for part in FULL_PRECISION) else BF16
+        return FP32 if "norm" in name else BF16
 
-    by_hand = ROUTED.model(FP32)
-    for layer in by_hand.layers:
-        layer.by_hand = True
+    by_hand = routed_by_hand(NORMS)
     expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
     for name, way in BASIC.items():
         plain = ROUTED.model(FP32)
         called_with: list[torch.dtype] = []
         norm = plain.layers[0].norm
         norm.register_forward_hook(lambda _, args, output, to=called_with: to.append(output.dtype))
-        model = ROUTED.wrap(
-            plain,
-            **way.keywords,
-            mixed_precision=POLICY,
-        )
+        model = ROUTED.wrap(plain, **way.keywords, mixed_precision=POLICY)
         assert list(model.state_dict()) == list(by_hand.state_dict())
         # One flat parameter for what is in bfloat16, one for all that is not.
-        assert [h.buffer.dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
+        dtypes = {handle.buffer.dtype for handle in model.layers[0]._sharding.unit.handles}
+        assert dtypes == {FP32, BF16}
         twin = copy.deepcopy(model)
         with naming(name):
             assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
@@ -292,25 +292,9 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
     with allow_warnings():  # torch's own
         assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
 
-    # A unit of its own that is to be ignored, and one with a policy of its own.
-    units = CustomPolicy(
-        lambda module: (
-            {"mixed_precision": MixedPrecision(BF16)}
-            if isinstance(module, nn.Linear) and module.in_features == 7
-            else isinstance(module, nn.LayerNorm | Layer)
-        )
-    )
+    # An ignored module that would be a unit of its own.
+    units = ModuleWrapPolicy({nn.LayerNorm, Layer})
     model = ShardedWrapper(ROUTED.model(FP32), auto_wrap_policy=units, mixed_precision=POLICY)
-    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
-
-    # By a function of the parameter, as torch spells it; modules cast for themselves.
-    full = {id(p) for name, p in by_hand.named_parameters() if dtype_of(name) is FP32}
-    policy = MixedPrecision(
-        BF16, module_classes_to_ignore=(), overrides=lambda p: FP32 if id(p) in full else None
-    )
-    by_hand.zero_grad()
-    by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
-    model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
     assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
 
 
@@ -524,17 +508,8 @@ def _what_is_said(rank: int, world_size: int) -> None:
     model(torch.randn(2, 7, dtype=FP64)).sum().backward()
     assert {h.buffer.dtype for h in _handles(model)} == {BF16, torch.complex128, torch.int64}
 
-    if rank == 0:
-        with pytest.warns(UserWarning, match=r"no module or parameter is called 'fc9\.\*'"):
-            wrap(Mlp(), overrides={"fc9.*": FP32})
-    else:
-        wrap(Mlp(), overrides={"fc9.*": FP32})
-
+    # Tied: one of the two places is in a module of an ignored class.
     tied = CASES["tied-in-unit"].model(FP32)
     match = r"'embed.weight' and 'head.weight' are tied, and would be unsharded in param_dtype and"
     with pytest.raises(ValueError, match=match):
-        wrap(tied, overrides={"head": FP32})
-    with pytest.raises(TypeError, match=r"overrides\('fc1.weight'\) must give a floating point"):
-        wrap(Mlp(), overrides=lambda param: torch.int8)
-    with pytest.raises(ValueError, match="the ranks build different models"):
-        wrap(Mlp(), overrides=lambda param: FP32 if rank and param.dim() == 2 else None)
+        wrap(tied, module_classes_to_ignore=(nn.Linear,))

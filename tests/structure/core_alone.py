@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from tests.models import CASES
 from tests.oracle import ROWS, train_rank_by_rank, train_steps
 
@@ -51,6 +51,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
     "deadlock": None,
     "shared_memory": None,
+    "overrides": lambda _: MixedPrecision(overrides={"*": torch.float32}),
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
     "recording": lambda model: model.record_steps(),

@@ -30,7 +30,7 @@ from flatshard.optimizer import state_dicts
 from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.optimizer.stepper import OptimizerExtension, extensions, is_elementwise
 from flatshard.plan.module_tree import unit_text
-from flatshard.precision.casts import tensors_in
+from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
 
 __all__ = ["register"]

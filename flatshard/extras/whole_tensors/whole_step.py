@@ -36,7 +36,7 @@ from flatshard.optimizer.stepper import (
     put_others,
     step_groups,
 )
-from flatshard.precision.casts import set_grad
+from flatshard.precision import set_grad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 
 # About how many bytes of parameters and gradients each rank gathers at a time.

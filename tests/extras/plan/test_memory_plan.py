@@ -127,11 +127,3 @@ def test_table_and_refusals() -> None:
             predict(model(), world_size=4, sharding_strategy="HYBRID_SHARD", ranks_per_node=size)
     with pytest.raises(TypeError, match="auto_wrap_policy"):
         predict(model(), world_size=4, auto_wrap_policy=3)
-
-
-@pytest.mark.uncoalesced  # the plan has an entry for each layer
-def test_precision_overrides_count() -> None:
-    """A submodule that keeps its dtype is gathered in it, as the wrapper does."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, overrides={"1.*": torch.float32})
-    plan = predict(model(), world_size=4, auto_wrap_policy=BLOCKS, mixed_precision=precision)
-    assert [unit.gathered_bytes // BLOCK for unit in plan.units] == [2, 4, 2, 2, 2]

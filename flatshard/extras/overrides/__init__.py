@@ -1,0 +1,126 @@
+"""Extra: modules and parameters in another dtype than their policy's, by name or by function.
+
+Without this folder, ``MixedPrecision(overrides=...)`` raises MissingExtraError. Modules of the
+classes in ``MixedPrecision.module_classes_to_ignore`` keep their own dtype without the extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from flatshard.options.precision import MixedPrecision, Overrides, is_float_dtype
+from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_tree import paths
+from flatshard.precision import Override, PrecisionPlan
+
+
+def as_overrides(value: object) -> Overrides:
+    """Read ``MixedPrecision.overrides``.
+
+    Raises:
+        TypeError: ``value`` is neither a function nor a mapping of strings to floating point
+            dtypes.
+    """
+    if not isinstance(value, Mapping):
+        if callable(value):
+            return value
+        raise TypeError(
+            "MixedPrecision: overrides must be a mapping of name patterns to dtypes or a "
+            f"function of a parameter, got {value!r}"
+        )
+    for pattern, dtype in value.items():
+        if not isinstance(pattern, str) or not is_float_dtype(dtype):
+            raise TypeError(
+                "MixedPrecision: overrides must map name patterns to floating point dtypes, "
+                f"got {pattern!r}: {dtype!r}"
+            )
+    return dict(value)
+
+
+class OverridesPlan(PrecisionPlan):
+    """The precision of a model of which at least one policy has ``overrides``."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        policies: Mapping[nn.Module, MixedPrecision],
+        left_alone: Collection[int],
+    ) -> None:
+        """Decide; raises as ``PrecisionPlan`` does."""
+        self._dtype_by_function: dict[str, torch.dtype] = {}  # keyed by the parameter's name
+        self._matched_patterns: set[str] = set()
+        # All names are known before the first choice: each name of a shared module counts.
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, ancestry in paths(root):
+            if not any(isinstance(module, ModuleProxy) for module in ancestry):
+                self._names.setdefault(ancestry[-1], []).append(name)
+        super().__init__(root, policies, left_alone)
+
+    def choose_for_module(
+        self, module: nn.Module, policy: MixedPrecision, around: Override | None
+    ) -> Override | None:
+        """By class, else by one of the module's names, else the override of the parent."""
+        override = super().choose_for_module(module, policy, None)
+        override = override or self._by_name(self._names[module], policy, module.parameters())
+        return override or around
+
+    def choose_for_param(
+        self, module: nn.Module, attribute: str, param: nn.Parameter
+    ) -> Override | None:
+        """By the parameter's own name or the function, else the override of the module."""
+        policy = self._policy_of[module]
+        names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
+        override = self._by_name(names, policy, [param])
+        override = override or self._by_function(names[0], param, policy)
+        return override or super().choose_for_param(module, attribute, param)
+
+    def _by_name(
+        self, names: list[str], policy: MixedPrecision, params: Iterable[nn.Parameter]
+    ) -> Override | None:
+        if isinstance(policy.overrides, Mapping):
+            for pattern, dtype in policy.overrides.items():
+                if any(fnmatchcase(name, pattern) for name in names):
+                    self._matched_patterns.add(pattern)
+                    return _override(dtype, params)
+        return None
+
+    def _by_function(
+        self, name: str, param: nn.Parameter, policy: MixedPrecision
+    ) -> Override | None:
+        if policy.overrides is None or isinstance(policy.overrides, Mapping):
+            return None
+        dtype = policy.overrides(param)
+        if dtype is None or dtype == policy.param_dtype:
+            return None
+        if not is_float_dtype(dtype):
+            raise TypeError(
+                f"mixed_precision: overrides({name!r}) must give a floating point torch.dtype or "
+                f"None, got {dtype!r}"
+            )
+        self._dtype_by_function[name] = dtype
+        return _override(dtype, [param])
+
+    def describe(self) -> str:
+        """The dtypes that functions returned: they must be the same on every rank."""
+        dtypes = self._dtype_by_function
+        return f", overrides by function: {dtypes}" if dtypes else ""
+
+    def warnings(self) -> list[str]:
+        """Warnings about settings that have no effect, with patterns that match nothing."""
+        given = [policy.overrides for policy in self._policies.values()]
+        patterns = {name for names in given if isinstance(names, Mapping) for name in names}
+        return super().warnings() + [
+            f"mixed_precision: overrides: no module or parameter is called {pattern!r}"
+            for pattern in sorted(patterns - self._matched_patterns)
+        ]
+
+
+def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
+    # Parameters that get the dtype that they have share a flat parameter with those that keep
+    # their own dtype.
+    dtypes = {param.dtype for param in params if param.is_floating_point()}
+    return Override(None if dtypes == {dtype} else dtype)

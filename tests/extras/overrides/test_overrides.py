@@ -1,0 +1,121 @@
+"""Modules and parameters in another dtype than their policy's, by name or by function.
+
+The oracle is that of the tests of the plain policy: a model that casts by hand.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.memory_plan import predict
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import CASES, Mlp
+from tests.precision.test_precision import (
+    BF16,
+    FP32,
+    NORMS,
+    ROUTED,
+    Layer,
+    assert_bitwise,
+    routed_by_hand,
+    trained,
+    trained_by_hand,
+)
+from tests.ways import BASIC
+
+FULL_PRECISION = ("norm", "router", "gain")
+POLICY = MixedPrecision(
+    BF16,
+    module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
+    overrides={"layers.*.router": FP32, "*.gain": FP32},
+)
+
+
+@pytest.mark.parametrize("value", [[("norm", BF16)], {"norm": torch.int8}, {1: BF16}])
+def test_bad_overrides(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"MixedPrecision: overrides must .*, got"):
+        MixedPrecision(overrides=value)
+
+
+def test_norms_and_routers_in_full_precision() -> None:
+    run_ranks(_norms_and_routers, 2)
+
+
+def _norms_and_routers(rank: int, world_size: int) -> None:
+    def dtype_of(name: str) -> torch.dtype:
+        return FP32 if any(part in name for part in FULL_PRECISION) else BF16
+
+    by_hand = routed_by_hand((*NORMS, "router"))
+    expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
+    for name, way in BASIC.items():
+        model = ROUTED.wrap(ROUTED.model(FP32), **way.keywords, mixed_precision=POLICY)
+        # One flat parameter for what is in bfloat16, one for all that is not.
+        assert [h.buffer.dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
+        with naming(name):
+            assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+    compiled = ROUTED.model(FP32)
+    layer = compiled.layers[0]
+    layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
+    model = ROUTED.wrap(compiled, mixed_precision=POLICY)
+    with allow_warnings():  # torch's own
+        assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+
+    # A unit of its own that is to be ignored, and one with a policy of its own.
+    units = CustomPolicy(
+        lambda module: (
+            {"mixed_precision": MixedPrecision(BF16)}
+            if isinstance(module, nn.Linear) and module.in_features == 7
+            else isinstance(module, nn.LayerNorm | Layer)
+        )
+    )
+    model = ShardedWrapper(ROUTED.model(FP32), auto_wrap_policy=units, mixed_precision=POLICY)
+    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+
+    # By a function of the parameter, as torch spells it; modules cast for themselves.
+    full = {id(p) for name, p in by_hand.named_parameters() if dtype_of(name) is FP32}
+    policy = MixedPrecision(
+        BF16, module_classes_to_ignore=(), overrides=lambda p: FP32 if id(p) in full else None
+    )
+    by_hand.zero_grad()
+    by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
+    model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
+    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+
+
+@pytest.mark.uncoalesced  # the plan has an entry for each layer
+def test_predicted_memory() -> None:
+    """A module with an override is all-gathered in the dtype of its own."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(3)))
+    policy = MixedPrecision(BF16, overrides={"1.*": FP32})
+    blocks = ModuleWrapPolicy({nn.Linear})
+    plan = predict(model, world_size=4, auto_wrap_policy=blocks, mixed_precision=policy)
+    assert [unit.gathered_bytes // 64**2 for unit in plan.units] == [2, 4, 2, 0]  # the root last
+
+
+def test_what_is_said() -> None:
+    run_ranks(_what_is_said, 2)
+
+
+def _what_is_said(rank: int, world_size: int) -> None:
+    def wrap(model: nn.Module, overrides: Any) -> ShardedWrapper:
+        return ShardedWrapper(model, mixed_precision=MixedPrecision(BF16, overrides=overrides))
+
+    if rank == 0:
+        with pytest.warns(UserWarning, match=r"no module or parameter is called 'fc9\.\*'"):
+            wrap(Mlp(), {"fc9.*": FP32})
+    else:
+        wrap(Mlp(), {"fc9.*": FP32})
+
+    tied = CASES["tied-in-unit"].model(FP32)
+    match = r"'embed.weight' and 'head.weight' are tied, and would be unsharded in param_dtype and"
+    with pytest.raises(ValueError, match=match):
+        wrap(tied, {"head": FP32})
+    with pytest.raises(TypeError, match=r"overrides\('fc1.weight'\) must give a floating point"):
+        wrap(Mlp(), lambda param: torch.int8)
+    with pytest.raises(ValueError, match="the ranks build different models"):
+        wrap(Mlp(), lambda param: FP32 if rank and param.dim() == 2 else None)
