@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,13 +76,11 @@ def copy_with_params(
     for group, params in zip(twin_groups, groups, strict=True):
         group["params"][:] = params
     attributes = {
-        name: value
+        name: OrderedDict() if name.startswith("_optimizer_") else value  # without hooks
         for name, value in optimizer.__dict__.items()
-        if name not in _NOT_COPIED and not name.startswith("_optimizer_")
+        if name not in _NOT_COPIED
     }
     twin.__dict__.update(copy.deepcopy(attributes, {**memo, id(own): twin_groups}))
-    hooks = (name for name in optimizer.__dict__ if name.startswith("_optimizer_"))
-    twin.__dict__.update({name: OrderedDict() for name in hooks})
     twin.state, twin.param_groups = defaultdict(dict), twin_groups
     return twin
 
@@ -143,11 +141,8 @@ def _copied(param: Tensor) -> Tensor:
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
     """Step small full parameters together and apart: equal results allow one owner each."""
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
-    first = [[index % 2 == 0 for index, _ in enumerate(group)] for group in shapes]
-    second = [[not one for one in group] for group in first]
-    every = [[True] * len(group) for group in shapes]
-    together, *apart = (_Trial(optimizer, shapes, which) for which in (every, first, second))
-    empty = _Trial(optimizer, shapes, [[] for _ in shapes])
+    kinds = ((0, 1), (0,), (1,), ())
+    together, *apart, empty = (_Trial(optimizer, shapes, parities) for parities in kinds)
     step_unhooked(without_params(copy_with_params(optimizer, [[] for _ in shapes])))
     mode = StepMode.IN_PARTS
     for scale in _SCALES:
@@ -173,13 +168,16 @@ def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 class _Trial:
-    """A copy of an optimizer over small full parameters."""
+    """A copy of an optimizer over small full parameters.
+
+    Of each group only the parameters whose index modulo 2 is in ``parities``.
+    """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         shapes: Sequence[Sequence[tuple[tuple[int, ...], Tensor]]],
-        included: Sequence[Sequence[bool]],
+        parities: Collection[int],
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self._grads: dict[nn.Parameter, Tensor] = {}
@@ -189,7 +187,7 @@ class _Trial:
             groups.append([])
             for index, (shape, like) in enumerate(group):
                 value, grad = (torch.randn(shape, generator=generator) for _ in range(2))
-                if not included[number] or not included[number][index]:
+                if index % 2 not in parities:
                     continue
                 param = nn.Parameter(value.to(like.device, like.dtype))
                 self._grads[param] = grad.to(param)

@@ -124,11 +124,8 @@ class WholeStep:
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer still has the parameters that this was made for."""
-        params = sharded_params(optimizer)
-        return len(params) == len(self._params) and all(
-            mine is theirs and mine.spec is self.owned[theirs].spec
-            for mine, theirs in zip(self._params, params, strict=True)
-        )
+        now = {param: param.spec for param in sharded_params(optimizer)}
+        return now == {param: owned.spec for param, owned in self.owned.items()}
 
     def extra_bytes(self) -> int:
         """Bytes of full tensors and of send and receive buffers, at a step's peak on this rank."""
