@@ -234,7 +234,13 @@ class DiskSteps(OptimizerExtension):
         return {id(param) for part in parts for param in part.params}
 
     def after_part(self, optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
-        _page_out(optimizer, params)
+        """Put the state of parameters that were stepped where it is kept, and give pages back."""
+        for param in params:
+            storage = state_disk(param)
+            if storage is not None and not isinstance(param, FlatShardTensor):
+                # The state of a sharded parameter is on the disk since the state was made.
+                state_to_target(optimizer.state.get(param, {}), param.shape, storage)
+        release(*_tensors(optimizer, params))
 
     def before_backward(self, optimizer: torch.optim.Optimizer) -> None:
         _reserve(optimizer, before_backward=True)
@@ -243,7 +249,7 @@ class DiskSteps(OptimizerExtension):
 @untraced
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        _page_out(optimizer, group["params"])
+        _steps.after_part(optimizer, group["params"])
 
 
 def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
@@ -266,16 +272,6 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
             parts[-1].params.append(param)
             nbytes += local_range(param).nbytes
     return parts if parts and _reserve(optimizer) else []
-
-
-def _page_out(optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
-    """Put the state of parameters that were stepped where it is kept, and give pages back."""
-    for param in params:
-        storage = state_disk(param)
-        if storage is not None and not isinstance(param, FlatShardTensor):
-            # That of a sharded parameter is there since it was made.
-            state_to_target(optimizer.state.get(param, {}), param.shape, storage)
-    release(*_tensors(optimizer, params))
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
@@ -352,5 +348,6 @@ def _bytes_per_element(
 
 
 # From the first model on that keeps something on a disk, in the steps of all optimizers.
-extensions.append(DiskSteps())
+_steps = DiskSteps()
+extensions.append(_steps)
 register_optimizer_step_post_hook(_after_step)  # after users' hooks

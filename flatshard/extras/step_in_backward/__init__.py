@@ -240,7 +240,10 @@ class SteppedInBackward(StepExtension):
             rest = [of_unit for index, of_unit in parts.items() if index not in self._stepped]
             with profiled("step", "all units that are left"):
                 self._step(list(itertools.chain(*rest)))
-        self._show_consumed()
+        with torch._C.DisableTorchFunctionSubclass():
+            # After backward, which may bring more gradients: `.grad` says that it was used.
+            for param in self._showing:
+                param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
     def _drop_failed(self) -> None:
         """Forget a backward that did not come to its end; warn if it has stepped some units."""
@@ -275,12 +278,6 @@ class SteppedInBackward(StepExtension):
                 if param.grad is not None:
                     param.grad = None
                     self._showing.append(param)
-
-    def _show_consumed(self) -> None:
-        """Let ``.grad`` say that the gradient was used; after backward, which may bring more."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in self._showing:
-                param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
 
 def _drop_consumed(params: Iterable[nn.Parameter]) -> None:
