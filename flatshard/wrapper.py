@@ -374,7 +374,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         Raises:
             TypeError: ``hook`` is not callable, or does not accept these arguments.
             ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state
-                for other ranks than the model's; ranks register different hooks.
+                for other ranks than the model's; ranks register different hooks; another rank
+                raised.
             NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (PowerSGD,
                 quantization and the like), or would be called for a unit of a HYBRID strategy.
             RuntimeError: a unit has a hook already, or holds gradients of ``no_sync``; this

@@ -56,9 +56,9 @@ def register(
 ) -> None:
     """Give a hook to every flat parameter of some units; see ``ShardedWrapper``.
 
-    Collective: all ranks that train the model. Errors are raised on every rank, even if only some
-    ranks have a reason; then no unit has the hook. ``units`` are outermost first; ``is_late`` if
-    they are inside a model that has run a forward.
+    Collective: all ranks that train the model. If a rank raises, the other ranks raise ValueError,
+    which names this rank and its error, and no unit has the hook. ``units`` are outermost first;
+    ``is_late`` if they are inside a model that has run a forward.
     """
     outermost, _ = units[0]
     world = outermost.topology.world
