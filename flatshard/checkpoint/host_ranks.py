@@ -1,4 +1,7 @@
-"""``HostRanks``: ranks that exchange objects in an order of their own, also in another thread."""
+"""``Training``: a model, its optimizer and its ranks. ``HostRanks``: ranks that exchange objects.
+
+The ranks exchange objects in an order of their own, also in another thread.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from flatshard.comm.consistency import Facts, differing_fact
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
+from flatshard.module.sharding import model_shards
+from flatshard.state.model_shards import ModelShards
+from flatshard.wrapper import ShardedWrapper
 
 T = TypeVar("T")
 
@@ -26,20 +33,31 @@ _KINDS = (
 
 
 class HostRanks:
-    """The ranks of a process group, through host memory; None is this rank alone."""
+    """The ranks of a process group, through host memory; None is this rank alone.
+
+    Attributes:
+        rank: this rank's index in the group.
+        ranks: the group's ranks in the default group.
+        group: a process group with an order of its own, for torch's collectives of objects; None
+            if this rank is alone.
+        gather: every rank's value; see ``HostExchange.gather``.
+        gather_unless_equal: one value if all ranks have the same; see ``HostExchange``.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Collective: all ranks of the group, at the first call for it."""
-        self._exchange: HostExchange | None = None
-        # This rank's index in the group, and the group's ranks in the default group.
         self.rank, self.ranks = 0, [0]
+        self.group: dist.ProcessGroup | None = None
+        exchange = HostExchange(None, torch.device("cpu"))
         if group is not None and group.size() > 1 and not is_fake(group):
             self.rank, self.ranks = group.rank(), dist.get_process_group_ranks(group)
             if group not in _exchanges:
                 with named(f"flatshard.checkpoint, rank {self.global_rank}: meeting the ranks"):
                     own = new_group(group, on_host=True)
                 _exchanges[group] = HostExchange(own, torch.device("cpu"))
-            self._exchange = _exchanges[group]
+            exchange = _exchanges[group]
+            self.group = exchange.group
+        self.gather, self.gather_unless_equal = exchange.gather, exchange.gather_unless_equal
 
     @property
     def size(self) -> int:
@@ -48,26 +66,6 @@ class HostRanks:
     @property
     def global_rank(self) -> int:
         return self.ranks[self.rank]
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group, with an order of its own, for torch's collectives of objects."""
-        return None if self._exchange is None else self._exchange.group
-
-    def gather(self, value: Any, op_name: str) -> list[Any]:
-        """Every rank's ``value`` (picklable), in rank order.
-
-        Collective: all ranks.
-
-        Raises:
-            CollectiveError: another rank has ended, or did not come within the group's timeout.
-        """
-        return [value] if self._exchange is None else self._exchange.gather(value, op_name)
-
-    def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
-        """As ``gather``; only one value if all ranks have the same."""
-        exchange = self._exchange
-        return [value] if exchange is None else exchange.gather_unless_equal(value, op_name)
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """The result of this rank's ``work``; if ``work`` raises on a rank, all raise that error.
@@ -79,9 +77,9 @@ class HostRanks:
             result = work()
         except Exception as raised:
             error = raised
-        for rank, told in enumerate(self.gather_unless_equal(error and _told(error), op_name)):
+        for rank, told in enumerate(self.gather_unless_equal(error and _plain(error), op_name)):
             if told is not None:
-                raise self._as_raised(rank, told, op_name) from error
+                raise self.told_by(rank, told, op_name) from error
         return cast(T, result)
 
     def compare(self, facts: Facts, op_name: str, remedy: Callable[[str], str]) -> None:
@@ -96,17 +94,76 @@ class HostRanks:
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
 
     def told_by(self, rank: int, error: BaseException, op_name: str) -> Exception:
-        """A rank's error as all ranks raise it."""
-        return self._as_raised(rank, _told(error), op_name)
-
-    def _as_raised(self, rank: int, told: tuple[type[Exception], str], op_name: str) -> Exception:
-        kind, text = told
-        return kind(f"{op_name}, rank {self.ranks[rank]}: {text}")
+        """A rank's error, in the form that all ranks raise."""
+        plain = _plain(error)
+        return type(plain)(f"{op_name}, rank {self.ranks[rank]}: {plain}")
 
 
-def _told(error: BaseException) -> tuple[type[Exception], str]:
+def _plain(error: BaseException) -> Exception:
+    """An error of a type that every rank can unpickle, with the same message."""
     for kind in _KINDS:
         if isinstance(error, kind):
-            return kind, str(error)
+            return kind(str(error))
     name = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-    return RuntimeError, f"{name}{error}"
+    return RuntimeError(f"{name}{error}")
+
+
+class Training:
+    """The model and the optimizer that a call saves or loads, and the ranks that train the model.
+
+    Attributes:
+        shards: the units of the model; None if the model is unwrapped.
+        plain: the model whose parameters have the unwrapped model's names.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, caller: str
+    ) -> None:
+        """Check the arguments' types, and wait for the ranks. Collective."""
+        for value, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer | None)):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{caller}: expected one model and its optimizer, got a "
+                    f"{type(value).__name__}. Save and load each model in a folder of its own, "
+                    "with one call per model."
+                )
+        self.model, self.optimizer = model, optimizer
+        self.plain = model
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self.shards = model_shards(model, caller)
+        if self.shards is not None:
+            self.shards.refuse_dtensors(caller)
+            group = self.shards.world.group
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            self.plain, group = model.module, model.process_group
+        self.ranks = HostRanks(group)
+
+    @property
+    def device(self) -> torch.device:
+        return next((param.device for param in self.model.parameters()), torch.device("cpu"))
+
+    def model_state(self) -> dict[str, Any]:
+        """The sharded state dict, whose tensors share memory with the model."""
+        return self.plain.state_dict() if self.shards is None else self.shards.state_dict()
+
+    def optim_state(self) -> dict[str, Any] | None:
+        """The optimizer's sharded state dict; None without an optimizer."""
+        if self.optimizer is None:
+            return None
+        with ShardedWrapper.state_dict_type(self.model, "SHARDED_STATE_DICT"):
+            return ShardedWrapper.optim_state_dict(self.plain, self.optimizer, offload_to_cpu=False)
+
+
+def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
+    """The units of a sharded model, and the ranks that train it. Collective.
+
+    Raises:
+        ValueError: the model is unwrapped.
+    """
+    training = Training(model, None, caller)
+    if training.shards is None:
+        raise ValueError(
+            f"{caller}: expected a ShardedWrapper or a module that contains some, got an unwrapped "
+            f"{type(model).__name__}: safetensors.torch does this for those"
+        )
+    return training.shards, training.ranks

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
-from flatshard.checkpoint.host_ranks import HostRanks
+from flatshard.checkpoint.host_ranks import Training
 from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
 from flatshard.optimizer.stepper import ONE_PER_PARAMETER
+from flatshard.wrapper import ShardedWrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -29,42 +30,43 @@ if TYPE_CHECKING:
 StateDict = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Sharded state dicts, which are overwritten; of an optimizer, if its state is wanted."""
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Continue a training that ``save`` has saved, on any number of ranks; returns its ``extra``.
 
-    model: StateDict
-    optimizer: StateDict | None
-    scheduler: bool
+    Each rank reads its own part into the memory of its shards; no tensor is sent, and no rank
+    holds the full model. As many ranks as saved continue their random number generators. Of
+    others, rank r continues rank r's if there was one, and is else seeded by rank 0's and r.
 
+    Collective: all ranks that train ``model``, between steps.
 
-@dataclass(frozen=True)
-class Loaded:
-    """What is not in the model yet.
+    Args:
+        path: the checkpoint's folder; see ``latest``.
+        model: may have other units, another strategy, and may have been wrapped on the meta device.
+        optimizer: gets the saved state and options. Without it, those are not read.
+        scheduler: has ``load_state_dict()``.
+        verify: compare checksums of the files, of which each rank reads some, before anything is
+            overwritten.
 
-    Attributes:
-        model: its state dict, whose tensors have been overwritten.
-        optimizer: its state by name; tensors per element are sharded as the model's.
-        rng: the generators of this rank when it was saved; None for a rank that was not there.
-        first: what rank 0 saved: its generators (rng), the scheduler's state, ``extra``.
-    """
-
-    model: StateDict
-    optimizer: StateDict
-    rng: StateDict | None
-    first: StateDict
-
-
-def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bool) -> Loaded:
-    """Read a checkpoint into ``take()``; see ``flatshard.checkpoint.load``.
-
-    Collective: all ranks of ``ranks``. They exchange errors alone.
+    Raises:
+        FileNotFoundError: on all ranks: there is no complete checkpoint; names the last one.
+        ValueError: on all ranks, before anything is overwritten: names and shapes that are
+            missing, unexpected or different, all of them; a corrupted or truncated file; a folder
+            of another format.
     """
     # Here, as torch's package is slow to load.
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     from flatshard.checkpoint import dcp_files
 
+    training = Training(model, optimizer, "checkpoint.load()")
+    path, ranks = Path(path), training.ranks
     wait_for_pending()
     op_name = f"checkpoint.load({str(path)!r})"
 
@@ -72,12 +74,13 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
         file = path / folders.own_file(rank)
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[Marker, Metadata, Wanted, StateDict]:
+    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict]:
         marker = _require_complete(path)
         # Also without ``verify``: a flipped bit may give metadata of another meaning.
         dcp_files.check_sum(path, marker, ".metadata", lambda _: None)
-        found, wanted = dcp_files.read_metadata(path), take()
-        if wanted.scheduler and own_file(0)["scheduler"] is None:
+        found = dcp_files.read_metadata(path)
+        wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
+        if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Load without it")
         incomplete = dcp_files.incomplete_tensors(found)
         return marker, found, wanted, _targets(path, found, wanted, incomplete)
@@ -101,11 +104,24 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
     rng, first = ranks.agree(read, op_name)
     progress.end(path, marker.bytes)
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
-    optimizer = {"state": {}, "param_groups": [], **nested.get("optimizer", {})}
-    return Loaded({**wanted.model, **nested.get("model", {})}, optimizer, rng, first)
+    training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
+    if optimizer is not None:
+        state = {"state": {}, "param_groups": [], **nested.get("optimizer", {})}
+        ShardedWrapper.optim_state_dict_to_load(
+            training.plain, optimizer, state, load_directly=True
+        )
+    if scheduler is not None:
+        scheduler.load_state_dict(first["scheduler"])
+    if rng is None:
+        _seed_generators(ranks.rank, first["rng"])
+    else:
+        _restore_generators(rng, training.device)
+    return first["extra"]  # type: ignore[no-any-return]
 
 
-def _targets(path: Path, found: Metadata, wanted: Wanted, incomplete: Iterable[str]) -> StateDict:
+def _targets(
+    path: Path, found: Metadata, wanted: StateDict, incomplete: Iterable[str]
+) -> StateDict:
     """By DCP's key, what is overwritten: tensors that are there, and new ones.
 
     Raises:
@@ -113,7 +129,7 @@ def _targets(path: Path, found: Metadata, wanted: Wanted, incomplete: Iterable[s
     """
     targets: StateDict = {}
     problems: list[str] = []
-    asked = ("model",) if wanted.optimizer is None else ("model", "optimizer")
+    asked = ("model",) if wanted["optimizer"] is None else ("model", "optimizer")
     incomplete = [key for key in incomplete if key.startswith(asked)]
     if incomplete:
         raise ValueError(
@@ -121,18 +137,18 @@ def _targets(path: Path, found: Metadata, wanted: Wanted, incomplete: Iterable[s
             "they were saved, ranks held the state of different parameters. Load another "
             "checkpoint, or pass no optimizer to load only the model."
         )
-    missing = {fqn for fqn, value in wanted.model.items() if isinstance(value, Tensor)}
-    missing |= {"the optimizer"} if wanted.optimizer is not None else set()
+    missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
+    missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()
     for key, names in found.planner_data.items():
         part, *rest = names
-        if part == "optimizer" and wanted.optimizer is None:
+        if part == "optimizer" and wanted["optimizer"] is None:
             continue
         saved: Any = found.state_dict_metadata[key]
         size = getattr(saved, "size", None)  # None: no tensor
         missing.discard("the optimizer" if part == "optimizer" else rest[0])
         fqn = rest[0] if part == "model" else rest[1]
-        held, param = _held(part, rest, wanted), wanted.model.get(fqn)
-        if rest[0] != "param_groups" and fqn not in wanted.model:
+        held, param = _held(names, wanted), wanted["model"].get(fqn)
+        if rest[0] != "param_groups" and fqn not in wanted["model"]:
             problems.append(f"{key!r}: expected nothing, got {_shape(size)}")
         elif part == "model" and isinstance(held, Tensor) and held.shape != size:
             problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
@@ -147,9 +163,9 @@ def _targets(path: Path, found: Metadata, wanted: Wanted, incomplete: Iterable[s
     return targets
 
 
-def _held(part: str, names: list[Any], wanted: Wanted) -> Any:
-    """What the program has under a name, if anything."""
-    held: Any = wanted.model if part == "model" else wanted.optimizer
+def _held(names: Iterable[Any], wanted: StateDict) -> Any:
+    """The program's value under nested names; None if there is no value."""
+    held: Any = wanted
     for name in names:
         held = held.get(name) if isinstance(held, dict) else None
     return held
@@ -195,7 +211,7 @@ def _require_complete(path: Path) -> Marker:
     return marker
 
 
-def restore_generators(found: StateDict, device: torch.device) -> None:
+def _restore_generators(found: StateDict, device: torch.device) -> None:
     """Continue these streams; what this process lacks (a GPU, numpy) is left out."""
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
@@ -206,7 +222,7 @@ def restore_generators(found: StateDict, device: torch.device) -> None:
         numpy.set_state(found["numpy"])
 
 
-def seed_generators(rank: int, found: StateDict) -> None:
+def _seed_generators(rank: int, found: StateDict) -> None:
     """Seed the generators of a rank that the checkpoint does not know, by rank 0's and its own."""
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)

@@ -11,28 +11,56 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from flatshard.checkpoint.host_ranks import HostRanks
+from flatshard.checkpoint.host_ranks import sharded
 from flatshard.checkpoint.ranges import OpenFiles, Place, Progress, read_range, write_range
 from flatshard.checkpoint.safetensors import Plan, find_tensors, plan_files
-from flatshard.state.model_shards import EntryShard, ModelShards
+from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
 
 _REMEDY = "Call it on all ranks, with the same model, path and options"
 Entries = Mapping[str, EntryShard]
 
 
-def save(
-    shards: ModelShards,
-    ranks: HostRanks,
-    path: str,
-    max_shard_size: int | str | None,
-    metadata: Mapping[str, str] | None,
-    dtype: torch.dtype | None,
+def save_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """See ``flatshard.checkpoint.save_safetensors``."""
+    """Save the unwrapped model's state dict as safetensors; all ranks write into the same file.
+
+    ``safetensors.torch.load_file``, ``from_pretrained`` and ``load_safetensors`` read it. Nothing
+    is gathered: every rank writes the bytes that it owns, at their place, from at most 16 MB of
+    extra memory. Of tied parameters the first name is in the file, the others are in its metadata,
+    as ``safetensors.torch.save_model`` has it. Buffers and ignored parameters are rank 0's.
+
+    Files are written under the name ``*.incomplete``, with room for all bytes reserved first, and
+    renamed when their bytes are on the disk: where anything fails, the file of before is as it was.
+
+    Collective: all ranks; no tensor is sent.
+
+    Args:
+        model: a wrapper, or a module that contains some.
+        path: a file, if it ends with ``.safetensors``; else a folder, made if there is none, for
+            ``model.safetensors``. On a file system that all ranks share.
+        max_shard_size: bytes, or "5GB": a folder's files are at most so large, if no tensor is
+            larger, and have the index ``model.safetensors.index.json``.
+        metadata: strings for the file's header; ``{"format": "pt"}`` is added.
+        dtype: to save floating point tensors in another dtype.
+
+    Raises:
+        ValueError: on all ranks: a dtype or an entry of the state dict that safetensors cannot
+            hold; ranks pass different arguments or models.
+        OSError: on all ranks: no room, no permission, a disk that fails, on any of them.
+        NotImplementedError: a unit trains on some of the ranks alone.
+        RuntimeError: a forward or backward of the model is running.
+    """
+    shards, ranks = sharded(model, "save_safetensors()")
     op_name, is_first = "save_safetensors", ranks.rank == 0
 
     def prepare() -> tuple[Entries, Plan]:
@@ -93,8 +121,33 @@ def _write(entries: Entries, plan: Plan, is_first: bool, progress: Progress) -> 
         raise
 
 
-def load(shards: ModelShards, ranks: HostRanks, path: str, *, strict: bool) -> _IncompatibleKeys:
-    """See ``flatshard.checkpoint.load_safetensors``."""
+def load_safetensors(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
+) -> _IncompatibleKeys:
+    """Load safetensors files of the unwrapped model; each rank reads only what it holds.
+
+    Values are read straight into the shards, also into those that ``param_init_fn=leave_empty``
+    left empty, and cast to their dtype; beside these a rank holds at most 16 MB. A tied parameter
+    needs one of its names; DistributedDataParallel's ``module.`` prefix is accepted. Hooks and
+    overrides of the modules' ``load_state_dict`` are not called.
+
+    Collective: all ranks; no tensor is sent.
+
+    Args:
+        model: a wrapper, or a module that contains some.
+        path: a file, the index of several, or a folder with either.
+        strict: raise for tensors that the model or the files lack. Other shapes always raise.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict``.
+
+    Raises:
+        ValueError: on all ranks, and before anything is loaded: all tensors that do not fit, by
+            name; no safetensors file; a truncated, corrupt or missing one, by name.
+        OSError: on all ranks: a file cannot be read.
+        RuntimeError: a forward or backward of the model is running.
+    """
+    shards, ranks = sharded(model, "load_safetensors()")
     op_name = "load_safetensors"
 
     def prepare() -> tuple[Entries, dict[str, Place], _IncompatibleKeys]:
@@ -105,7 +158,7 @@ def load(shards: ModelShards, ranks: HostRanks, path: str, *, strict: bool) -> _
             [name for name, one in entries.items() if one.key not in present],
             [name for name in places if name not in entries],
         )
-        _check_fits(path, entries, places, keys, strict=strict)
+        _check_fits(os.fspath(path), entries, places, keys, strict=strict)
         return entries, places, keys
 
     entries, places, keys = ranks.agree(prepare, op_name)

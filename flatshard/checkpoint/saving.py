@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
-from flatshard.checkpoint.host_ranks import HostRanks
+from flatshard.checkpoint.host_ranks import HostRanks, Training
 from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.sources import leaves
 from flatshard.comm.work import CollectiveError, named
@@ -42,6 +42,64 @@ _TENSORS = (
     "that keeps the state of some parameters on some ranks only cannot be saved: use one that "
     "steps all parameters on every rank, such as torch.optim.Muon."
 )
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    extra: dict[str, Any] | None = None,
+    async_: bool = False,
+    keep: int | None = None,
+) -> PendingSave | None:
+    """Save a training in the folder ``path``, which any number of ranks can ``load``.
+
+    Each rank writes what it holds; no tensor is sent. The folder appears under its name when all
+    is on the disk, so that a kill at any moment leaves the one saved before. It is a folder of
+    ``torch.distributed.checkpoint`` (DCP), with keys ``model`` and ``optimizer`` as from torch's
+    ``get_state_dict``. Random number generators of each rank are saved as well.
+
+    Collective: all ranks that train ``model``, between steps. The hosts share the file system.
+
+    Args:
+        path: the checkpoint's folder, such as ``"runs/step-00001000"``. A name is used once.
+        model: a wrapper, a module that contains some, or an unwrapped model (under
+            DistributedDataParallel, or the same on all ranks).
+        optimizer: an optimizer over its parameters.
+        scheduler: has ``state_dict()``, the same on all ranks.
+        extra: what else to keep (the step, the position in the data), the same on all ranks:
+            numbers, strings, tensors, lists and dicts of them. ``extra["step"]`` names the
+            step where the checkpoint is listed.
+        async_: copy to host memory and return; a thread writes. The next save or load waits for
+            it, and the end of the program. Call ``wait()`` on the result before the process group
+            is destroyed.
+        keep: delete older checkpoints beside ``path`` whose names differ in their number alone,
+            but for this many.
+
+    Returns:
+        With ``async_`` what to wait for. Its errors are raised by ``wait()``, else by the next
+        save or load, else at the end of the program.
+
+    Raises:
+        OSError: on all ranks: no space left, no permission, ``path`` exists (FileExistsError). No
+            checkpoint has changed.
+        TypeError: on all ranks: ``extra`` holds what loads only by running code.
+        ValueError: on all ranks: ranks pass different arguments.
+        NotImplementedError: on all ranks: a unit trains on some of the ranks alone.
+        CollectiveError: another rank has ended. No checkpoint has changed.
+    """
+
+    def take() -> Snapshot:
+        tensors: dict[str, Any] = {"model": training.model_state()}
+        if optimizer is not None:
+            tensors["optimizer"] = training.optim_state()
+        states = None if scheduler is None else scheduler.state_dict()
+        return Snapshot(tensors, generators(training.device), states, dict(extra or {}))
+
+    training = Training(model, optimizer, "checkpoint.save()")
+    return Save(Path(path), training.ranks, keep).run(take, async_=async_)
 
 
 @dataclass(frozen=True)
