@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
@@ -13,17 +12,9 @@ from flatshard.checkpoint.converting import FORMATS, convert
 from flatshard.checkpoint.sources import open_source
 
 
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the command line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends with exit status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for bad input."""
-    parser = Parser(prog="flatshard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="flatshard", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     one = commands.add_parser("inspect", help="list what a checkpoint holds")
     one.add_argument("path", help="a file or a folder")

@@ -7,7 +7,7 @@ nothing to plan together: ranks only tell one another whether all went well.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
@@ -181,26 +181,18 @@ def _check_fits(
     *,
     strict: bool,
 ) -> None:
-    """Raise ValueError for all that does not fit."""
-
-    def listed(names: Iterable[str]) -> list[str]:
-        return [f"{name!r} ({', '.join(said(name))})" for name in names]
-
-    def said(name: str) -> Iterator[str]:
-        if name in entries:
-            yield f"expected {tuple(entries[name].entry.shape)} {entries[name].entry.dtype}"
-        if name in places:
-            yield f"found {places[name].shape} {places[name].dtype}"
-
+    """Raise ValueError with all tensors that do not fit."""
+    expected = {n: f"{tuple(one.entry.shape)} {one.entry.dtype}" for n, one in entries.items()}
+    found = {name: f"{place.shape} {place.dtype}" for name, place in places.items()}
     wrong = [n for n in places if n in entries and places[n].shape != tuple(entries[n].entry.shape)]
-    problems = {"other shapes": listed(wrong)}
-    if strict:
-        problems["not in the file"] = listed(keys.missing_keys)
-        problems["not in the model"] = listed(keys.unexpected_keys)
-    text = "; ".join(f"{what}: {', '.join(them)}" for what, them in problems.items() if them)
-    if text:
+    names = [*wrong, *keys.missing_keys, *keys.unexpected_keys] if strict else wrong
+    if names:
+        problems = (
+            f"{name!r}: expected {expected.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
+            for name in names
+        )
         remedy = "" if wrong else ". With strict=False it would load the rest"
-        raise ValueError(f"{path} does not fit the model: {text}{remedy}")
+        raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}{remedy}")
 
 
 def _read(entries: Entries, places: Mapping[str, Place], progress: Progress) -> None:

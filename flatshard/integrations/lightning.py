@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import ddp as fabric_ddp
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -166,11 +166,6 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
                 self.model, optimizer, state, load_directly=True
             )
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        description = "flatshard: fully sharded data parallel"
-        strategy_registry.register(cls.strategy_name, cls, description=description)
-
 
 class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
     """Shards the modules that Fabric sets up.
@@ -229,11 +224,6 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
                 return model
         raise ValueError("an optimizer has no parameters of a model that Fabric has set up")
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        description = "flatshard: fully sharded data parallel"
-        strategy_registry.register("flatshard", cls, description=description)
-
 
 class _Loads:
     """An optimizer as `load_checkpoint` is to see it: its state is full."""
@@ -282,15 +272,6 @@ def _by_position(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _register() -> None:
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-
-    for registry, strategy in (
-        (StrategyRegistry, FlatshardStrategy),
-        (STRATEGY_REGISTRY, FlatshardFabricStrategy),
-    ):
-        if "flatshard" not in registry:
-            strategy.register_strategies(registry)
-
-
-_register()
+_DESCRIPTION = "flatshard: fully sharded data parallel"
+StrategyRegistry.register("flatshard", FlatshardStrategy, _DESCRIPTION, override=True)
+STRATEGY_REGISTRY.register("flatshard", FlatshardFabricStrategy, _DESCRIPTION, override=True)
