@@ -1,7 +1,7 @@
 """Flat-parameter fully sharded data parallel training for PyTorch."""
 
 from flatshard.comm.work import CollectiveError
-from flatshard.module.meta_init import leave_empty
+from flatshard.module.initial_values import leave_empty
 from flatshard.optimizer.stepper import declare_elementwise
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision

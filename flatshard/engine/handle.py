@@ -85,7 +85,6 @@ class FlatParamHandle:
             for place in param.locations
         ]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        self.unfilled: set[OriginalParam] = set()  # parameters that have no values yet
         self.summoned: Any = None  # the open ``state.full_params.Summoned``, if any
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED

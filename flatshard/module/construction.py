@@ -14,13 +14,13 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
-from flatshard.module import meta_init, unit_report
+from flatshard.module import unit_report
 from flatshard.module.handle_making import make_handle
-from flatshard.module.initial_values import InitialValues, compare_values
+from flatshard.module.initial_values import InitialValues, broadcast_buffers, compare_values
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, initialising, sharding_of, shardings_in
+from flatshard.module.sharding import Sharding, sharding_of, shardings_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
@@ -30,6 +30,7 @@ from flatshard.plan.policies import explain_no_match
 from flatshard.state.model_state import UnitStateDict
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
+_ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
 
 
 def local_parts(
@@ -88,11 +89,12 @@ class Construction:
         self._reserve_offload()
         initial_values = compare_values(named, settings.sync_module_states, ranks.world)
         if initial_values.any_missing:
-            self._resets = meta_init.find_resets(plan, initial_values)
+            meta_init = extra("meta_init", _ON_META)
+            self._meta_init = meta_init.MetaInit(plan, initial_values)
         for _, buffer in plan.buffers():
             if not buffer.is_meta and buffer.device != settings.device:
                 buffer.data = buffer.data.to(settings.device)
-        meta_init.broadcast_buffers(plan, initial_values)
+        broadcast_buffers(plan, initial_values)
         return initial_values
 
     def _reserve_offload(self) -> None:
@@ -190,9 +192,7 @@ class Construction:
     ) -> None:
         """Initialise what was on the meta device, and fill replicas. Collective."""
         if initial_values.any_missing:
-            init = meta_init.MetaInit(root, handles, initial_values, self._resets, self._settings)
-            with initialising(root):
-                sharding_of(root).is_left_empty = init.run()
+            self._meta_init.run(root, handles)
         for handle in handles:
             handle.page_out()
         self._offload.trim()

@@ -38,9 +38,8 @@ def make_handle(
     handle = FlatParamHandle(owned, link, options, layout, dtype=dtype, device=device)
     with torch.inference_mode(False), torch.no_grad():
         handle.adopt(torch.zeros(layout.shard_numel, dtype=dtype, device=device))
-        handle.unfilled = {param for param in handle.params if id(param.sharded) in missing}
         for param in handle.params:
-            if param not in handle.unfilled:
+            if id(param.sharded) not in missing:
                 fill(handle, param, param.sharded, source)
         handle.show_shard()
     handle.make_buffer()
@@ -71,7 +70,6 @@ def fill(
     else:
         assert value is not None, "every rank has the values"
         part.copy_(part_of(value, span, param.local))
-    handle.unfilled.discard(param)
 
 
 def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
@@ -91,8 +89,6 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     for param in handle.params:
         copy = twin.params[param.index]
         copy.spec.name = param.spec.name  # that of the layout is relative to the first root
-        if param in handle.unfilled:
-            twin.unfilled.add(copy)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         twin.adopt(handle.flat_param.detach().clone())
         twin.show_shard()

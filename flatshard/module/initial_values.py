@@ -9,11 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
+from flatshard.module.model_plan import ModelPlan
+
+LEFT_EMPTY = "_flatshard_left_empty"
+
+
+def leave_empty(module: nn.Module) -> None:
+    """As or in a ``param_init_fn``: leave a module empty, since ``load_state_dict`` follows.
+
+    It allocates no memory beside the shards. The first forward checks that all values were loaded.
+    """
+    module.__dict__[LEFT_EMPTY] = True
 
 
 @dataclass
@@ -26,11 +38,6 @@ class InitialValues:
     missing: set[int]  # ids of tensors on the meta device: rank 0's if `sends`, else this rank's
     any_missing: bool  # whether some rank must initialise tensors
     different: list[str]  # names of the tensors that differ between ranks
-
-    @property
-    def initialises(self) -> bool:
-        """Whether this rank initialises tensors."""
-        return bool(self.missing) and (not self.sends or self.world.rank == 0)
 
     @property
     def source(self) -> Communicator | None:
@@ -88,3 +95,35 @@ def names_of_different(
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(names), 1)
     return [name for n, name in enumerate(names) if any(flags[n * size : (n + 1) * size])]
+
+
+def broadcast_buffers(plan: ModelPlan, start: InitialValues) -> None:
+    """Broadcast the buffers that have values on rank 0, if those count. Collective if they do."""
+    if not start.sends:
+        return
+    others = start.missing.union(plan.left_alone)
+    received: dict[int, Tensor] = {}  # several modules may hold one buffer
+    for name, module in plan.module.named_modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is None or id(buffer) in others:
+                continue
+            if id(buffer) not in received:
+                name_of_buffer = f"{name}.{attribute}" if name else attribute
+                received[id(buffer)] = take_from_rank_0(
+                    buffer, name_of_buffer, start.world, plan.settings.device
+                )
+            module._buffers[attribute] = received[id(buffer)]
+
+
+def take_from_rank_0(
+    buffer: Tensor, name: str, world: Communicator, device: torch.device
+) -> Tensor:
+    """The buffer, with the values of rank 0; a new one if it is on the meta device. Collective."""
+    if buffer.is_meta:
+        buffer = torch.empty_like(buffer, device=device)
+    contiguous = buffer.detach().contiguous()
+    world.broadcast(contiguous, op_name=name)
+    # A buffer of other strides was copied.
+    if contiguous.data_ptr() != buffer.data_ptr():
+        buffer.detach().copy_(contiguous)
+    return buffer

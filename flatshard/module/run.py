@@ -20,7 +20,6 @@ from flatshard.engine.forward import RootModule
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
-from flatshard.module import meta_init
 from flatshard.module.settings import as_flags
 from flatshard.module.sharding import (
     Sharding,
@@ -152,8 +151,9 @@ class RootChecks(RootModule):
             self._num_registered = _num_registered
         if not root.context.has_run:
             handles = handles_in(root.wrapper)
-            if any(one.is_left_empty for one in shardings_in(root.wrapper)):
-                meta_init.check_loaded(root.wrapper, handles, root.settings.ranks.world)
+            for sharding in shardings_in(root.wrapper):
+                if sharding.check_loaded is not None:
+                    sharding.check_loaded(root.wrapper, root.settings.ranks.world)
             if any(handle.flat_param.device.type == "cpu" for handle in handles):
                 prepare_allocator()
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
@@ -35,7 +35,8 @@ class Sharding:
     settings: Settings
     ignored: Ignored
     reason: str = ""  # why a policy made it a unit; empty if none did
-    is_left_empty: bool = False  # whether `leave_empty` left values to be loaded
+    # Raises before the first forward if `leave_empty` left values to be loaded and they were not.
+    check_loaded: Callable[[nn.Module, Communicator], None] | None = None
     # Whether a `param_init_fn` runs, which is called for the modules of each unit by themselves.
     is_initialising: bool = False
     context: RunContext = dataclasses.field(init=False)  # shared by a model; see `run.start_run`
@@ -100,19 +101,6 @@ def sharding_of(wrapper: ModuleProxy) -> Sharding:
 def shardings_in(module: nn.Module) -> list[Sharding]:
     """The shardings in a model, outermost first; none in an unwrapped model."""
     return [sharding_of(inner) for inner in module.modules() if isinstance(inner, ModuleProxy)]
-
-
-@contextlib.contextmanager
-def initialising(module: nn.Module) -> Iterator[None]:
-    """Let ``apply()`` and ``to_empty()`` in a ``param_init_fn`` end at the wrappers of units."""
-    shardings = shardings_in(module)
-    try:
-        for one in shardings:
-            one.is_initialising = True
-        yield
-    finally:
-        for one in shardings:
-            one.is_initialising = False
 
 
 def outermost_shardings(module: nn.Module) -> list[Sharding]:

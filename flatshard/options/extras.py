@@ -22,6 +22,7 @@ EXTRAS = {
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
     "overrides": "gives modules and parameters another dtype by name or by function",
+    "meta_init": "initialises models that are built on the meta device",
     "plan": "predicts the memory of a model",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",

@@ -285,7 +285,7 @@ FEATURES: dict[str, tuple[Callable[[], Model], dict[str, Any], Loop, float]] = {
 # Where the tests show more of it, in `tests/`.
 TESTS = {
     "training": "parity/test_parity.py",
-    "built on the meta device": "module/test_meta_init.py",
+    "built on the meta device": "extras/meta_init/test_meta_init.py",
     "bf16": "precision/test_precision.py",
     "float8 all-gathers": "extras/reduction/test_float8.py",
     "`wire_dtype=torch.bfloat16`": "comm/test_collectives.py",

@@ -1,7 +1,11 @@
-"""Initialises parameters and buffers that are on the meta device, after sharding, group by group.
+"""Extra: initialises models that are built on the meta device, after sharding, group by group.
 
 A group of modules gets full plain tensors to initialise, each rank keeps its parts of the result,
-and the full tensors are freed before the next group.
+and the full tensors are freed before the next group. Construction calls ``MetaInit``.
+
+Without this folder, wrapping a model with parameters or buffers on the meta device raises an error
+that names the folder. Ranks other than rank 0 may still have them there if rank 0 has all values
+and ``sync_module_states=True``.
 
 [Note: the pattern of unwritten memory]
 Memory is filled with a pattern before it is initialised. If the pattern is still there afterwards,
@@ -12,7 +16,8 @@ and ``load_state_dict`` did not load it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,9 +30,14 @@ from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.process_groups import as_bytes
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.handle_making import fill
-from flatshard.module.initial_values import InitialValues, names_of_different
+from flatshard.module.initial_values import (
+    LEFT_EMPTY,
+    InitialValues,
+    names_of_different,
+    take_from_rank_0,
+)
 from flatshard.module.model_plan import ModelPlan
-from flatshard.module.settings import Settings
+from flatshard.module.sharding import handles_in, sharding_of, shardings_in
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
@@ -37,18 +47,14 @@ Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
 _PIECE_BYTES = 1 << 16
-_LEFT_EMPTY = "_flatshard_left_empty"
 
 
-def leave_empty(module: nn.Module) -> None:
-    """As or in a ``param_init_fn``: leave a module empty, since ``load_state_dict`` follows.
-
-    It allocates no memory beside the shards. The first forward checks that all values were loaded.
-    """
-    module.__dict__[_LEFT_EMPTY] = True
+def _initialises(start: InitialValues) -> bool:
+    """Whether this rank initialises tensors."""
+    return bool(start.missing) and (not start.sends or start.world.rank == 0)
 
 
-def find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
+def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
     """Find the functions that give modules values. Collective.
 
     Raises ValueError, on every rank, if a module has none, or would lose values that it has.
@@ -71,7 +77,7 @@ def find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
             visit(child, owner)
 
     visit(plan.module, None)
-    problem = _uninitialisable(plan, start, resets) if start.initialises else None
+    problem = _uninitialisable(plan, start, resets) if _initialises(start) else None
     raise_everywhere(ValueError(problem) if problem else None, start.world)
     return resets
 
@@ -135,7 +141,10 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A module's attribute that needs values: of parameter ``number`` of a handle, or a buffer."""
+    """Place of a parameter or buffer that needs values: a module and its attribute.
+
+    A buffer has neither ``handle`` nor ``param``.
+    """
 
     module: nn.Module
     attribute: str
@@ -143,8 +152,8 @@ class _Slot:
     meta: Tensor
     handle: FlatParamHandle | None = None
     param: OriginalParam | None = None
-    # Every place of a tied parameter is initialised, as constructors do, which draw random numbers
-    # for each. The first one's values count.
+    # Every place of a tied parameter is initialised, because constructors draw random numbers for
+    # each place, too. The values of the first place count.
     is_first: bool = True
 
     @property
@@ -152,10 +161,10 @@ class _Slot:
         return self.module._buffers if self.handle is None else self.module._parameters
 
     @property
-    def held(self) -> Tensor | None:
+    def tensor(self) -> Tensor | None:
         return self._holder.get(self.attribute)
 
-    def show(self, device: torch.device | str) -> None:
+    def allocate(self, device: torch.device | str) -> None:
         """Give the module a full plain tensor without values."""
         tensor = torch.empty_like(self.meta, device=device)
         if not tensor.is_meta:
@@ -168,10 +177,11 @@ class _Slot:
         self._holder[self.attribute] = tensor
 
 
-def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
+def _param_slots(handles: Iterable[FlatParamHandle], missing: set[int]) -> list[_Slot]:
     slots = []
     for handle in handles:
-        for param in (one for one in handle.params if one in handle.unfilled):
+        # Sharding kept the identities of the parameters.
+        for param in (param for param in handle.params if id(param.sharded) in missing):
             meta = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
             places = param.locations
             slots += [
@@ -181,12 +191,12 @@ def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
     return slots
 
 
-def _buffer_slots(root: nn.Module, wanted: Callable[[Tensor], bool]) -> list[_Slot]:
+def _buffer_slots(root: nn.Module, missing: set[int]) -> list[_Slot]:
     return [
         _Slot(module, attribute, f"{path}.{attribute}" if path else attribute, buffer)
         for path, module in root.named_modules()
         for attribute, buffer in module._buffers.items()
-        if buffer is not None and wanted(buffer)
+        if buffer is not None and id(buffer) in missing
     ]
 
 
@@ -204,55 +214,72 @@ def _is_patterned(tensor: Tensor) -> bool:
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
-def broadcast_buffers(plan: ModelPlan, start: InitialValues) -> None:
-    """Broadcast the buffers that rank 0 has if its values count. Collective if they do."""
-    if not start.sends:
-        return
-    others = start.missing.union(plan.left_alone)
-    slots = _buffer_slots(plan.module, lambda buffer: id(buffer) not in others)
-    for slot in slots:
-        _send_buffer(slot, start, plan.settings.device)
-    _tie(slots)
-
-
-def _send_buffer(slot: _Slot, start: InitialValues, device: torch.device) -> None:
-    if start.world.rank > 0 and slot.meta.is_meta:
-        slot.show(device)
-    assert slot.held is not None, "it is on all ranks"
-    buffer = slot.held.detach()
-    contiguous = buffer.contiguous()
-    start.world.broadcast(contiguous, op_name=slot.name)
-    # `contiguous` of other strides is a copy.
-    if contiguous.data_ptr() != buffer.data_ptr():
-        buffer.copy_(contiguous)
-
-
 def _tie(slots: Iterable[_Slot]) -> None:
     """Restore buffers that several modules shared."""
     first: dict[int, _Slot] = {}
     for slot in slots:
-        slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).held
+        slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).tensor
+
+
+@contextmanager
+def _initialising(root: nn.Module) -> Iterator[None]:
+    """Let ``apply()`` and ``to_empty()`` in a ``param_init_fn`` end at the wrappers of units."""
+    shardings = shardings_in(root)
+    try:
+        for sharding in shardings:
+            sharding.is_initialising = True
+        yield
+    finally:
+        for sharding in shardings:
+            sharding.is_initialising = False
 
 
 class MetaInit:
-    """Initialises the tensors that are on the meta device in ``root``, whose units are sharded."""
+    """Initialises the tensors of a model that are on the meta device.
 
-    def __init__(
-        self,
-        root: nn.Module,
-        handles: Iterable[FlatParamHandle],
-        start: InitialValues,
-        resets: Resets,
-        settings: Settings,
-    ) -> None:
-        self._start, self._resets = start, resets
-        self._init_fn, self._device = settings.param_init_fn, settings.device
+    Collective: all ranks. Raises ValueError, on every rank, if a module has nothing that
+    initialises it, or would lose values.
+    """
+
+    def __init__(self, plan: ModelPlan, start: InitialValues) -> None:
+        self._start, self._resets = start, _find_resets(plan, start)
+        self._init_fn, self._device = plan.settings.param_init_fn, plan.settings.device
+        self._names: dict[nn.Module, str] = {}
+        self._slots: dict[nn.Module, list[_Slot]] = {}  # what each module needs values for
+
+    def run(self, root: ModuleProxy, handles: Iterable[FlatParamHandle]) -> None:
+        """Initialise all tensors in ``root``, whose units are sharded.
+
+        The values are the same on all ranks unless the user forbids it. The first forward checks
+        what was left empty. Collective: all ranks. Raises RuntimeError, on every rank, if an
+        initialiser fails or misses a tensor.
+        """
+        start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
-        self._buffers = _buffer_slots(root, lambda buffer: id(buffer) in start.missing)
-        self._slots: dict[nn.Module, list[_Slot]] = {}
-        for slot in (*_param_slots(handles), *self._buffers):
+        buffers = _buffer_slots(root, start.missing)
+        for slot in (*_param_slots(handles, start.missing), *buffers):
             self._slots.setdefault(slot.module, []).append(slot)
-        self._groups = self._find_groups(root)
+        groups = self._find_groups(root)
+        random_state = torch.get_rng_state()
+        on_cuda = self._device.type == "cuda"
+        cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
+        with _initialising(root):
+            sums = self._make_all(groups)
+            if not start.sends and world.size > 1:
+                start.different = names_of_different(list(sums), sums.values(), world)
+                start.sends = bool(start.different) and start.sync is None
+                if start.sends:
+                    # Rank 0 has only its shards by now. From the same random state it makes the
+                    # same full tensors again, and sends them.
+                    torch.set_rng_state(random_state)
+                    if cuda_state is not None:
+                        torch.cuda.set_rng_state(cuda_state, self._device)
+                    self._make_all(groups)
+        _tie(buffers)
+        raise_everywhere(self._forgotten(), world)
+        left_empty = any(module.__dict__.pop(LEFT_EMPTY, False) for module in self._names)
+        if any(world.maxima(bytes([left_empty]), op_name="comparing weights")):
+            sharding_of(root).check_loaded = check_loaded
 
     def _find_groups(self, root: nn.Module) -> list[list[nn.Module]]:
         """Each module that needs values with those below it in its unit; or whole units."""
@@ -286,43 +313,17 @@ class MetaInit:
         visit(root, None)
         return groups
 
-    def run(self) -> bool:
-        """Initialise all tensors, alike on all ranks unless the user forbids it.
-
-        Collective: all ranks. Raises RuntimeError, on every rank, if an initialiser fails or misses
-        a tensor; returns whether a module was left empty, on any rank.
-        """
-        start, world = self._start, self._start.world
-        random_state = torch.get_rng_state()
-        on_cuda = self._device.type == "cuda"
-        cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
-        sums = self._make_all()
-        if not start.sends and world.size > 1:
-            start.different = names_of_different(list(sums), sums.values(), world)
-            start.sends = bool(start.different) and start.sync is None
-            if start.sends:
-                # Rank 0 has only its shards by now. From the same random state it makes the same
-                # full tensors again, and sends them.
-                torch.set_rng_state(random_state)
-                if cuda_state is not None:
-                    torch.cuda.set_rng_state(cuda_state, self._device)
-                self._make_all()
-        _tie(self._buffers)
-        raise_everywhere(self._forgotten(), world)
-        left = any(module.__dict__.pop(_LEFT_EMPTY, False) for module in self._names)
-        return any(world.maxima(bytes([left]), op_name="comparing weights"))
-
-    def _make_all(self) -> dict[str, Checksum]:
+    def _make_all(self, groups: Iterable[Sequence[nn.Module]]) -> dict[str, Checksum]:
         """Initialise every group once; returns checksums by name if every rank does it itself."""
         start = self._start
         sums: dict[str, Checksum] = {}
         failed: RuntimeError | None = None
-        for modules in self._groups:
+        for modules in groups:
             slots = [slot for module in modules for slot in self._slots.get(module, ())]
             if not slots:
                 continue
             values: dict[str, Tensor | None] = {}
-            if start.initialises:
+            if _initialises(start):
                 try:
                     values = self._make(modules, slots)
                 except RuntimeError as error:
@@ -347,14 +348,14 @@ class MetaInit:
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
-                    slot.show(memory)
+                    slot.allocate(memory)
                 for module in modules:
                     self._initialise(module)
-                    if _LEFT_EMPTY in module.__dict__:
+                    if LEFT_EMPTY in module.__dict__:
                         self._fill_unsaved(module)
                 for slot in slots:
                     self._check_made(slot)
-                made = [(slot.name, slot.held) for slot in slots if slot.is_first]
+                made = [(slot.name, slot.tensor) for slot in slots if slot.is_first]
             finally:
                 for handle in _handles_of(slots):
                     handle.put_back()
@@ -368,7 +369,7 @@ class MetaInit:
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:
-                slot.show(self._device)
+                slot.allocate(self._device)
             self._call(module, self._resets[module])
 
     def _initialise(self, module: nn.Module) -> None:
@@ -389,24 +390,24 @@ class MetaInit:
 
     def _check_made(self, slot: _Slot) -> None:
         """Raise if a tensor has another shape, or neither values nor ``leave_empty``."""
-        held, expected = slot.held, tuple(slot.meta.shape)
-        if held is None or tuple(held.shape) != expected:
-            got = "no tensor" if held is None else f"shape {tuple(held.shape)}"
+        tensor, expected = slot.tensor, tuple(slot.meta.shape)
+        if tensor is None or tuple(tensor.shape) != expected:
+            got = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise RuntimeError(
                 f"{slot.name!r}: expected shape {expected}, got {got} after initialising: "
                 "reset_parameters() and param_init_fn must keep the meta module's shapes"
             )
-        if _LEFT_EMPTY in slot.module.__dict__:
+        if LEFT_EMPTY in slot.module.__dict__:
             # The shards are there; what is sent, or is a buffer, needs memory.
-            if held.is_meta and (self._start.sends or slot.handle is None):
-                slot.show(self._device)
-        elif held.is_meta:
+            if tensor.is_meta and (self._start.sends or slot.handle is None):
+                slot.allocate(self._device)
+        elif tensor.is_meta:
             raise RuntimeError(
                 f"param_init_fn left {slot.name!r} on the meta device. Let it call "
                 "module.to_empty(device=..., recurse=False) and then initialise the module, or "
                 "flatshard.leave_empty(module) if load_state_dict() follows."
             )
-        elif _is_patterned(held):
+        elif _is_patterned(tensor):
             raise RuntimeError(
                 f"{slot.name!r}: {' and '.join(self._resets[slot.module])} of "
                 f"{self._where(slot.module)} does not initialise it. Let it do so, or pass a "
@@ -421,12 +422,14 @@ class MetaInit:
                 value, handle, param = values.get(slot.name), slot.handle, slot.param
                 if handle is None or param is None:
                     if start.sends:
-                        _send_buffer(slot, start, self._device)
+                        assert slot.tensor is not None, "it is on all ranks"
+                        slot.module._buffers[slot.attribute] = take_from_rank_0(
+                            slot.tensor, slot.name, start.world, self._device
+                        )
                 elif slot.is_first and (value is not None or start.sends):
                     fill(handle, param, value, start.source)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
-                    handle.unfilled.discard(param)
             # Shards that live on disk must not all be in memory at once.
             for handle in _handles_of(slots):
                 handle.page_out()
@@ -448,15 +451,15 @@ def _handles_of(slots: Iterable[_Slot]) -> set[FlatParamHandle]:
     return {slot.handle for slot in slots if slot.handle is not None}
 
 
-def check_loaded(root: nn.Module, handles: Iterable[FlatParamHandle], world: Communicator) -> None:
+def check_loaded(root: nn.Module, world: Communicator) -> None:
     """Raise RuntimeError, on every rank, if what was left empty still has no values. Collective."""
     empty = [
         param.name
-        for handle in handles
+        for handle in handles_in(root)
         for param in handle.params
         if _is_patterned(handle.part(param))
     ]
-    empty += [slot.name for slot in _buffer_slots(root, _is_patterned)]
+    empty += [name for name, buffer in root.named_buffers() if _is_patterned(buffer)]
     others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
     problem = None
     if empty:
