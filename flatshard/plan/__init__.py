@@ -1,1 +1,4 @@
-"""Who owns what and where it lies, before a tensor is touched."""
+"""Planning: which unit owns each parameter, and where the parameter lies in a flat parameter.
+
+This package reads only names, shapes and modules; it changes no tensor.
+"""

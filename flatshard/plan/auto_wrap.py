@@ -1,9 +1,10 @@
-"""The policy ``"auto"``: which modules become units where users name none.
+"""The policy ``"auto"``: chooses units if the user names none.
 
-docs/units.md says what it chooses. A unit is unsharded at once, so units should be small against
-the model; each all-gather also has a fixed cost, so they should not be small as such. From the root
-downwards every module is either *opened*, which means that its children are asked in its place, or
-taken as one unit. What becomes no unit counts for the module around it, in the end for the root.
+docs/units.md describes the choice. All parameters of a unit are unsharded together, so a unit
+should be a small part of the model. But each all-gather has a fixed cost, so units should not be
+small in absolute terms. From the root downwards, every module is either *opened* (its children are
+considered instead) or taken as one unit. Parameters that are in no unit count for the module around
+them, and in the end for the root.
 """
 
 from __future__ import annotations
@@ -20,27 +21,29 @@ from flatshard.plan.module_tree import ModuleTree, find_params, has_forward
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
-# Elements in the smallest unit, 1 MB of float32: below about that, an all-gather's fixed part
-# (Python, latency, a pipeline that is not full) takes longer than its bytes.
+# Elements in the smallest unit, 1 MB of float32. Below this size, the fixed cost of an all-gather
+# (Python, latency, filling the pipeline) exceeds the time to send its bytes.
 MIN_UNIT_NUMEL = 250_000
-# From which on a module is worth dividing, into parts that mostly reach the minimum.
+# Elements from which a module is divided: its parts then mostly reach the minimum.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# In the largest module that joins a small root: 4 MB that stay unsharded in a step.
+# Elements of the largest module that joins a small root: 4 MB that stay unsharded in a step.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
-# That small blocks may leave to the root together: 32 MB, unsharded throughout a step.
+# Elements of all small blocks that may stay in the root: 32 MB, unsharded throughout a step.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-# Part of the model that is too large for a unit if it can be divided. While one unit computes the
-# next is all-gathered: with units of this size, a quarter of the model is unsharded at the peak.
+# Share of the model from which a module is divided if possible. While one unit computes, the next
+# is all-gathered: with units of this size, a quarter of the model is unsharded at the peak.
 LARGE_SHARE = 1 / 8
-# Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
-# happens to contain similar children: a decoder's two attentions, about half of its elements.
+# Share of a module's elements that must be in blocks for the module to be opened. A module with a
+# smaller share is itself a block that contains similar children: a decoder layer's two attentions
+# are about half of its elements.
 BLOCKS_SHARE = 2 / 3
-# They say nothing about what a module does, so that repeating one makes no blocks.
+# Generic containers: their class does not show that two modules are alike, so repeated instances
+# count as blocks only by their shapes.
 _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class AutoUnits:
-    """The units that are chosen, never the root, and the parameters that they leave over."""
+    """Chooses the units below the root, and leaves the remaining parameters to the root."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -51,7 +54,8 @@ class AutoUnits:
             for module in containers:
                 self._numel[module] += param.numel()
         self._left = self._numel.copy()
-        self._held: dict[nn.Module, int] = {}  # elements of each chosen module
+        # Elements of each chosen module that are in no inner unit.
+        self._held: dict[nn.Module, int] = {}
         self._taken: set[nn.Parameter] = set()
         self._too_small: list[nn.Module] = []
         self._opened = {tree.root}
@@ -79,13 +83,14 @@ class AutoUnits:
     def _opens(self, module: nn.Module) -> bool:
         if not self._children(module):
             return False
-        if not has_forward(module):  # a list, say
+        if not has_forward(module):  # a `ModuleList`, for example
             return True
         if self._numel[module] < DIVISIBLE_NUMEL:
             return False
         is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.root]
         if self._is_block(module, self._counts):
-            # A stage or a tower; other blocks are units with all that is in them.
+            # A large block made of blocks is a stage or a tower: open it. Other blocks become one
+            # unit each.
             return is_large and self._is_made_of_blocks(module)
         return is_large or self._is_made_of_blocks(module)
 
@@ -93,32 +98,35 @@ class AutoUnits:
         self._held[module] = self._left[module]
         for param in module.parameters():
             containers = self._containers.get(param, ())
-            # A weight that is tied to one outside stays in what contains both.
+            # A weight tied to a module outside stays with the module that contains both.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
                 for container in containers:
                     self._left[container] -= param.numel()
 
     def _take_small_blocks(self) -> None:
-        """Make units of small blocks if the root would otherwise hold too much of them."""
-        # Those of which something is left belong to no unit yet.
+        """Make small blocks units if together they are too large to stay in the root."""
+        # Blocks with elements left are in no unit yet.
         blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
             for module in blocks:
                 self._take(module)
 
     def _fill_root(self) -> None:
-        """Let a small root take in what is cheap to keep unsharded."""
+        """Move modules that are cheap to keep unsharded into a root that is too small."""
         root = self._tree.root
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
-            self._held.clear()  # else two all-gathers, the first of nearly everything
+            # Otherwise one unit would hold nearly the whole model, and the root would cost a second
+            # all-gather.
+            self._held.clear()
             return
         outermost = {
             next((module for module in containers if module in self._held), None)
             for containers in self._containers.values()
         }
-        # The root stays unsharded in a step, so it takes in no block: holding that would cost more
-        # than a small all-gather does. The sort is stable: of equal ones the first in the model.
+        # The root stays unsharded in a step, so it takes in no block: keeping a block unsharded
+        # would cost more than a small all-gather. The sort is stable: among modules of equal size,
+        # the first in the model comes first.
         singles = [m for m in self._held if m in outermost and not self._is_closed_block(m)]
         for module in sorted(singles, key=self._held.__getitem__):
             missing = 0 < self._left[root] < MIN_UNIT_NUMEL
@@ -131,7 +139,7 @@ class AutoUnits:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """Keys by which a module with children is a block if another module has one too."""
+        """Keys of a module with children. The module is a block if another one has an equal key."""
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:
                 yield type(module)
@@ -147,7 +155,7 @@ class AutoUnits:
                     continue
                 seen.add(child)
                 for kind in self._kinds(child):
-                    # A module that only wraps another one is not a second one like it.
+                    # A module that only wraps another module does not count as a repetition of it.
                     if kind != _shapes(parent):
                         counts[kind] += 1
                 visit(child)
@@ -177,7 +185,7 @@ class AutoUnits:
         return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
 
     def reasons(self) -> dict[nn.Module, str]:
-        """The chosen modules, each with the reason in words."""
+        """The chosen modules, each with a reason for the choice in words."""
         closed = [module for module in self._held if module not in self._opened]
         same = Counter(kind for module in closed for kind in self._kinds(module))
         return {module: self._reason(module, same) for module in self._held}
@@ -198,8 +206,9 @@ def _shapes(module: nn.Module) -> Shapes:
 
 
 def _is_expert(name: str, module: nn.Module) -> bool:
-    # Which experts run depends on the data: as units, ranks that run other ones would wait for each
-    # other. `MixtureOfExperts` runs for every input, an `Expert` for some.
+    # Experts are no units: which experts run depends on the data, so ranks that run different
+    # experts would wait for each other. `MixtureOfExperts` runs for every input, an `Expert` only
+    # for some inputs.
     return "expert" in name.lower() or bool(
         re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
     )

@@ -1,12 +1,13 @@
 """Boundaries: how a layout keeps rows, blocks or whole parameters on one rank.
 
-Only positions in the flat parameter change. Every rank still holds one range, all of equal length,
-so that collectives stay what they are; the price is padding, which ``check_padding`` bounds.
+A boundary changes only the positions of parameters in the flat parameter. Every rank still holds
+one range, and all ranges have equal length, so collectives stay the same. The cost is padding,
+which ``check_padding`` limits.
 
     a:(2,3) b:(2,2) c:(4,) on 2 ranks, alignment 1     boundary "tensor", shard_numel 8
       rank 0 | a a a a a a . . |   rank 1 | b b b b c c c c |
 
-Like the layout it is a pure function of shapes, memory orders, alignment and world size.
+The result is a pure function of shapes, memory orders, alignment and world size, as is the layout.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ Boundary = str | int
 
 _CHOICES = "element", "row", "tensor"
 
-# The most padding that a unit may have, as a fraction of its elements ...
+# Largest padding of a unit, as a fraction of its elements ...
 MAX_PADDING = 0.25
-# ... unless it has no more elements of padding than this, which cost nothing.
+# ... unless the unit has at most this many elements of padding, which cost nothing.
 FREE_PADDING = 1 << 18
 
-# Lengths of shards that `move` tries, each a little longer: up to an eighth longer than without
-# boundaries. Whole parameters in bins need more in rare cases alone.
+# Number of shard lengths that `move` tries, and steps into which the length is divided: the longest
+# is an eighth longer than without boundaries. Whole parameters in bins rarely need more.
 _TRIES = 64
 _FINENESS = 512
 
 
 def as_boundary(value: object) -> Boundary:
-    """Read ``boundary``. Raises TypeError, or ValueError, for what is none."""
+    """Read ``boundary``. Raises TypeError or ValueError if it is not a boundary."""
     expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
-    # True is an int: it would mean one element.
+    # True is an int and would mean one element.
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"{expected}, got {value!r}")
     if value not in _CHOICES if isinstance(value, str) else value < 1:
@@ -46,21 +47,22 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Elements that stay together: a parameter is cut only at multiples of them from its start."""
+    """Number of elements that stay together: cuts are at multiples of it from the start."""
     if isinstance(boundary, int):
         return boundary
     if boundary == "element" or not span.numel:
         return 1
-    # Rows of the outermost dimension in memory. A number is one row.
+    # Rows of the outermost dimension in memory. A 0-D parameter is one row.
     is_cut = boundary == "row" and span.order
     return span.numel // span.shape[span.order[0]] if is_cut else span.numel
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
-    """The same parameters at places where no shard cuts one elsewhere than ``boundary`` allows.
+    """Move the parameters so that shards cut them only where ``boundary`` allows.
 
-    ``layout`` is one without boundaries. The result's spans ascend too, but in another order.
-    Where whole parameters are dealt out, rank ``first``, counted on, gets the largest.
+    ``layout`` has no boundaries. The result's spans are in ascending order, but the parameters may
+    be in another order. If whole parameters are distributed, rank ``first`` gets the largest, and
+    the next ranks follow.
     """
     spans, world_size, lower = layout.spans, layout.world_size, layout.shard_numel
     align = max(1, ALIGNMENT_BYTES // itemsize)
@@ -73,7 +75,7 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         is_paged = numel * itemsize >= PAGED_BYTES
         return _round_up(numel, math.lcm(multiple, PAGE_BYTES // itemsize)) if is_paged else numel
 
-    # Whole parameters in bins suit every boundary, and are the longest.
+    # Whole parameters in bins satisfy every boundary, but give the longest shards.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = length(used, align)
     starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
@@ -90,7 +92,7 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         replace(span, start=start, end=start + span.numel)
         for span, start in zip(spans, starts, strict=True)
     ]
-    # Empty parameters stand where the next one starts.
+    # An empty parameter starts where the next parameter starts, and must come first.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 
@@ -98,7 +100,10 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
 def _in_bins(
     spans: Sequence[ParamSpan], world_size: int, align: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Rank and place of each parameter, the largest first to the emptiest; what the fullest has."""
+    """Give each parameter, largest first, to the rank with the fewest elements.
+
+    Returns each parameter's rank and place on the rank, and the elements of the fullest rank.
+    """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):
         ranks[index] = loads.index(min(loads))
@@ -113,7 +118,10 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """What shards' length may be a multiple of: of its block where a parameter is cut twice."""
+    """Candidates for a number of which the shard length is a multiple.
+
+    If shards cut a parameter twice, the shard length must be a multiple of the parameter's block.
+    """
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
         joint = math.lcm(found[-1], block)
@@ -125,7 +133,7 @@ def _multiples(
 def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
-    """Starts of parameters one after the other; None where shards of this length are too short."""
+    """Starts of parameters in sequence; None if shards of this length are too short."""
     starts: list[int] = []
     end = 0
     for span, block in zip(spans, blocks, strict=True):
@@ -138,7 +146,7 @@ def _in_order(
 
 
 def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | None:
-    """Where, from ``start`` on, it is cut at multiples of ``block`` only; None: nowhere."""
+    """First place from ``start`` on with cuts at multiples of ``block`` only; None: no place."""
     edge = start - start % shard_numel + shard_numel
     if start + numel <= edge:
         return start
@@ -147,14 +155,14 @@ def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | 
     start = edge if numel <= block else start + (edge - start) % block
     if start == edge:
         return _first_place(edge, numel, block, shard_numel)
-    # It is cut again, a shard further on.
+    # The parameter is cut again at the end of the next shard.
     if start + numel > edge + shard_numel and shard_numel % block:
         return None
     return start
 
 
 def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) -> None:
-    """Raise ValueError where a unit has more padding than it may; it has these flat parameters."""
+    """Raise ValueError if a unit with these flat parameters has more padding than allowed."""
     layouts = list(layouts)
     numel = sum(layout.numel for layout in layouts)
     padding = sum(layout.padding_numel for layout in layouts)

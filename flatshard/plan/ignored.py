@@ -1,7 +1,7 @@
-"""What a wrapper leaves alone: ignored modules, parameters and buffers.
+"""Modules, parameters and buffers that a wrapper ignores.
 
-Ignoring follows the tensor, not the place: a parameter of an ignored module that also stands in
-another one (tied weights) is ignored there too.
+A tensor is ignored wherever it appears: if a parameter of an ignored module is also in another
+module (tied weights), it is ignored there, too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 class Ignored:
     """Modules and tensors that are not sharded, moved, compared between ranks, or synchronised."""
 
-    # With all that they hold; their descendants are in here too.
+    # Ignored modules with all their tensors. The set contains their descendants as well.
     modules: frozenset[nn.Module] = frozenset()
-    # Single parameters and buffers, by module and attribute, since a conversion such as `.to()`
-    # puts other objects there.
+    # Single parameters and buffers, by module and attribute: a conversion such as `.to()` replaces
+    # the tensor objects.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
-    # What the user chose, by its names in the unwrapped model.
+    # The user's choice, by names in the unwrapped model.
     names: tuple[str, ...] = ()
-    # Whether the user chose something, and nothing of it is in the module that is wrapped.
+    # Whether the user chose objects of which none is in the wrapped module.
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the ignored parameters and buffers that are there now."""
+        """Yield the ignored parameters and buffers that exist now."""
         for module in self.modules:
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
@@ -41,7 +41,7 @@ class Ignored:
         return {id(tensor) for tensor in self.tensors()}
 
     def within(self, module: nn.Module) -> Ignored:
-        """What is ignored below ``module``, without the user's names."""
+        """The part of this within ``module``, without the user's names."""
         inside = set(module.modules())
         places = frozenset(place for place in self.places if place[0] in inside)
         return Ignored(self.modules & inside, places)
@@ -58,14 +58,14 @@ def find_ignored(
     nested: Mapping[nn.Module, Ignored],
     sharded: Collection[int],
 ) -> Ignored:
-    """Collect what the user's keywords, and DistributedDataParallel's attribute, ignore.
+    """Collect the modules and tensors that the user and DistributedDataParallel's attribute ignore.
 
-    ``nested`` holds the wrappers inside ``module`` and what each ignores already. ``sharded`` holds
-    the ids of the parameters that units inside own.
+    ``nested`` maps each wrapper inside ``module`` to its ignored objects. ``sharded`` holds the ids
+    of the parameters that units inside ``module`` own.
 
     Raises:
         TypeError: a keyword is no iterable of such objects.
-        ValueError: both keywords are given; something is sharded already.
+        ValueError: both keywords are given; a parameter to ignore is already sharded.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
@@ -76,11 +76,12 @@ def find_ignored(
         *_read("ignored_modules", ignored_modules, (nn.Module,)),
         *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
     ]
-    # One list may serve several wrappers, of which each contains some of it.
+    # A user may pass one list to several wrappers, each of which contains only a part of the listed
+    # objects.
     present = {id(one) for one in (*module.modules(), *module.parameters())}
     is_elsewhere = bool(chosen) and not any(id(one) in present for one in chosen)
     tops = {one for one in chosen if isinstance(one, nn.Module)}
-    # By id: tensors compare element by element.
+    # Compare ids: `==` of tensors compares element by element.
     single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(module)
     names = []
     for name, inner in module.named_modules():
@@ -101,7 +102,8 @@ def find_ignored(
         (*names, *(name for key, name in first_names.items() if key in single)),
         is_elsewhere,
     )
-    # What inner wrappers ignore is in here too, and not sharded: only what they own is an error.
+    # `ignored` includes the ignored tensors of inner wrappers, which are not sharded. Only tensors
+    # that inner wrappers own are an error.
     twice = ignored.ids() & set(sharded)
     for key, name in first_names.items():
         if key in twice:
@@ -113,7 +115,7 @@ def find_ignored(
 
 
 def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The objects of one keyword, checked."""
+    """Check and return the objects of one keyword."""
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)
@@ -127,7 +129,7 @@ def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignored]) -> None:
-    """Raise ValueError if a module to ignore contains a unit, or is a part of one."""
+    """Raise ValueError if a module to ignore contains a unit, or is part of a unit."""
     below = set(module.modules())
     for unit, theirs in nested.items():
         if unit in below:
@@ -143,7 +145,7 @@ def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignore
 
 
 def _named_for_ddp(module: nn.Module) -> set[int]:
-    """Ids of the tensors that DistributedDataParallel was told to ignore under all their names."""
+    """Ids of the tensors that DistributedDataParallel must ignore under all their names."""
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     ignored = {id(tensor) for name, _, _, tensor in _places(module) if name in listed}
     return ignored - {id(tensor) for name, _, _, tensor in _places(module) if name not in listed}

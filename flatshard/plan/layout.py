@@ -1,15 +1,17 @@
-"""The flat layout: where each original parameter lies in one padded 1-D space, and who holds what.
+"""The flat layout: where each original parameter lies in a flat parameter, and who holds it.
 
-A pure function of names, shapes, memory orders, alignment and world size: every rank computes the
-same one, and needs no communication to know who owns an element.
+A flat parameter is one padded 1-D range of elements. The layout is a pure function of names,
+shapes, memory orders, alignment and world size. Every rank computes the same layout, so no
+communication is needed to find the rank that holds an element.
 
-A parameter's elements lie in its own memory order, so that a view of its range has the strides
-that it had before (channels_last, say). ``start``, ``end`` and ``offset`` count in that order.
+A parameter's elements keep the parameter's memory order, so that a view of its range has the
+strides of the unwrapped parameter (channels_last, for example). ``start``, ``end`` and ``offset``
+count in memory order.
 
     a:(2,3) b:(5,) on 2 ranks, alignment 1 -> numel 11, padded_numel 12, shard_numel 6
       rank 0 |a a a a a a|   rank 1 |b b b b b .|
 
-Checkpoints are made of n-D boxes: ``boxes_of`` cuts a range of a parameter's elements into boxes.
+Checkpoints consist of n-D boxes: ``boxes_of`` cuts a range of a parameter's elements into boxes.
 
     shape (4, 3), elements [2, 11):    . . a     a: offsets (0, 2), sizes (1, 1)
                                        b b b     b: offsets (1, 0), sizes (2, 3)
@@ -29,22 +31,22 @@ from torch import Tensor
 
 # Every original parameter, and every rank's shard, starts at a multiple of this many bytes.
 ALIGNMENT_BYTES = 16
-# Large shards fill whole pages, so that memory and files can be mapped to them. 64 KiB on some ARM
-# systems; ranks must have pages of one size.
+# Large shards fill whole pages, so that memory and files can be mapped onto shards. Pages have 64
+# KiB on some ARM systems. All ranks must have the same page size.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
-# From which size on a shard is large.
+# Size from which a shard is large.
 PAGED_BYTES = 1 << 20
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost in memory to the innermost."""
-    # Of dimensions with equal strides all but one have a single element: those are further in, as
-    # `strides_of` has them.
+    # Among dimensions with equal strides, all but one have size 1. Put dimensions of size 1 further
+    # in, as `strides_of` does.
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
     if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
         return tuple(order)
-    # It overlaps itself or has gaps, and so has no order: laid out as a contiguous one.
+    # The tensor overlaps itself or has gaps, so it has no memory order: lay it out as contiguous.
     return tuple(range(len(shape)))
 
 
@@ -66,11 +68,11 @@ class ParamSpan:
     shape: tuple[int, ...]
     start: int
     end: int
-    order: tuple[int, ...]  # of its dimensions in memory, see `memory_order`
+    order: tuple[int, ...]  # order of the dimensions in memory, see `memory_order`
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """In elements, of a view of the range."""
+        """Strides, in elements, of a view of the range."""
         return strides_of(self.shape, self.order)
 
     @cached_property
@@ -82,9 +84,9 @@ class ParamSpan:
 class LocalSpan:
     """The part of one original parameter that lies in one rank's shard; may be empty."""
 
-    start: int  # `[start, end)` in elements of the shard
+    start: int  # the half-open range `[start, end)` in elements of the shard
     end: int
-    offset: int  # index of the element at `start` among the parameter's, in memory order
+    offset: int  # index in the parameter, in memory order, of the element at `start`
 
     @cached_property
     def numel(self) -> int:
@@ -108,7 +110,7 @@ def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
 class FlatLayout:
     """Offsets, padding and shard ranges of one flat parameter."""
 
-    spans: tuple[ParamSpan, ...]  # ascending, disjoint, each start aligned
+    spans: tuple[ParamSpan, ...]  # in ascending order and disjoint; each start is aligned
     world_size: int  # ranks that share the flat parameter
     shard_numel: int  # elements that each rank holds, padding included
 
@@ -121,7 +123,7 @@ class FlatLayout:
         itemsize: int,
         orders: Sequence[Sequence[int]] | None = None,
     ) -> FlatLayout:
-        """Lay parameters out one after the other; without ``orders`` all are contiguous."""
+        """Lay parameters out in sequence; without ``orders`` all parameters are contiguous."""
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0
@@ -151,7 +153,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The half-open ranges of the flat space that are padding, ascending, none empty."""
+        """Half-open ranges of padding in the flat space, ascending and not empty."""
         ends = [0, *(span.end for span in self.spans)]
         starts = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
@@ -164,7 +166,7 @@ class FlatLayout:
         """Where original parameter ``index`` lies in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
-        # A parameter that lies wholly before or behind the shard gets an empty range at its edge.
+        # A parameter completely before or after the shard gets an empty range at the shard's edge.
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
@@ -186,11 +188,12 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of an n-D tensor, none of whose sizes is 0."""
+    """A rectangular part of an n-D tensor; all sizes are at least 1."""
 
-    offsets: tuple[int, ...]  # of its first element, by dimension
+    offsets: tuple[int, ...]  # index of the box's first element, by dimension
     sizes: tuple[int, ...]
-    position: int  # of its first element in the range; its elements are neighbours there
+    # Index of the box's first element in the range; the box's elements are contiguous there.
+    position: int
 
     @property
     def numel(self) -> int:
@@ -203,7 +206,7 @@ def boxes_of(
     """Split the elements ``[start, stop)`` of a tensor into boxes, at most ``2n - 1`` of them.
 
     Elements count in memory order: the last dimension of ``order`` varies fastest. Without
-    ``order`` that is the last of ``shape``.
+    ``order``, the last dimension of ``shape`` varies fastest.
     """
     order = range(len(shape)) if order is None else order
     position = 0
@@ -225,7 +228,7 @@ def _row_major(
         return
     inner = shape[1:]
     numel = math.prod(inner)
-    first, last = -(-start // numel), stop // numel  # the rows that are whole
+    first, last = -(-start // numel), stop // numel  # the complete rows
     if start < min(first * numel, stop):
         yield from _in_row(first - 1, inner, start, min(first * numel, stop))
     if first < last:

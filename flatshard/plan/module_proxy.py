@@ -1,4 +1,4 @@
-"""``ModuleProxy``: a module in the place of the one that it wraps, with its attributes."""
+"""``ModuleProxy``: a module that replaces the module that it wraps, and has its attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 class ModuleProxy(nn.Module):
     """Passes on calls, attributes, indices and names to ``module``, its only child."""
 
-    hidden_in_names = True  # its own name is not part of its parameters' names
+    hidden_in_names = True  # the attribute name `module` is not part of the parameters' names
     module: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -25,11 +25,11 @@ class ModuleProxy(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The wrapped module's class, so that ``isinstance`` finds it; ``type()`` is the wrapper.
+        """The wrapped module's class, so that ``isinstance`` accepts it; ``type()`` is the wrapper.
 
-        ``isinstance(x, ShardedWrapper)`` is true as well: it looks at ``type(x)`` first.
+        ``isinstance(x, ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # Asked for before there is a module, too: by `Module.__init__` and unpickling.
+        # `Module.__init__` and unpickling read this before the wrapped module is set.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -43,15 +43,15 @@ class ModuleProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet: to ask it for itself would never end
+            if name == "module":  # the wrapped module is not set yet; avoid an endless recursion
                 raise
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the wrapper has for itself, or else the module's.
+        """Set the wrapper's own attribute, if it has one of this name; otherwise the module's.
 
         Raises:
-            RuntimeError: for modules and parameters, and for tensors in the place of parameters.
+            RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.
         """
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
@@ -69,7 +69,7 @@ class ModuleProxy(nn.Module):
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)
-        # The module's forward reads its own.
+        # The module's forward reads the module's own attributes, so set `training` on both.
         if not is_own or (name == "training" and module is not None):
             setattr(module, name, value)
 
@@ -80,7 +80,7 @@ class ModuleProxy(nn.Module):
         own = self.__dict__
         return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
-    # Python looks operators up on the class, so `__getattr__` does not pass them on.
+    # Python looks up operators on the class, so `__getattr__` does not forward them.
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -92,14 +92,15 @@ class ModuleProxy(nn.Module):
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
     def __bool__(self) -> bool:
-        # Also where the wrapped one has a length of zero.
+        # True even if the wrapped module has a length of zero.
         return True
 
     def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
-        """Register it, unless the wrapped module has it.
+        """Register the hook, unless the wrapped module has the same hook.
 
-        Libraries that look for a class install a hook at each module of it that they find, and find
-        the wrapper, too: transformers would collect every hidden state twice.
+        Some libraries search for instances of a class and register a hook on each. They find the
+        wrapped module and, by ``__class__``, also the wrapper: transformers would collect every
+        hidden state twice.
         """
         if any(_are_alike(hook, other) for other in self.module._forward_hooks.values()):
             return RemovableHandle(OrderedDict())
@@ -108,11 +109,11 @@ class ModuleProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
+        """Yield the unwrapped module's names; the wrapper has the wrapped module's name."""
         memo = set() if memo is None else memo
         if self in memo:
             return
-        # Not `super()`'s, which would add `module.` to every name below.
+        # Do not use `super()`, which would add `module.` to every name below.
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
@@ -121,36 +122,37 @@ class ModuleProxy(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Let torch's recursion, which asks for ``module.``, find the unwrapped names."""
+        """Rename keys for torch's recursion, which looks for names with ``module.``."""
         inner = prefix + "module."
         for key in list(state_dict):
             if key.startswith(prefix):
                 state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
-        _, _, *lists_of_names = args  # missing and unexpected keys, and messages
+        _, _, *lists_of_names = args  # lists of missing keys, unexpected keys and error messages
 
         def clean(*_: Any) -> None:
             for names in lists_of_names:
                 names[:] = [name.replace(inner, prefix) for name in names]
-            hook.remove()  # it closes over this load's lists
+            hook.remove()  # the hook closes over the lists of this load only
 
         hook = self.register_load_state_dict_post_hook(clean)
 
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
-    """Let ``proxy`` wrap ``module``: call it, and have its signature."""
-    from torch._dynamo.decorators import skip  # takes long to import, and optimizers do as well
+    """Let ``proxy`` wrap ``module``: the proxy calls the module and has the module's signature."""
+    from torch._dynamo.decorators import skip  # slow to import; optimizers import it anyway
 
     proxy.module, proxy.training = module, module.training
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    # A compiled caller's graph ends here at once, not in a hook that it was traced into.
+    # Let a compiled caller's graph end at this call, not inside a hook that Dynamo would trace.
     for function in (forward, type(proxy).forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
-        # Trainers read there what a model takes. Python omits the first one, which is bound.
+        # Trainers read the arguments of a model from its signature. Python omits the first
+        # parameter of a bound method, so add a placeholder.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
@@ -158,7 +160,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two objects are the same, or functions made by the same code of the same values."""
+    """Whether two objects are identical, or functions with the same code and closed-over values."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or (isinstance(one, str | int) and one == other)
     cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)

@@ -1,13 +1,15 @@
 """``ModuleTree``: the modules of a model that can be units, and the parameters in them.
 
 [Note: modules that are never units]
-A unit's parameters are unsharded only while its own ``forward`` runs. Where other code reads them
-they must stay with a unit further up, whatever a policy says:
+A unit's parameters are unsharded only while its own ``forward`` runs. Parameters that other code
+reads must belong to an outer unit, whatever a policy chooses. So these modules are never units:
 
 - a module without ``forward`` (``ModuleList``, ``ParameterList``, ...): nothing would unshard it;
-- all that lies below a module which passes its children's weights to a function instead of calling
-  the children, as ``MultiheadAttention`` does with ``out_proj.weight``. It may itself be a unit;
-- what ``torch.nn.utils.parametrize`` inserts: the owner's attribute access runs it.
+- all modules inside a module that passes its children's weights to a function instead of calling
+  the children (``MultiheadAttention`` does so with ``out_proj.weight``). The outer module may be a
+  unit;
+- the modules that ``torch.nn.utils.parametrize`` inserts: an attribute access on the owner runs
+  them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from flatshard.plan.ignored import NOTHING, Ignored
 
-# Matched by name along the class hierarchy: torchvision need not be installed, and a class may be
-# newer than the oldest torch supported.
+# Classes are matched by name along the class hierarchy: torchvision need not be installed, and a
+# class may be newer than the oldest torch supported.
 _READS_CHILDREN = frozenset(
     {
         "torch.nn.modules.activation.MultiheadAttention",
@@ -34,7 +36,7 @@ _READS_CHILDREN = frozenset(
 
 
 class ModuleTree:
-    """The modules that a policy may choose from."""
+    """The modules of a model from which a policy may choose units."""
 
     def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.root = root
@@ -56,7 +58,7 @@ class ModuleTree:
         return visit(self.root)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The children, by attribute, that have parameters and may hold units."""
+        """The children that have parameters and may contain units, with their attribute names."""
         return [
             (name, child)
             for name, child in module.named_children()
@@ -65,13 +67,14 @@ class ModuleTree:
         ]
 
     def params(self, module: nn.Module) -> set[nn.Parameter]:
-        """The module's parameters that are not ignored, descendants' included."""
+        """The parameters of a module and its descendants that are not ignored."""
         return set(module.parameters()) - self.ignored_params
 
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called."""
-    # Static, as a scripted module's `forward` is a descriptor that can't be read from its class.
+    # Static lookup: a scripted module's `forward` is a descriptor that can't be read from its
+    # class.
     return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
 
 
@@ -83,10 +86,13 @@ def numel(params: Iterable[nn.Parameter]) -> int:
 def paths(
     module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Every path to every module: its name, and the modules on it; a shared module has several."""
+    """Yield every path to every module: the path's name, and the modules on the path.
+
+    A shared module has several paths.
+    """
     chain = (*above, module)
     yield name, chain
-    # A module that stands in for another has no place in names; see `ModuleProxy`.
+    # A module that replaces another module adds nothing to names; see `ModuleProxy`.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
         if child is not None and child not in chain:
@@ -96,7 +102,7 @@ def paths(
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """One place of a parameter: ``module._parameters[attribute]``, and its name in the model."""
+    """One place of a parameter, ``module._parameters[attribute]``, with its name in the model."""
 
     module: nn.Module
     attribute: str
@@ -105,12 +111,12 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter with all its places; the first one names it."""
+    """An original parameter with all its places. The first place gives the name."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
-    # The modules that contain all its places, outermost first. Only these can hold it: a tied
-    # weight belongs to none of the modules that it is tied between.
+    # The modules that contain all places of the parameter, outermost first. Only these modules can
+    # own the parameter: a tied weight belongs to a module around both of its users.
     containers: Sequence[nn.Module] = ()
 
     @property
@@ -119,7 +125,7 @@ class ParamInfo:
 
 
 def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
-    """The parameters of a model in registration order, without those whose ids are given."""
+    """The parameters of a model in registration order, except those with ids in ``left_alone``."""
     found: dict[int, ParamInfo] = {}
     for path, chain in paths(module):
         inner = chain[-1]
@@ -129,7 +135,7 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
             # Ties are found by identity, so a weight that two units share is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], chain))
             info.containers = [outer for outer in info.containers if outer in chain]
-            # A shared module is on several paths, and is one place.
+            # A shared module is on several paths, but counts as one place.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
                 info.locations.append(ParamLocation(inner, attribute, name))
@@ -142,7 +148,8 @@ def find_owners(
     """Give every parameter to the lowest unit that contains all its users.
 
     Returns:
-        For every unit, ``module`` first, what it owns in registration order; may be nothing.
+        For every unit, ``module`` first, the parameters that the unit owns, in registration order.
+        The list may be empty.
     """
     owners: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in (module, *unit_modules)}
     for info in find_params(module, left_alone):
@@ -151,7 +158,7 @@ def find_owners(
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:
-    """The modules whose parameters are read outside their own forward."""
+    """The modules whose parameters other code may read outside of the modules' own forward."""
     closed: set[nn.Module] = set()
     for module in root.modules():
         if isinstance(module, ParametrizationList):
@@ -162,17 +169,20 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """The name of a unit of modules with these FQNs."""
+    """Name of a unit whose modules have these FQNs."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def unit_text(name: str) -> str:
-    """How messages call the unit of this name; the outermost one has none."""
+    """Text for a unit of this name in messages; the outermost unit has an empty name."""
     return f"unit {name!r}" if name else "the root unit"
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """A parameter's name relative to another root; its module's is ``before`` and ``after``."""
+    """Rename a parameter after its unit was renamed.
+
+    ``before`` and ``after`` are the old and the new names of the unit's modules.
+    """
     for old, new in zip(before, after, strict=True):
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name

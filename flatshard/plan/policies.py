@@ -3,15 +3,15 @@
 A policy is one of three things:
 
 - ``"auto"``: blocks that repeat and large single modules; see ``flatshard.plan.auto_wrap``;
-- a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, asked twice about each module:
-  with ``recurse=True`` whether to look at its children (if not, the module is no unit either),
-  then with ``recurse=False``, and the elements that units among its descendants left over, whether
-  it is a unit;
-- an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which sees the
-  tree at once and returns the chosen modules, each with keywords of its own.
+- a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
+  With ``recurse=True`` it returns whether to visit the module's children; if not, the module is no
+  unit either. With ``recurse=False`` it returns whether the module is a unit; then
+  ``nonwrapped_numel`` counts only elements that are in no unit below the module;
+- an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which sees the whole
+  tree and returns the chosen modules, each with its own keywords.
 
-Both protocols are those of ``torch.distributed.fsdp.wrap``, so its policies work here unchanged.
-Without a policy, ``wrap`` inside ``enable_wrap`` makes units where a model is built.
+Both protocols come from ``torch.distributed.fsdp.wrap``, so torch's policies work here unchanged.
+Without a policy, ``wrap`` inside ``enable_wrap`` makes units while a model is built.
 """
 
 import contextlib
@@ -46,12 +46,13 @@ Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One module that is to become a unit."""
+    """A module that will become a unit."""
 
-    name: str  # its first FQN under the root
+    name: str  # first FQN under the root
     module: nn.Module = field(repr=False)
-    overrides: Keywords = field(default_factory=dict)  # what differs from the root's
-    reason: str = field(default="", compare=False, repr=False)  # who chose it and why, in words
+    overrides: Keywords = field(default_factory=dict)  # keywords that differ from the root's
+    # Which policy chose the module and why, in words.
+    reason: str = field(default="", compare=False, repr=False)
 
 
 def size_based_auto_wrap_policy(
@@ -62,7 +63,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a unit of each module that has at least ``min_num_params`` elements left.
+    """Make a unit of each module with at least ``min_num_params`` elements in no unit yet.
 
     Set the bound with ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)``.
 
@@ -70,10 +71,10 @@ def size_based_auto_wrap_policy(
         module: the module asked about.
         recurse: whether the question is about the module's children or the module.
         nonwrapped_numel: elements in the module that are in no unit yet.
-        min_num_params: the bound, in elements.
-        force_leaf_modules: classes to leave alone, children included; by default this function's
-            attribute ``FORCE_LEAF_MODULES``.
-        exclude_wrap_modules: classes that are no units though their children may be; by default
+        min_num_params: the smallest number of elements of a unit.
+        force_leaf_modules: classes that are no units, and neither are their children; by default
+            this function's attribute ``FORCE_LEAF_MODULES``.
+        exclude_wrap_modules: classes that are no units, although their children may be; by default
             this function's attribute ``EXCLUDE_WRAP_MODULES``.
 
     Raises:
@@ -124,7 +125,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 class ModuleWrapPolicy:
     """Make a unit of each instance of the given classes.
 
-    It is a callable policy, so it works inside another one.
+    The policy is callable, so another policy can call it.
 
     Args:
         module_classes: the classes; subclasses count too.
@@ -149,8 +150,9 @@ class CustomPolicy:
     """Let a function choose the units and, where it wants, their keywords.
 
     Args:
-        lambda_fn: called once with each module. ``True`` makes a unit with the root's keywords, a
-            dict one with these in place of the root's; ``False`` or an empty dict makes none.
+        lambda_fn: called once with each module. ``True`` makes a unit with the root's keywords. A
+            dict makes a unit whose keywords override the root's. ``False`` or an empty dict makes
+            no unit.
 
     Raises:
         TypeError: ``lambda_fn`` can't be called.
@@ -186,11 +188,11 @@ class CustomPolicy:
 
 
 def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
-    """Choose the modules below ``root`` that become units of their own, children before parents.
+    """Choose the modules below ``root`` that become units, children before parents.
 
-    Only modules with parameters, not all of them ignored, can be units; for those that never are,
-    see [Note: modules that are never units] in ``flatshard.plan.module_tree``. Raises TypeError or
-    ValueError for what is no policy, or has a bad setting or answer.
+    Only modules with parameters that are not ignored can be units. [Note: modules that are never
+    units] in ``flatshard.plan.module_tree`` lists the exceptions. Raises TypeError or ValueError if
+    ``policy`` is no policy, or has an invalid setting or answer.
     """
     check_policy(policy)
     tree = ModuleTree(root, ignored)
@@ -204,7 +206,8 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
-    # `torch.compile(block)` calls the block by itself: around it is outside of the graph.
+    # `torch.compile(block)` makes an outer module that calls the block. Move the unit to the outer
+    # module, so that its hooks are outside of the compiled graph.
     for outer in tree.candidates():
         inner = dict(outer.named_children()).get("_orig_mod")
         if inner in chosen and outer not in chosen:
@@ -220,10 +223,10 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
 
 
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
-    """The candidates that a callable policy wants."""
+    """The candidates that a callable policy chooses."""
     chosen: dict[nn.Module, Keywords] = {}
-    # Per module, the parameters that units in its subtree hold. A shared module is asked about
-    # once but takes its parameters from each of its parents.
+    # For each module, the parameters held by units in its subtree. The policy is called once for a
+    # shared module, but the parameters are subtracted from each of its parents.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -232,7 +235,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # Children first: what their units hold does not count for this module's size.
+            # Visit children first: parameters in their units do not count for this module's size.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.root and has_forward(module)
@@ -246,7 +249,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
     return chosen
 
 
-# The keywords of the innermost `enable_wrap`; None outside.
+# Keywords of the innermost `enable_wrap`; None outside of all.
 _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 
 
@@ -254,13 +257,13 @@ _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> Iterator[None]:
     """Let ``wrap`` make units for the length of a ``with`` statement.
 
-    ``with enable_wrap(wrapper_cls=ShardedWrapper): model = Model()``, where ``Model`` makes its
-    layers by ``self.layer = wrap(nn.Linear(...))``: the same class works with and without. Inside
-    another one it replaces that, keywords and all, until it ends.
+    Example: ``with enable_wrap(wrapper_cls=ShardedWrapper): model = Model()``, where ``Model``
+    makes its layers by ``self.layer = wrap(nn.Linear(...))``. The same class also works outside of
+    ``enable_wrap``. A nested ``enable_wrap`` replaces all keywords of the outer one until it exits.
 
     Args:
-        wrapper_cls: ``ShardedWrapper``, or whatever takes a module and keywords.
-        keywords: what ``wrapper_cls`` is given with each module.
+        wrapper_cls: ``ShardedWrapper``, or another callable of a module and keywords.
+        keywords: keywords passed to ``wrapper_cls`` with each module.
     """
     token = _enabled.set({"wrapper_cls": wrapper_cls, **keywords})
     try:
@@ -270,13 +273,13 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> It
 
 
 def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
-    """Make ``module`` a unit inside ``enable_wrap``; return it as it is outside.
+    """Make ``module`` a unit inside ``enable_wrap``; return ``module`` unchanged outside.
 
-    Collective inside, if wrapping is: every rank must build the same model.
+    Collective if ``wrapper_cls`` is: every rank must build the same model.
 
     Args:
         module: the module.
-        overrides: keywords that go before those of ``enable_wrap``.
+        overrides: keywords that override the keywords of ``enable_wrap``.
     """
     enabled = _enabled.get()
     if enabled is None:
@@ -325,7 +328,7 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
-    """A warning's text for a policy that chose no unit: what it could have chosen."""
+    """Text of the warning for a policy that chose no unit; lists classes that it could choose."""
     tree = ModuleTree(root, ignored)
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
@@ -339,7 +342,7 @@ def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = 
 
 
 def _show(value: object) -> str:
-    """Name a value in a message; a module's own repr can fill pages."""
+    """Text for a value in a message. A module's own repr can fill pages."""
     if isinstance(value, nn.Module):
         return f"an instance of {type(value).__name__}"
     if isinstance(value, list | tuple | set | frozenset):
