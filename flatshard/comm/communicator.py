@@ -1,12 +1,13 @@
-"""``Communicator``: the ranks of a group; picks the transport that moves a tensor between them.
+"""``Communicator``: the ranks of a group; chooses the transport that moves a tensor.
 
 ``Topology``: the communicators over which one unit shares its parameters and gradients.
 
 [Note: sums]
-All transports but the native one add here, in rank order and in no less than fp32, whatever dtype
-the gradients travel in. A backend adds as it likes, in the dtype that it is given; where a fixed
-order is asked for, it only exchanges the parts, which are added here. An all-reduce in a fixed
-order, or of gradients narrower than fp32, is such a reduce-scatter and an all-gather of the parts.
+All transports except the native one add gradients in flatshard's code, in rank order and at least
+in fp32, in whatever dtype the gradients are sent. A backend adds in its own order, in the dtype of
+the gradients. If a fixed order is requested, the backend only exchanges the parts, and flatshard
+adds them. An all-reduce in a fixed order, or of gradients narrower than fp32, consists of such a
+reduce-scatter and an all-gather of the parts.
 """
 
 from __future__ import annotations
@@ -50,16 +51,20 @@ from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
-# Up to this many elements, a tensor is copied to a wider dtype to share a message with the marks.
+# A tensor with at most so many elements is copied to a wider dtype, to share a message with the
+# marks.
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
-"""Called for each collective that this rank starts: the kind of collective, the name of the unit or
-the purpose, bytes, and the ranks in the default group."""
+"""Functions that are called for each collective that this rank starts.
+
+Arguments: the kind of collective, the name of the unit or the purpose, the number of bytes, and the
+ranks in the default group.
+"""
 
 
 def transport_kinds() -> list[type[Transport]]:
-    """In order of preference: the first one that a group has and that accepts a tensor moves it."""
+    """Transport classes in order of preference: the first to accept a tensor moves the tensor."""
     shared_memory = default_extra("shared_memory")
     first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
     return [*first, SocketTransport, NativeTransport]
@@ -70,7 +75,7 @@ _is_copying = False
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Inside, models are copied, perhaps on one rank alone, where the copy stays unused."""
+    """A block in which models are copied, perhaps on one rank only, where the copy stays unused."""
     global _is_copying
     before, _is_copying = _is_copying, True
     try:
@@ -79,21 +84,21 @@ def copying() -> Iterator[None]:
         _is_copying = before
 
 
-@cache  # every all-gather and reduction of every step asks
+@cache  # called for every all-gather and reduction in every step
 def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
     return f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}"
 
 
 class Communicator(Members):
-    """The ranks of one process group, and how they move tensors. A group of one never sends."""
+    """The ranks of one process group, and their transports. A single rank never sends."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
-        """Find out how the ranks can talk; ``group`` None is this rank alone.
+        """Find out which transports the ranks can use. ``group=None`` means only this rank.
 
         Collective when ``group`` has several ranks.
 
         Raises:
-            ValueError: what ``mode`` asks for cannot be had with the group's backend.
+            ValueError: the group's backend does not support the requested ``mode``.
         """
         self.group, self.options = group, mode
         self.rank, self.global_rank = 0, 0
@@ -102,17 +107,17 @@ class Communicator(Members):
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
             self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.ranks_text = ranks_text(self.ranks)  # in words, for messages
+        self.ranks_text = ranks_text(self.ranks)  # the ranks in words, for messages
         self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference
         self.transport_reason = ""
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
-        # Reductions in two stages whose second one is to cross this group, in the order in which
-        # all ranks begin them.
+        # Two-stage reductions whose second stage will use this group, in the order in which all
+        # ranks begin the stages.
         self.second_stages: deque[Any] = deque()
-        self._num_tags = [0, 0]  # inside `copying`: the second
+        self._num_tags = [0, 0]  # the second number counts tags inside `copying`
         self._num_models = 0
-        # Where a few numbers must lie to be sent.
+        # Device on which small values must be to be sent.
         self.control_device = HOST
         self.host = HostExchange(None, HOST)
         if group is not None and self.size > 1:
@@ -126,20 +131,22 @@ class Communicator(Members):
                 "process groups whose backend is gloo, this one's is "
                 f'{dist.get_backend(group)}. Leave it out, or make the group with backend="gloo".'
             )
-        # Their aborts and tags must not touch collectives of the user's.
+        # The transports need their own group: their aborts and tags must not affect the user's
+        # collectives.
         is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
         # Ordered collectives on one group match by order. Reductions start when gradients are
-        # there, all-gathers when parameters are needed, and the two may interleave differently on
-        # each rank: each kind has a group of its own.
+        # complete, and all-gathers start when parameters are needed. The two may interleave
+        # differently on each rank, so each kind has its own group.
         with named(self.meeting):
             self.gather_group = new_group(group) if is_apart else group
             self.reduce_group = new_group(group)
-            # gloo ends the process where what two ranks send differs in size, so that all-gathers
-            # which nobody announced share a group with nothing else.
+            # gloo ends the process if two ranks send different sizes in one collective. Therefore
+            # unannounced all-gathers share their group with no other collective.
             control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
             control_group, self.control_device = control_of(control)
         self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
-        # Every rank asks every class, in the same order: ``connect`` may communicate.
+        # Every rank calls ``connect`` of every class in the same order, because ``connect`` may
+        # communicate.
         found = [kind.connect(self) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
@@ -147,38 +154,40 @@ class Communicator(Members):
 
     @cached_property
     def apart(self) -> Communicator:
-        """The same ranks with an order of their own, for numbers in the middle of a backward.
+        """The same ranks with a separate order, to exchange numbers in the middle of a backward.
 
         Collective at the first use.
         """
         if self.group is None or self.size == 1:
             return self
-        # `new_group` waits in the store, where nothing can end the wait. So ranks meet before.
+        # `new_group` waits in the store, and nothing can end a wait in the store. So ranks meet
+        # before.
         self.host.meet("meeting for numbers in the middle of backward")
         with named(self.meeting):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
     def new_tag(self) -> int:
-        """A number that no other user of this communicator has; the same on all ranks.
+        """A number that no other user of this communicator gets; the same on all ranks.
 
-        Ranks ask for tags in the same order.
+        All ranks request tags in the same order.
         """
-        # Copies made on one rank alone must not shift the tags of the models that all ranks make.
+        # Copies may be made on one rank only. Count the tags of copies separately: copies must not
+        # shift the tags of the models, which all ranks make.
         self._num_tags[_is_copying] += 1
         return 2 * self._num_tags[_is_copying] + _is_copying
 
     def new_model(self) -> int:
-        """A number below 256 that tells a model from others; ranks construct them together."""
+        """A number below 256 that identifies a model. Ranks construct models in the same order."""
         self._num_models += 1
         return self._num_models % 256
 
     # ------------------------------------------------------------ parameters and gradients
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
-        """What moves the tensors on ``device`` of the flat parameter with this tag."""
-        # None is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so this
-        # needs not know the size.
+        """The transport for tensors on ``device`` of the flat parameter with this tag."""
+        # The size is not needed: no transport is better for small tensors and worse for large ones
+        # (1 MB takes 0.4 ms with each transport).
         return next(one for one in self.transports if one.accepts(device, tag))
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
@@ -203,14 +212,14 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # of an all-reduce the first half was noted
+        else:  # for an all-reduce the first half is noted
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
 
     def reduce_scatter(self, request: ReduceScatter) -> AsyncWork:
-        """Begin averaging over the ranks, each receiving its part in ``request.out``.
+        """Begin averaging over the ranks; each rank receives its part in ``request.out``.
 
         Collective: all ranks of the group, in the same order of calls.
         """
@@ -237,24 +246,25 @@ class Communicator(Members):
             unit_fqn, "all-reducing gradients in backward", self.global_rank, self.ranks_text
         )
         with named(op_name):
-            # Only the native one has it, which comes last and accepts everything.
+            # Only the native transport has an all-reduce. It is the last transport, and accepts
+            # every tensor.
             return self.transports[-1].all_reduce(buffer, op_name)
 
     def note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
-        """Tell ``LISTENERS`` of a collective that this rank starts."""
-        if self.size > 1:  # one rank by itself only copies
+        """Call ``LISTENERS`` for a collective that this rank starts."""
+        if self.size > 1:  # a group of one rank only copies
             for listen in LISTENERS:
                 listen(kind, unit_fqn, nbytes, self.ranks)
 
     # ------------------------------------------------------------ small things, at once
 
     def _begin_small(self, op_name: str) -> WaitCondition | None:
-        """Count a collective of the gather group, which is no all-gather of parameters."""
+        """Count a collective of the gather group that is not an all-gather of parameters."""
         what = compared_name(op_name) if self.transport_for().is_ordered else ""
         return self.begin(self.gather_group, what=what)
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
-        """For each byte, the maximum over the ranks.
+        """The maximum of each byte over the ranks.
 
         Collective: all ranks of the group, in the same order of calls; otherwise all raise.
         """
@@ -288,7 +298,8 @@ class Communicator(Members):
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # Large tensors are not copied: a reduction before theirs carries the marks.
+        # Large tensors are not copied: a separate reduction before the tensor's reduction carries
+        # the marks.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         with self._named_on_stream(op_name):
@@ -304,9 +315,10 @@ class Communicator(Members):
         return named(words, self._begin_small(op_name))
 
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
-        """Overwrite ``tensor``, contiguous, with that of rank ``source`` of the group, and wait.
+        """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
 
-        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        ``tensor`` is contiguous. Collective: all ranks of the group, in the same order of calls;
+        otherwise all raise.
         """
         if self.size == 1:
             return
@@ -324,9 +336,10 @@ class Communicator(Members):
     def exchange(
         self, sent: Tensor, lengths: list[int], expected: list[int], *, op_name: str
     ) -> tuple[AsyncWork, Tensor]:
-        """Begin to send each rank, in their order, so many ``lengths`` of the bytes ``sent``.
+        """Begin to send bytes ``sent``: to each rank, in order, the next ``lengths[rank]`` bytes.
 
-        Returns what fills the bytes that come from each rank, as many as ``expected``, and those.
+        Returns the work, and the bytes that the work fills: ``expected[rank]`` bytes from each
+        rank.
 
         Collective: all ranks of the group, in the same order of calls.
         """
@@ -345,7 +358,7 @@ class Communicator(Members):
 
 
 def _marks(op_name: str, op: str) -> list[int]:
-    """Four numbers whose reduction tells whether the name is the same on all ranks."""
+    """Four numbers whose reduction shows whether the name is the same on all ranks."""
     # SUM: if n ranks send the same x and x**2, the sums are n * x and n * x**2 on every rank. If
     # numbers differ, every rank sees a sum that is not n times its own number (Cauchy-Schwarz). x
     # has 16 bits, so that float64 holds the sums exactly. MAX, MIN: the results for x and -x are
@@ -357,7 +370,7 @@ def _marks(op_name: str, op: str) -> list[int]:
     return [first, -first, second, -second]
 
 
-# The group of one.
+# A communicator of only this rank.
 ALONE = Communicator(None)
 
 
@@ -365,35 +378,38 @@ ALONE = Communicator(None)
 class Topology:
     """The groups of one unit.
 
-    Every rank holds one part of the flat parameter in ``shard.size``, number ``index``. Parameters
-    are all-gathered over ``intra_group``, and gradients reduced over it first, then over
-    ``inter_group`` (parts become smaller) or ``replicate`` (parts stay).
+    The flat parameter has ``shard.size`` parts, and this rank holds part ``index``. Parameters are
+    all-gathered over ``intra_group``. Gradients are reduced first over ``intra_group``, and then
+    over ``inter_group`` (which divides the parts further) or ``replicate`` (which keeps the parts).
     """
 
     world: Communicator  # every rank that trains the model
     shard: Communicator  # the ranks that split the flat parameter
     replicate: Communicator  # the ranks that hold the same shard
-    # `shard` itself unless only gradients and optimizer state are split over all of it.
+    # `shard` itself, unless only gradients and optimizer state are divided among all ranks of
+    # `shard`.
     intra_group: Communicator
-    # One rank of each `intra_group` of `shard`; they split its part further.
+    # One rank of each `intra_group` in `shard`. The ranks of `inter_group` divide the part of the
+    # `intra_group` further.
     inter_group: Communicator = ALONE
-    # Over which backward all-gathers what `reshard_after_forward=n` left.
+    # Group for all-gathers in backward of the parts that `reshard_after_forward=n` kept.
     regather: Communicator | None = None
 
     @property
     def index(self) -> int:
-        """Which shard this rank holds."""
+        """Index of the shard that this rank holds."""
         return self.intra_group.rank * self.inter_group.size + self.inter_group.rank
 
     @property
     def across(self) -> Communicator:
-        """The ranks over which gradients are reduced after ``intra_group``; perhaps this alone."""
+        """The ranks over which gradients are reduced after ``intra_group``; maybe just this rank.
+        """
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
-        """Open connections for reductions on ``device``, where streams wait for them. Collective.
+        """Open connections for reductions on ``device``, if streams wait for these. Collective.
 
-        With ``fixed_order`` gradients are only exchanged, and added here.
+        With ``fixed_order`` the backend only exchanges gradients, and flatshard adds them.
         """
         for group in (self.intra_group, self.inter_group, self.replicate):
             transport, replicas = group.transport_for(device), group is self.replicate
@@ -403,7 +419,7 @@ class Topology:
 
     @property
     def transport(self) -> str:
-        """What moves its parameters and gradients, in words."""
+        """The transports for the unit's parameters and gradients, in words."""
         groups = (self.intra_group, self.inter_group)
         ways = [group.transport_for().name for group in groups if group.size > 1]
         if self.replicate.size > 1:
@@ -412,6 +428,6 @@ class Topology:
 
     @property
     def transport_reason(self) -> str:
-        """Why ``transport`` is what it is, where ranks found that out."""
+        """Why the unit uses ``transport``, if the ranks found a reason."""
         reasons = [group.transport_reason for group in (self.intra_group, self.inter_group)]
         return "; ".join(dict.fromkeys(filter(None, reasons)))

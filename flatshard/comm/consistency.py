@@ -1,4 +1,7 @@
-"""Checks that all ranks build the same model and ask for the same: all go on, or all raise."""
+"""Checks that all ranks build the same model and pass the same arguments.
+
+Either all ranks continue, or all ranks raise.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import as_bytes
 from flatshard.plan.layout import memory_order, strides_of
 
-# What ranks must agree on: names of things, and what they are.
+# Facts on which ranks must agree: a description per name.
 Facts = dict[str, str]
 T = TypeVar("T")
 
-# Tells tensors apart by their bytes; see `checksum`.
+# Differs if the bytes of two tensors differ, with high probability; see `checksum`.
 Checksum = tuple[int, int]
 
 _COLUMNS = 1 << 10
@@ -33,13 +36,13 @@ def check_same_model(
 ) -> None:
     """Compare names, shapes, dtypes, memory formats, units and settings with the other ranks.
 
-    Collective: all ranks of ``comm``. ``named`` are parameters and buffers; of what is ignored
-    only the names must agree.
+    Collective: all ranks of ``comm``. ``named`` are parameters and buffers. ``ignored`` are names,
+    and only these names must agree.
 
     Raises:
-        ValueError: on every rank, naming the first difference.
+        ValueError: on every rank, with the first difference.
     """
-    # By number: the order counts, too.
+    # Number the settings, tensors and units, because their order must agree too.
     facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
     facts["what is ignored"] = repr(list(ignored))
     tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
@@ -54,7 +57,8 @@ def _describe(tensor: Tensor) -> str:
     shape = tuple(tensor.shape)
     text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     if isinstance(tensor, nn.Parameter):
-        # Those of the flat layout; buffers may have any, nothing depends on them.
+        # The strides in the flat layout. Strides of buffers may differ, because nothing depends on
+        # them.
         text += f", strides {strides_of(shape, memory_order(shape, tensor.stride()))}"
     return text
 
@@ -62,7 +66,9 @@ def _describe(tensor: Tensor) -> str:
 def raise_everywhere(
     error: Exception | None, comm: Communicator, op_name: str = "comparing errors"
 ) -> None:
-    """Raise the first rank's error, if any has one, on every rank, where it is of the same type.
+    """Raise an error of any rank on every rank, as an error of the same type.
+
+    If several ranks have an error, the error of the first rank is raised.
 
     Collective: all ranks of ``comm``. ``op_name`` names the call in errors about absent ranks.
     """
@@ -82,13 +88,13 @@ def agreed(
     *,
     differ: str = "ranks differ",
 ) -> T:
-    """Run ``prepare`` on each rank; go on only if it succeeds everywhere, with equal facts.
+    """Run ``prepare`` on each rank; return only if it succeeds on all ranks, with equal facts.
 
-    Collective: all ranks of each of ``comms``; none: this rank alone. ``op_name`` names the call in
-    errors; where facts ``differ``, they end with ``remedy``.
+    Collective: all ranks of each of ``comms``; without ``comms``, only this rank. ``op_name`` names
+    the call in errors. Errors about facts that ``differ`` end with ``remedy``.
 
     Raises:
-        ValueError: on all ranks, where ``prepare`` raised on one or facts differ.
+        ValueError: on all ranks, if ``prepare`` raised on any rank or if facts differ.
     """
     result: T | None = None
     facts: Facts = {}
@@ -97,12 +103,13 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # Only digests: the facts of a large model are megabytes, and almost always the same.
+    # Exchange only digests: the facts of a large model are megabytes, and almost always equal.
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
     mine = None if problem is None else str(problem), digest
     problems: list[str] = []
     for comm in comms:
-        # Also with a problem: a rank that raised before this would leave the others waiting.
+        # Exchange digests even after a problem: a rank that raised before the exchange would leave
+        # the other ranks waiting.
         answers = comm.host.gather_unless_equal(mine, op_name)
         problems += [
             f"{op_name}, rank {rank}: {text}"
@@ -122,7 +129,7 @@ def agreed(
 
 
 def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str]:
-    """The first name whose facts differ between ``ranks``, and the difference in words."""
+    """The first name whose facts differ between ``ranks``, and a text about the difference."""
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(key, "nothing") for facts in everyone]
         for rank, value in zip(ranks, values, strict=True):
@@ -133,14 +140,14 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """A few sums over the bytes that tell tensors apart, also those of the same elements."""
+    """Sums over a tensor's bytes; the sums also differ if only the order of elements differs."""
     if tensor.numel() == 0:
         return (0, 0)
     data = as_bytes(tensor.detach().contiguous())
     is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
     words = data.view(torch.int64) if is_wide else data
-    # Read as a table, whose sums of rows and of columns are weighted by place: plain sums would
-    # not see that elements were exchanged.
+    # Arrange the words as a table, and weight the sums of rows and columns by their position. Plain
+    # sums would not detect exchanged elements.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (

@@ -1,4 +1,4 @@
-"""``HostExchange``: small values that ranks exchange in host memory, each exchange under a name.
+"""``HostExchange``: exchanges small values in host memory; every exchange has a name.
 
 [Note: frames]
 gloo matches collectives only by their order. Two ranks that begin different collectives would get
@@ -33,7 +33,7 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES  # bytes of a value that fit into the frame
-_NAME_BYTES = 512  # of a name, in the error about different names
+_NAME_BYTES = 512  # longest name in the error about different names
 _LENGTH_BYTES = 8
 _DETAIL = re.compile(r"\(|: ")
 
@@ -53,8 +53,9 @@ def differ(maxima: bytes) -> list[bool]:
 
 
 def compared_name(op_name: str) -> str:
-    """The start of a name, up to ``(`` or ``: ``, which must be equal on all ranks."""
-    # The rest of a name may be a path, which ranks may spell differently, or one rank's details.
+    """The part of a name before ``(`` or ``: ``; this part must be equal on all ranks."""
+    # The rest of a name may differ between ranks: a path that ranks spell differently, or details
+    # of one rank.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
@@ -88,7 +89,7 @@ class HostExchange:
         self.group, self._rank = group, dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self.history = History(name or group.group_name, self._ranks, self._rank)
-        # The host waits in these collectives. Another thread can end the wait only on gloo.
+        # The host waits in these collectives. Only on gloo can another thread end the wait.
         if backend_for(group, "cpu") == "gloo":
             self._abort = partial(abort, group)
 
@@ -119,9 +120,9 @@ class HostExchange:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self.group)
 
     def broadcast(self, tensor: Tensor, source: int, op_name: str) -> None:
-        """Overwrite ``tensor``, of equal size everywhere, by that of rank ``source`` of the group.
+        """Overwrite ``tensor`` with the ``tensor`` of rank ``source`` of the group.
 
-        ``tensor`` is contiguous and on this exchange's device.
+        ``tensor`` is contiguous, on this exchange's device, and of equal size on all ranks.
         """
         data, kind = as_bytes(tensor), f"{tensor.nbytes} bytes of rank {source}"
         sends = self.group.rank() == source
@@ -138,7 +139,7 @@ class HostExchange:
             data.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
 
     def gather(self, value: Any, op_name: str) -> list[Any]:
-        """Every rank's ``value`` (picklable), in the group's order."""
+        """The ``value`` (picklable) of every rank, in the group's order."""
         if len(self._ranks) == 1:
             return [value]
         row = pickle.dumps(value)
@@ -150,9 +151,10 @@ class HostExchange:
         return [_unpacked(row) for row in rows]
 
     def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
-        """Every rank's ``value`` (picklable), in the group's order; one value if all are equal.
+        """The ``value`` (picklable) of every rank, in order, or only one value if all are equal.
 
-        Equal values cost one message of constant size. Values count as equal if their ``repr`` is.
+        Equal values cost one message of constant size. Values with the same ``repr`` count as
+        equal.
         """
         if self.all_equal(digest_of(repr(value)), op_name):
             return [value]
@@ -208,7 +210,7 @@ class HostExchange:
 
 @lru_cache(maxsize=256)  # a step repeats few names
 def _start_of(kind: str, op_name: str) -> bytes:
-    """The start of a frame, by which ranks compare the name of their exchange."""
+    """The start of a frame: ranks compare it to see whether all have the same exchange."""
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
 
 

@@ -1,4 +1,4 @@
-"""``Ranks``: those that train a model, as the user names them and as placements divide them."""
+"""``Ranks``: the ranks that train a model, from the user's arguments, divided by placements."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Ranks:
     """The ranks that train a model."""
 
     world: Communicator
-    # The ranks that share one copy, and those that hold the same part of theirs. None: the user
-    # did not say, and placements that need to know go by nodes.
+    # The ranks that share one copy of the parameters, and the ranks that hold the same part of each
+    # copy. None: the user passed no grid, so hybrid placements divide the ranks by node.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None
     mode: TransportOptions
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
+        """Facts that must be the same on every rank, as text."""
         if self.grid is None:
             return f"{self.ranks_per_node} ranks per node"
         shard, replicate = self.grid
         return f"{shard.size} ranks share a copy, {replicate.size} copies"
 
     def resolve(self, placement: Placement) -> Topology:
-        """The groups for a placement. Collective at the first call for it.
+        """The groups for a placement. Collective at the first call for each placement.
 
         Raises:
-            ValueError: the ranks do not divide as the placement asks, or it averages over
-                replicas and there is a wire dtype.
+            ValueError: the ranks cannot be divided for the placement, or the placement averages
+                over replicas although a wire dtype is set.
         """
         if placement not in self._known:
             found = self._resolve(placement)
@@ -69,7 +69,7 @@ class Ranks:
     def _resolve(self, placement: Placement) -> Topology:
         world = self.world
         if not placement.sharded:
-            # Every rank holds everything, and gradients are all-reduced over all.
+            # Every rank holds all parameters, and gradients are all-reduced over all ranks.
             return Topology(world, shard=ALONE, replicate=world, intra_group=ALONE)
         if not placement.hybrid:
             regather = _regather(world, placement)
@@ -77,12 +77,13 @@ class Ranks:
         shard, replicate = self.grid or self._by_node()
         regather = _regather(shard, placement)
         if placement.over_all:
-            # Gradients are split over a node first, then each part over the nodes.
+            # Gradients are first divided among the ranks of a node. Then each part is divided among
+            # the nodes.
             return Topology(world, world, ALONE, shard, inter_group=replicate, regather=regather)
         return Topology(world, shard, replicate, intra_group=shard, regather=regather)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Split the world by node."""
+        """Divide the ranks of the world by node."""
         size = self.ranks_per_node
         if self.world.size == 1:
             return self.world, ALONE
@@ -134,9 +135,9 @@ def _rows_and_columns(
 
 
 def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
-    """Read ``process_group`` and ``device_mesh``; without either this rank is alone.
+    """Read ``process_group`` and ``device_mesh``; without both, only this rank trains the model.
 
-    Collective if there is a group.
+    Collective if a group is given.
 
     Args:
         process_group: a group, a pair (shard group, replicate group), or None.
@@ -146,7 +147,8 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
     Raises:
         TypeError: something else was passed.
-        ValueError: both, a mesh of other dimensions, or groups that are no grid of ranks.
+        ValueError: both were passed, the mesh has other dimensions, or the groups do not form a
+            grid of ranks.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -167,7 +169,8 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
         return ()
     is_pair = isinstance(process_group, tuple | list)
     groups = tuple(process_group) if is_pair else (process_group,)
-    if dist.GroupMember.NON_GROUP_MEMBER in groups:  # what `new_group` gives to other ranks
+    # `new_group` returns this object to ranks that are not members.
+    if dist.GroupMember.NON_GROUP_MEMBER in groups:
         raise ValueError(
             f"process_group: rank {dist.get_rank()} is not in this group. Only ranks that are in "
             "it wrap the model and train it."
@@ -193,8 +196,9 @@ def _groups_of_mesh(mesh: Any) -> Any:
             "Pass the part of it over which this model's data are split, such as "
             'mesh["replicate", "shard"].'
         )
-    # Without names the order of torch's FSDP. Any other dimension (of tensor parallelism, say) has
-    # ranks that hold other parameters, or compute on the same inputs.
+    # Without names, assume the dimension order of torch's FSDP. Refuse other dimensions (tensor
+    # parallelism, for example): the ranks along another dimension hold other parameters, or compute
+    # on the same inputs.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
@@ -210,7 +214,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # Where srun starts the ranks themselves. In a job's shell its variables are there, too.
+    # SLURM_NTASKS_PER_NODE counts only if srun starts the ranks themselves. SLURM's variables also
+    # exist in the shell of a job, so compare SLURM_NTASKS with the world size.
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -240,7 +245,7 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
-    """Check that groups and modes fit together on all ranks; returns the shard groups seen here.
+    """Check that groups and modes are consistent on all ranks; returns the known shard groups.
 
     A rank sends the members of its replicate group to the ranks of its shard group, and the other
     way round. So each rank checks the groups that share a rank with its own groups, and no rank
@@ -251,8 +256,9 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     Raises:
         ValueError: on all these ranks, if groups or modes do not fit.
     """
-    # Before a communicator is made: modes decide which groups ranks make for it, and one that
-    # makes fewer than the others leaves them waiting.
+    # Compare before a communicator is made: the mode decides which groups a rank makes for the
+    # communicator. If a rank makes fewer groups than the other ranks, the other ranks wait for
+    # ever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
@@ -308,7 +314,8 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
 
 # ---------------------------------------------------------------- communicators of groups
 
-# Kept as long as the group, also between models: the groups made for it live as long.
+# A communicator is kept as long as its group, also between models: the groups that flatshard made
+# for the communicator live as long.
 _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
 
 
@@ -327,7 +334,7 @@ def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AU
 
 
 def forget_destroyed() -> None:
-    """Let go of the groups that were destroyed, and so of their threads."""
+    """Forget communicators of destroyed groups, so that their threads end."""
     for group, mode in list(_communicators):
         try:
             dist.get_process_group_ranks(group)
@@ -347,14 +354,14 @@ def _end() -> None:
     groups = made_here()
     for one in _communicators.values():
         if one.size > 1 and one.reduce_group in groups:
-            groups.add(one.gather_group)  # which may be the user's
+            groups.add(one.gather_group)  # `gather_group` may be the user's group
     come_to_rest(groups)
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """The communicator of some of the parent's global ``ranks``, of which this rank is one.
+    """The communicator of some of the parent's ranks, including this rank.
 
-    Collective: these ranks, at the first call for them.
+    ``ranks`` are global. Collective: these ranks, at the first call for these ranks.
     """
     if len(ranks) == 1:
         return ALONE

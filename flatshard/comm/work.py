@@ -1,10 +1,11 @@
-"""``AsyncWork``: a collective under way; its number in ``History``, and the waits for its end.
+"""``AsyncWork``: an unfinished collective, its number in ``History``, and the waits for its end.
 
 Each group has a ``History`` of the collectives that this rank has begun. Each thread lists the
-blocks in which it waits for other ranks (``watched``). The extra ``deadlock`` reads both in a
-thread of its own (``CollectiveWatch``), so a step calls nothing of the extra. Without the extra,
-nobody reads the waits. Ranks still compare histories where a backend matches collectives by order
-only, because their results would otherwise be mixed up (``flatshard/engine/agreement.py``).
+blocks in which it waits for other ranks (``watched``). The extra ``deadlock`` reads histories and
+waits in its own thread (``CollectiveWatch``), so a step calls nothing of the extra. Without the
+extra, nobody reads the waits. If a backend matches collectives only by order, ranks compare their
+histories even without the extra. Otherwise results of different collectives would be mixed up
+(``flatshard/engine/agreement.py``).
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ REMEDY = (
     "order, such as experts and dropped layers, need allow_divergence (docs/recipes.md)."
 )
 
-_KEPT = 64  # collectives that can be named
+_KEPT = 64  # number of collectives whose names are kept
 
-Begun = tuple[int, str]  # the number of a collective in its group, and which one it is, in words
+Begun = tuple[int, str]  # the number of a collective in its group, and its description
 
 
 class CollectiveWatch:
-    """The seam of the extra ``deadlock``; this class, used without the extra, does nothing."""
+    """Interface of the extra ``deadlock``. Without the extra, this base class does nothing."""
 
     def add_group(self, history: History) -> None:
-        """Watch one more group, of which other ranks wait for this rank from now on."""
+        """Watch one more group. From now on other ranks of the group wait for this rank."""
 
     def explain(self, wait: watched) -> str | None:
-        """Why a wait that failed could not end; None if the reason is not known.
+        """Why a failed wait could not end; None if the reason is not known.
 
         Called inside the block of the wait.
         """
         return None
 
     def program_line(self) -> str:
-        """The line of the user's program in which this thread is; "" if the line is not known."""
+        """The line of the user's program that this thread runs; "" if the line is not known."""
         return ""
 
 
 @cache
 def watch() -> CollectiveWatch:
-    """The watch of this process."""
+    """The ``CollectiveWatch`` of this process."""
     found = default_extra("deadlock")
     return CollectiveWatch() if found is None else found.WATCH  # type: ignore[no-any-return]
 
@@ -66,7 +67,7 @@ def watch() -> CollectiveWatch:
 
 
 class WaitCondition(NamedTuple):
-    """What ends a wait: ``ranks`` (global) begin their ``number``th collective of a kind."""
+    """End of a wait: ``ranks`` (global) begin their ``number``th collective of a kind."""
 
     group: str  # `History.name`, or the name of a process group
     kind: Hashable
@@ -78,33 +79,36 @@ class WaitCondition(NamedTuple):
 class History:
     """The collectives of one group that this rank has begun, counted by kind.
 
-    Collectives that match those of other ranks by their order only are described, too: the last
-    ones in words, all of them in a digest.
+    Collectives that match between ranks only by order also have a description. The history keeps
+    the last descriptions, and a digest of all descriptions.
     """
 
     def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
-        """Begin with none. ``name`` is equal on all ranks; ``ranks`` and ``rank`` are global."""
+        """Make an empty history. ``name`` is the same on all ranks; all ranks are global."""
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
-        self.problem = ""  # why nothing more may begin
+        self.problem = ""  # why no further collective may begin
         self.announces = True  # whether ranks meet before a collective that gloo matches blindly
         self.described: Hashable = None  # the kind of the collectives below
         self.digest = 0
-        self.unchecked_since = 0.0  # when the first was added that nobody compared; 0: none
+        # Time of the first collective that ranks have not compared; 0: all are compared.
+        self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""
-        self._next: dict[tuple[str, str], str] = {}  # what has always followed two; "": several
+        # The collective that has always followed two others; "": not always the same.
+        self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
     def begin(
         self, kind: Hashable, what: str = "", abort: Callable[[], None] | None = None
     ) -> WaitCondition:
-        """Count one more collective; returns the condition of its end: all other ranks begin it.
+        """Count one more collective; returns the end condition: all other ranks begin it too.
 
         Args:
             kind: collectives match in order within their kind.
-            what: describes the collective, equal on all ranks; "" if ranks need not compare it.
+            what: describes the collective, equal on all ranks; "" if ranks need not compare the
+                collective.
             abort: makes a wait for the collective fail.
 
         Raises:
@@ -122,38 +126,40 @@ class History:
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def reach(self, kind: Hashable, number: int) -> None:
-        """Record that this rank has begun ``number`` of a kind."""
+        """Record that this rank has begun ``number`` collectives of a kind."""
         self.begun[kind] = number
 
     def needs(
         self, kind: Hashable, number: int, abort: Callable[[], None] | None = None
     ) -> WaitCondition:
-        """The condition that all other ranks have begun ``number`` of a kind."""
+        """The condition that all other ranks have begun ``number`` collectives of a kind."""
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def is_usual(self, what: str) -> bool:
-        """Whether every other rank, too, begins this next or asks whether all begin something else.
+        """Whether every other rank also begins ``what`` next, or first announces something else.
 
-        Nothing else has ever followed the last two, on no rank: ``learn`` is called on all.
+        True if only ``what`` has ever followed the last two collectives. All ranks give the same
+        answer, because all ranks call ``learn`` together.
         """
         return self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
-        """Note what follows the last two, on all ranks."""
+        """Record that ``what`` follows the last two collectives. Called on all ranks."""
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
 
     def to_compare(self) -> bytes:
-        """The digest; the caller compares it with the other ranks'."""
+        """The digest, which the caller compares with the digests of the other ranks."""
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        return list(self._recent.copy())  # another thread may add meanwhile
+        # Copied first, because another thread may append meanwhile.
+        return list(self._recent.copy())
 
 
 def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
-    """Where ranks first began different collectives, in words; None: nowhere that is known."""
+    """Text about the first difference between ranks' collectives; None if none is known."""
     begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
         ranks_of: dict[str, list[int]] = {}
@@ -166,7 +172,7 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
 
 
 def describe_difference(names: Mapping[int, str]) -> str:
-    """Text of an error: the ranks in each collective, and the remedy."""
+    """Text of an error: the collective of each rank, and the remedy."""
     differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
     return f"the ranks are in different collectives, {differ}. {REMEDY} [FS-DEADLOCK]"
 
@@ -175,13 +181,13 @@ def describe_difference(names: Mapping[int, str]) -> str:
 
 
 class ThreadWaits(list["watched"]):
-    """The waits of one thread, the innermost last."""
+    """The waits of one thread, innermost last."""
 
     thread: int  # the thread's identifier
 
 
 class _Own(threading.local):
-    """The waits of the thread that asks."""
+    """The waits of the current thread."""
 
     def __init__(self) -> None:  # once per thread
         self.waits = ThreadWaits()
@@ -189,14 +195,14 @@ class _Own(threading.local):
         _by_thread[self.waits.thread] = self.waits
 
 
-# Weak: the waits of a thread go with the thread.
+# Weak references: the waits of a thread are deleted with the thread.
 _by_thread: weakref.WeakValueDictionary[int, ThreadWaits] = weakref.WeakValueDictionary()
 _own = _Own()
 
 
 def waits_by_thread() -> list[ThreadWaits]:
     """The waits of each thread that has ever waited for other ranks and still runs."""
-    threads = [known() for known in _by_thread.valuerefs()]  # more may come meanwhile
+    threads = [known() for known in _by_thread.valuerefs()]  # other threads may add waits meanwhile
     return [waits for waits in threads if waits is not None]
 
 
@@ -206,7 +212,7 @@ class watched:
     __slots__ = ("_op", "condition")
 
     def __init__(self, op: str | Callable[[], str], condition: WaitCondition | None = None) -> None:
-        """``op`` says what is waited for; ``condition``: what ends the wait, None if unknown."""
+        """``op`` describes the wait. ``condition`` ends the wait; None if unknown."""
         self._op, self.condition = op, condition
 
     def describe(self) -> str:
@@ -223,15 +229,15 @@ class watched:
             _own.waits.pop()
 
     def failed(self, error: BaseException) -> None:
-        """Called inside the block when an error leaves the block; may raise another error."""
+        """Called inside the block when an error leaves the block. May raise a different error."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: a peer died, ran other units, or did not come within the timeout."""
+    """A collective failed: a peer died, ran other units, or missed the timeout."""
 
 
 class named(watched):
-    """Name the operation where a backend raises, or where it is slow.
+    """A wait that adds the name of the operation to errors of the backend, and to logs.
 
     Raises:
         CollectiveError: the backend raised.
@@ -240,12 +246,13 @@ class named(watched):
     __slots__ = ()
 
     def failed(self, error: BaseException) -> None:
-        # An OutOfMemoryError keeps its class for callers, and concerns no other rank. The error of
-        # a collective inside the block names that collective already.
+        # An OutOfMemoryError keeps its class for callers, and does not concern other ranks. The
+        # error of a collective inside the block already names the collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return
-        # Of a rank that found a deadlock and left, the backend sees a closed connection only.
+        # If another rank found a deadlock and left, the backend sees only a closed connection. The
+        # watch may know the reason.
         failed, reason = f"{self.describe()} failed", watch().explain(self)
         if reason is not None:
             raise CollectiveError(f"{failed}: {reason}") from error
@@ -253,7 +260,7 @@ class named(watched):
             "A peer died, ran other units than this rank, or did not come within the group's "
             "timeout. Look for the first error on the other ranks."
         )
-        if "Duplicate GPU" in str(error):  # NCCL's words
+        if "Duplicate GPU" in str(error):  # text of an NCCL error
             remedy = (
                 "Ranks have the same GPU: call torch.cuda.set_device(local_rank) before the "
                 "model is made, or pass device_id=local_rank."
@@ -266,17 +273,18 @@ class named(watched):
 
 @dataclass(eq=False)
 class AsyncWork:
-    """A collective under way. Keeps its tensors alive until nobody needs them."""
+    """An unfinished collective. Keeps its tensors alive until no rank needs them."""
 
-    works: Sequence[Any]  # the backend's handles that the result needs
-    op_name: str  # names the unit, the rank and the collective
-    kept: Sequence[object] = ()  # alive until the other ranks have taken everything
+    works: Sequence[Any]  # the backend's handles to wait for before the result is complete
+    op_name: str  # has the unit, the rank and the collective
+    kept: Sequence[object] = ()  # objects kept alive until the other ranks have received everything
     _: KW_ONLY
-    peers: Sequence[int] = ()  # the ranks that the first works receive from, where each has its own
+    peers: Sequence[int] = ()  # the senders of the first works, if each work receives from one rank
     then: Callable[[], None] | None = None  # called once after the wait
-    sends: Sequence[Any] = ()  # complete when the other ranks have taken what this one gave
+    # Handles that complete when the other ranks have received this rank's data.
+    sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before the wait
-    need: WaitCondition | None = None  # what works wait for
+    need: WaitCondition | None = None  # the condition that ends the wait for ``works``
     sends_need: WaitCondition | None = None
 
     def done(self) -> bool:
@@ -284,12 +292,12 @@ class AsyncWork:
         return all(work.is_completed() for work in self.works)
 
     def wait(self, pending_sends: PendingSends) -> None:
-        """Have the result; on an accelerator the current stream waits, not the host.
+        """Wait for the result. On an accelerator the current stream waits instead of the host.
 
         The source must not be written before ``pending_sends.wait_sends()``.
 
         Raises:
-            CollectiveError: a peer failed or did not come within the group's timeout.
+            CollectiveError: a peer failed or did not arrive within the group's timeout.
         """
         self._have()
         if self.sends:
@@ -298,13 +306,14 @@ class AsyncWork:
             self.kept = ()
 
     def finish(self) -> None:
-        """Have the result, and see that the others have theirs; raises as ``wait``."""
+        """Wait for the result and for the sends to the other ranks; raises as ``wait`` does."""
         self._have()
         self.wait_sends()
 
     def _have(self) -> None:
-        # Taken off first: a second wait for what failed would hang, or hide the first error, and
-        # one for what is there must not average or widen again.
+        # Clear the fields before waiting. A second wait after a failure would hang or hide the
+        # first error, and a second wait after success must not run ``then`` again (average or widen
+        # twice).
         works, then = self.works, self.then
         self.works, self.then = (), None
         try:
@@ -316,7 +325,7 @@ class AsyncWork:
                 with named(self.op_name):
                     then()
         except CollectiveError:
-            self.sends = ()  # they would not end either
+            self.sends = ()  # the sends would not end either
             raise
 
     def _describe(self, works: Sequence[Any]) -> str:
@@ -331,14 +340,14 @@ class AsyncWork:
         return all(getattr(work, "reports_end", True) for work in self.sends)
 
     def is_sent(self) -> bool:
-        """Whether the others have taken everything; nothing is kept then."""
+        """Whether the other ranks have received everything; if so, releases the kept objects."""
         if not all(work.is_completed() for work in self.sends):
             return False
         self.wait_sends()
         return True
 
     def wait_sends(self) -> None:
-        """Wait until the others have taken everything; raises as ``wait``."""
+        """Wait until the other ranks have received everything; raises as ``wait`` does."""
         sends, self.sends = self.sends, ()
         if sends:
             with named(self.op_name, self.sends_need):
@@ -347,8 +356,8 @@ class AsyncWork:
         self.kept = ()
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Whether it keeps the memory of ``tensor`` alive."""
-        # By storage, not by object: views of a shard share its memory.
+        """Whether this work keeps the memory of ``tensor`` alive."""
+        # Compare storages, not objects: views of a shard share the shard's memory.
         storage = tensor.untyped_storage()._cdata
         return any(
             isinstance(one, Tensor) and one.untyped_storage()._cdata == storage for one in self.kept
@@ -356,29 +365,29 @@ class AsyncWork:
 
 
 class PendingSends:
-    """Collectives of which this rank has the result, and other ranks perhaps not yet."""
+    """Collectives whose result this rank has, but perhaps not every other rank."""
 
-    # A rank has what it asked for as soon as all others have sent theirs; that the others have
-    # taken what this one sent is a matter of its own. Until then it must not be overwritten, but
-    # nothing else need wait for it: a rank that is ahead would otherwise wait at every unit. It is
-    # kept here until the end of a forward or backward, before anybody may write.
+    # A rank has its result as soon as all other ranks have sent their data. At this time the other
+    # ranks may not have received this rank's data yet. Until then, this rank must not overwrite the
+    # source, but may continue: otherwise a rank that is ahead would wait at every unit. So the
+    # works stay here until the end of a forward or backward, before anybody may write the shards.
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Not polled: they never report their end, and there may be two for each unit of a model.
+        # Works that never report their end, and are not polled; perhaps two per unit of a model.
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
         (self._pending if pending.reports_sent else self._silent).append(pending)
 
     def wait_sends(self) -> None:
-        """Wait until other ranks have taken all that this one gave: it may be written then.
+        """Wait until other ranks have received all sent tensors, which may be written then.
 
         Raises:
             CollectiveError: as ``AsyncWork.wait``.
         """
         for kept in (self._silent, self._pending):
-            # Popped one by one: after an error the others can still be waited for.
+            # Pop the works one by one: after an error, the rest can still be waited for.
             while kept:
                 kept.pop(0).wait_sends()
 
@@ -388,7 +397,7 @@ class PendingSends:
         return any(pending.keeps(tensor) for pending in (*self._silent, *self._pending))
 
     def drop_sent(self) -> None:
-        """Give back what other ranks have taken meanwhile."""
+        """Release the works whose data the other ranks have received meanwhile."""
         self._pending = [pending for pending in self._pending if not pending.is_sent()]
 
 
@@ -401,5 +410,6 @@ class RunLink:
     """
 
     unit_name: str  # for errors
-    # What other ranks may still be reading; one list for all flat parameters of a run.
+    # Works whose source other ranks may still be reading; one list for all flat parameters of a
+    # run.
     pending_sends: PendingSends = field(default_factory=PendingSends)

@@ -1,13 +1,13 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
 [Note: scattered gradients]
-``FlatChunks`` are values of a flat parameter, scattered over several tensors. Gradients can be
-averaged from the tensors in which autograd made them: copying them to one buffer first costs as
-much time as a fast network needs to send them. ``ChunkPlan`` decides which small gradients are
-copied together all the same.
+``FlatChunks`` are values of a flat parameter that lie in several tensors. Gradients can be averaged
+directly from the tensors in which autograd made them: copying gradients to one buffer first would
+take as long as a fast network needs to send them. ``ChunkPlan`` decides which small gradients are
+copied together nevertheless.
 
-Sums over ranks are made here too, in rank order and in no less than fp32: they are the same in
-every run and on every transport.
+This module also computes sums over ranks, in rank order and at least in fp32, so that the sums are
+the same in every run and on every transport.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from flatshard.plan.layout import FlatLayout
 
 
 class Members:
-    """The ranks of one group, as a transport knows them; the group's ``Communicator``."""
+    """The ranks of one group, as a transport sees them; a ``Communicator`` is a ``Members``."""
 
-    rank: int  # this one's, within the group
-    ranks: tuple[int, ...]  # the members by their ranks in the default group
+    rank: int  # rank of this process within the group
+    ranks: tuple[int, ...]  # global ranks of the members
     gather_group: dist.ProcessGroup
-    reduce_group: dist.ProcessGroup  # the same ranks; reductions have an order of their own
+    # The same ranks, with a separate order of collectives for reductions.
+    reduce_group: dist.ProcessGroup
     host: HostExchange  # exchanges small values between the ranks
     options: TransportOptions
-    is_gloo: bool  # the backend for tensors in host memory
+    is_gloo: bool  # whether gloo is the backend for tensors in host memory
 
     @property
     def history(self) -> History:
@@ -53,32 +54,35 @@ class Members:
 
     @cached_property
     def is_fake(self) -> bool:
-        """Whether there are no other ranks (torch's "fake" backend)."""
+        """Whether no other ranks exist (torch's "fake" backend)."""
         return is_fake(self.gather_group)
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks of the group; the next one first, so that all links are used at once."""
+        """The other ranks of the group, from the next rank on, so that all links are used at once.
+        """
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition | None:
-        """Count a collective that this rank begins now; returns what ends the host's wait for it.
+        """Count a collective that this rank begins now; returns the condition that ends the wait.
 
-        ``kind``: what it matches on other ranks; None: their next one on the group, ``what``, alike
-        on all.
+        ``kind``: key that matches the collective on other ranks; None: the ranks' next collectives
+        on the group match. ``what`` describes the collective, equal on all ranks. The result is
+        None if the host does not wait.
         """
         kind = group.group_name if kind is None else kind
         if self.is_gloo:
             return self.history.begin(kind, what, partial(abort, group))
         self.history.begin(kind, what)
-        return None  # a stream waits, and not the host
+        return None  # a stream waits instead of the host
 
     def announce(self, what: str) -> None:
-        """Raise CollectiveError, on all ranks, where they are about to begin different things."""
-        # gloo ends the process, with SIGABRT, where it receives more than was expected. A rank that
-        # leaves the usual order waits here, the others in the usual: deadlock detection ends both.
+        """Raise CollectiveError on all ranks if ranks are about to begin different collectives."""
+        # gloo ends the process with SIGABRT if it receives more data than expected. A rank that
+        # leaves the usual order waits here, while the other ranks wait in the usual collective.
+        # Then deadlock detection ends both waits.
         is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
         if what and not is_safe:
             self.host.meet(what)
@@ -86,11 +90,11 @@ class Members:
 
 
 class Chunk(NamedTuple):
-    """Elements of one part."""
+    """A range of elements of one part."""
 
-    part: int  # its number
-    offset: int  # where they begin in it
-    start: int  # where they begin and end in the flat parameter
+    part: int  # index of the part
+    offset: int  # where the elements begin in the part
+    start: int  # where the elements begin and end in the flat parameter
     end: int
     values: Tensor | None  # None: zeros
 
@@ -100,13 +104,13 @@ class FlatChunks:
     """Values over the full length of a flat parameter, gradients for example, on each rank."""
 
     parts: Sequence[Tensor | None]  # (end - start,) each, contiguous, of one dtype; None: zeros
-    ranges: Sequence[tuple[int, int]]  # their [start, end); ascending, the same on all ranks
-    numel: int  # of all, padding included
+    ranges: Sequence[tuple[int, int]]  # [start, end) of each part; ascending, the same on all ranks
+    numel: int  # number of all elements, padding included
     dtype: torch.dtype
 
     @classmethod
     def of(cls, buffer: Tensor) -> FlatChunks:
-        """One piece of memory, ``(numel,)``."""
+        """The values of one buffer, ``(numel,)``."""
         return cls([buffer], [(0, buffer.numel())], buffer.numel(), buffer.dtype)
 
     @property
@@ -115,7 +119,7 @@ class FlatChunks:
         return [part for part in self.parts if part is not None]
 
     def cut(self, begin: int, end: int, numel: int | None = None) -> Iterator[Chunk]:
-        """What there is in ``[begin, end)``, at most ``numel`` elements at a time."""
+        """The chunks in ``[begin, end)``, each with at most ``numel`` elements."""
         for index, (first, last) in enumerate(self.ranges):
             start, stop = max(first, begin), min(last, end)
             part = self.parts[index]
@@ -127,16 +131,17 @@ class FlatChunks:
 
 
 class ChunkPlan:
-    """Which gradients share a part of a ``FlatChunks``.
+    """Decides which gradients share a part of a ``FlatChunks``.
 
-    Those of ``min_bytes`` or more are a part each, without a copy; small neighbours are copied
-    into one.
+    A gradient of ``min_bytes`` or more is a part without a copy. Smaller neighbours are copied into
+    one part.
     """
 
     def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
         self._runs: list[list[int]] = []
-        # Ranges depend on the layout alone, not on which gradients exist: the same on all ranks.
+        # The ranges depend only on the layout, not on which gradients exist, so the ranges are the
+        # same on all ranks.
         joins = False
         for index, span in enumerate(layout.spans):
             is_small = (span.end - span.start) * dtype.itemsize < min_bytes
@@ -147,7 +152,11 @@ class ChunkPlan:
             joins = is_small
 
     def chunks(self, gradients: dict[int, Tensor]) -> FlatChunks:
-        """Take gradients by original parameter, in memory order, any dtype; others are zero."""
+        """Make chunks of gradients, keyed by index of the parameter; missing gradients are zeros.
+
+        The elements of each gradient are in memory order, in any dtype. A gradient that forms a
+        part without others is removed from ``gradients``.
+        """
         spans = self._layout.spans
         ranges = [(spans[run[0]].start, spans[run[-1]].end) for run in self._runs]
         parts = [self._part(run, gradients) for run in self._runs]
@@ -158,7 +167,7 @@ class ChunkPlan:
         if not there:
             return None
         if len(run) == 1:
-            return gradients.pop(run[0]).to(self._dtype)  # no copy if it has that dtype
+            return gradients.pop(run[0]).to(self._dtype)  # no copy if the dtypes are equal
         spans, device = self._layout.spans, gradients[there[0]].device
         first = spans[run[0]].start
         part = torch.zeros(spans[run[-1]].end - first, dtype=self._dtype, device=device)
@@ -168,13 +177,14 @@ class ChunkPlan:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which values that come in ``dtype`` are added up."""
+    """Dtype for sums of values that arrive in ``dtype``."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Fill ``out``, in the dtype to add in, with the average of each rank's row, in rank order."""
-    # One after the other: a kernel's own sum over ranks would choose an order by the sizes.
+    """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
+    # Add one row after another: a kernel for the whole sum would choose an order that depends on
+    # the sizes.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -182,72 +192,75 @@ def average(rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 def divide(total: Tensor, number: int, out: Tensor) -> None:
-    """Fill ``out`` with ``total / number``, elements of the same dtype; may be the same tensor."""
+    """Fill ``out`` with ``total / number``; same dtype, and perhaps the same tensor."""
     if number & (number - 1) == 0 and not total.is_complex():
-        # To the bit the same for a power of two, in half the time.
+        # For a power of two the result is equal bit by bit, in half the time.
         torch.mul(total, 1 / number, out=out)
     else:
         torch.div(total, number, out=out)
 
 
 class Gather(NamedTuple):
-    """An all-gather of parameters, or of what a ``ReduceScatter`` gave."""
+    """An all-gather of parameters, or of the result of a ``ReduceScatter``."""
 
     shard: Tensor  # (shard_numel,); must not be written before it is sent
     out: Tensor  # (shard_numel * size,), same dtype and device
     unit_fqn: str
-    tag: int  # the flat parameter's, from ``Communicator.new_tag``
+    tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     purpose: str  # why the shards are gathered, for error messages
-    memory: BufferMemory | None = None  # of ``allocate_unsharded``, if ``out`` is its buffer
+    # From ``allocate_unsharded``, if ``out`` is the buffer of this memory.
+    memory: BufferMemory | None = None
     exact: bool = False  # do not round, whatever the wire dtype
-    reduced: bool = False  # the second half of an all-reduce; in the order of reductions
+    # Whether this is the second half of an all-reduce, in the order of reductions.
+    reduced: bool = False
 
     @property
     def what(self) -> str:
-        """Which one it is, alike on all ranks; "": they may begin it in another order."""
-        # The name leaves out the purpose: all-gathers of one flat parameter match, for whatever
-        # purpose each rank began its own.
+        """Description of the all-gather, equal on all ranks; "" if ranks need not compare it."""
+        # The description leaves out the purpose, because all-gathers of one flat parameter match
+        # even if ranks begin them for different purposes.
         if self.reduced:
             return ""
         return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
 
 
 class ReduceScatter(NamedTuple):
-    """An average over the ranks, of which each gets its part."""
+    """An average over the ranks; each rank gets one part."""
 
-    # ``shard_numel * size`` elements, in one chunk unless ``min_chunk_bytes`` allows more. A single
-    # chunk is undefined afterwards; of several none is written.
+    # ``shard_numel * size`` elements, in one part unless ``min_chunk_bytes`` allows several. A
+    # single part is undefined afterwards. Several parts are not written.
     chunks: FlatChunks
-    # (shard_numel,), in the dtype to add in. What no range of ``chunks`` covers is left as it is.
+    # (shard_numel,), in the dtype of the sum. Elements that no range of ``chunks`` covers are
+    # unchanged.
     out: Tensor
     unit_fqn: str
     tag: int
-    fixed_order: bool = False  # add in rank order also where the backend would add
+    fixed_order: bool = False  # add in rank order, even if the backend would add
     # "all_reduce": the first half of an all-reduce; the second is a ``Gather`` with ``reduced``.
     kind: str = "reduce"
 
 
 class BufferRequest(NamedTuple):
-    """Memory that an unsharded buffer needs."""
+    """A request for the memory of an unsharded buffer."""
 
-    numel: int  # over all ranks
-    dtype: torch.dtype  # also while it is all-gathered
+    numel: int  # number of elements over all ranks
+    dtype: torch.dtype  # dtype of the buffer, also during the all-gather
     device: torch.device
-    tag: int  # the flat parameter's
-    # Makes the file of this rank's shard, if the shard may live in the memory too, so that
-    # all-gathers need not copy the shard.
+    tag: int  # tag of the flat parameter
+    # Target that makes the file of this rank's shard, if the shard may live in the buffer's memory,
+    # so that all-gathers need not copy the shard.
     shard_target: OffloadTarget | None = None
 
 
 class Transport(abc.ABC):
-    """How the ranks of one group all-gather parameters and average gradients.
+    """A way for the ranks of one group to all-gather parameters and average gradients.
 
-    A new transport is a subclass in a file of its own and an entry in ``transport_kinds``.
+    A new transport is a subclass in its own file and an entry in ``transport_kinds``.
     """
 
     name: str  # for reports and messages
-    reason = ""  # why the group has it
-    # Collectives match those of other ranks by the order in which they begin, else by their tag.
+    reason = ""  # why the group uses this transport
+    # Whether collectives match between ranks by the order in which they begin; otherwise by tag.
     is_ordered = False
     adds_here = True  # reductions add in rank order, in no less than fp32, on this host
     # An all-gather makes progress on the network while the host computes: starting early pays.
@@ -256,31 +269,32 @@ class Transport(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def connect(cls, members: Members) -> Transport | str:
-        """The transport for a group, or why the group cannot have it; "" if nobody asked for it.
+        """The transport for a group, or the reason against it; "" if nobody requested it.
 
-        Collective, and of the same kind on all ranks: decide by what all of them know.
+        Collective, and the result has the same kind on all ranks: decide by facts that all ranks
+        know.
         """
 
     @abc.abstractmethod
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether it moves tensors on ``device`` with this tag; the same on all ranks."""
+        """Whether the transport moves tensors on ``device`` with this tag; equal on all ranks."""
 
     @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group. ``op_name`` names it in errors.
+        Collective: all ranks of the group. ``op_name`` names the all-gather in errors.
         """
 
     @abc.abstractmethod
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        """Begin averaging over the ranks, each receiving its part in ``request.out``.
+        """Begin averaging over the ranks; each rank receives its part in ``request.out``.
 
         Collective: all ranks of the group, in the same order of calls.
         """
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place; only the native one has it."""
+        """Begin averaging ``buffer`` over the ranks, in place; only in the native transport."""
         raise NotImplementedError(f"{self.name} has no all-reduce")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
@@ -288,16 +302,19 @@ class Transport(abc.ABC):
         return allocate(request.numel, request.dtype, request.device)
 
     def stream_waits(self, device: torch.device) -> bool:
-        """Whether a stream of ``device`` waits for the others, and not the host."""
+        """Whether a stream of ``device``, instead of the host, waits for the other ranks."""
         return False
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        """The dtype in which reduce-scatters of ``dtype`` add up, and of their result."""
+        """The dtype in which reduce-scatters of ``dtype`` add, also the dtype of the result."""
         return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy."""
-        # ``reduce_scatter`` accepts one chunk only.
+        """Size in bytes from which a gradient is cheaper to send in place than to copy.
+
+        None: ``reduce_scatter`` accepts only one chunk.
+        """
+        # By default ``reduce_scatter`` accepts only one chunk.
         return None
 
     def warm_up(  # noqa: B027 (nothing to open)
@@ -305,13 +322,13 @@ class Transport(abc.ABC):
     ) -> None:
         """Open connections for reductions of tensors on ``device``, once. Collective.
 
-        ``fixed_order``: they are only exchanged, and added here. ``replicas``: each rank needs the
-        average of all.
+        ``fixed_order``: the backend only exchanges gradients, and flatshard adds them.
+        ``replicas``: each rank needs the whole average.
         """
 
 
 class LocalTransport(Transport):
-    """A rank that is alone: copies on the current stream, and sends nothing."""
+    """Transport of a single rank: copies on the current stream, and sends nothing."""
 
     name = "nothing"
 

@@ -13,15 +13,19 @@ from flatshard.comm.process_groups import all_gather_single, as_bytes, as_real, 
 from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 
-# Newer name of the same collective; some versions warn of the older one.
+# Newer torch names this collective `reduce_scatter_single`, and some versions warn about the older
+# name.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Elements of a reduction for which no backend uses its algorithm for small ones.
+# Number of elements for which no backend uses its algorithm for small reductions.
 _LARGE_NUMEL = 1 << 20
 
 
 class NativeTransport(Transport):
-    """Moves tensors in place, wherever the backend does; it adds as it likes, in their dtype."""
+    """Moves tensors by the backend's collectives, on every device that the backend supports.
+
+    The backend adds in its own order, in the dtype of the tensors.
+    """
 
     is_ordered = True
     adds_here = False
@@ -51,7 +55,7 @@ class NativeTransport(Transport):
         if is_gloo:
             self._members.announce(what)
         need = self._members.begin(group, what=what)
-        # As bytes: not every backend knows every dtype.
+        # Send bytes, because some backends do not support every dtype.
         work = all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
         reports_end = not (request.reduced and is_gloo)
         return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
@@ -62,7 +66,7 @@ class NativeTransport(Transport):
         group, kept, then = self._members.reduce_group, [buffer, request.out], None
         need = self._members.begin(group)
         if request.fixed_order:
-            # Kept with the work: the backend fills it after this call returns.
+            # The work keeps `arrived` alive: the backend fills the tensor after this call returns.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
@@ -72,7 +76,7 @@ class NativeTransport(Transport):
         else:
             into, op = as_real(request.out), dist.ReduceOp.AVG
             work = _reduce_scatter_single(into, as_real(buffer), op=op, group=group, async_op=True)
-        # gloo's own reduce-scatter never reports that it is completed.
+        # gloo's reduce-scatter never reports that it is completed.
         reports_end = buffer.device.type not in self._on_gloo
         return self._under_way(work, op_name, *kept, need=need, then=then, reports_end=reports_end)
 
@@ -83,19 +87,21 @@ class NativeTransport(Transport):
         return self._under_way(work, op_name, buffer, need=need)
 
     def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-        # Fake collectives are completed at once, but never report it.
+        # Fake collectives complete immediately, but never report completion.
         works = [] if self._members.is_fake else [work]
         return AsyncWork(works, op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        # A backend that connects at the first reduction holds up the host in it. In a backward a
-        # rank may come there alone, while others wait for its all-gathers.
+        # A backend that connects in the first reduction blocks the host meanwhile. In a backward, a
+        # single rank may start the reduction while the other ranks wait for an all-gather from this
+        # rank: a deadlock.
         kind = device, fixed_order, replicas
         if self._members.is_fake or kind in self._warmed_up:
             return
         self._warmed_up.add(kind)
         group, size, op = self._members.reduce_group, self._members.size, dist.ReduceOp.AVG
-        # A small and a large one: backends have several ways, each with its connections.
+        # Run a small and a large reduction: backends have several algorithms, and each algorithm
+        # opens its own connections.
         for numel in (1, -(-_LARGE_NUMEL // size)):
             full = torch.zeros(numel * size, device=device)
             part = torch.zeros(numel, device=device)

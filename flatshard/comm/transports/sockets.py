@@ -1,13 +1,15 @@
 """``SocketTransport``: all-gathers and averages by gloo's sends and receives.
 
-gloo's own ``all_gather`` fills a temporary, its ``reduce_scatter`` is an all-reduce and a copy, and
-its all-to-all sends before it can receive, so that both directions of a slow link take turns. Sends
-and receives have a tag per flat parameter and match in whatever order ranks begin them.
+This transport does not use gloo's collectives: gloo's ``all_gather`` fills a temporary tensor, and
+``reduce_scatter`` is an all-reduce and a copy. gloo's all-to-all sends before it can receive, so
+the two directions of a slow link take turns. Here, sends and receives have a tag per flat
+parameter, and match in whatever order the ranks begin them.
 
-gloo's sends and receives complete only in a wait, and a wait cannot be given up. A thread waits for
-those of averages and adds what arrives, piece by piece: so the host can ask whether an average is
-done, and go on without it. Beginning a message can take as long as sending it, since gloo then
-waits for its own thread, or writes into the socket itself: a second thread begins them all.
+gloo's sends and receives complete only in a wait, and a wait cannot be cancelled. Therefore a
+thread waits for the receives of averages, and adds the pieces as they arrive. The host can ask
+whether an average is complete, and can continue without it. Beginning a message can take as long as
+sending it, because gloo then waits for its own thread, or writes into the socket directly.
+Therefore a second thread begins all messages.
 """
 
 from __future__ import annotations
@@ -40,31 +42,32 @@ from flatshard.memory.buffers import BufferMemory, PooledBuffer, allocate, fills
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import Collectives
 
-# Averages are received and added in pieces of this size, while the next are on their way.
+# Averages are received and added in pieces of this size, while the next pieces are on their way.
 PIECE_BYTES = 2 << 20
-# From here on a gradient is sent from where autograd made it: copying it costs more than beginning
-# messages of its own.
+# Gradients of at least this size are sent directly from the tensor that autograd made: a copy would
+# cost more than separate messages.
 SENT_IN_PLACE_BYTES = 1 << 20
-# Elements that are added at a time: they stay in the cache, and torch starts no threads for so few,
-# of which a thread like ours would get a pool of its own.
+# Number of elements that are added at a time. So few elements stay in the cache, and torch starts
+# no threads for so few elements. Otherwise torch would start a separate thread pool for each of
+# flatshard's threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
 class _Message:
     """One receive or send under a tag; same interface as ``dist.Work``."""
 
-    reports_end = False  # it becomes completed in a wait alone
+    reports_end = False  # a message is completed only by a wait
 
     def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
-        """``begin``: ``recv`` or ``send`` of a group; ``tensor`` is filled by, or sent to, a peer.
+        """Prepare ``begin``, ``recv`` or ``send`` of a group, for ``tensor`` from or to ``peer``.
 
-        What is sent must stay as it is until the message is completed.
+        A sent tensor must not be written until the message is completed.
         """
         self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
         self._begun: Future[Any] | None = Future()
 
     def begin(self) -> None:
-        """Begin it; an error is for whoever waits."""
+        """Begin the message. An error is raised in ``wait``."""
         assert self._begun is not None, "begun before it is waited for"
         try:
             self._begun.set_result(self._ask())
@@ -72,14 +75,15 @@ class _Message:
             self._begun.set_exception(error)
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited for it."""
+        """Whether somebody has waited for the message."""
         return self._begun is None
 
     def wait(self) -> None:
-        """Wait until it is completed; only once, and on one thread."""
+        """Wait until the message is completed. Call it only once, on one thread."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Not kept: both keep the tensor, and other messages may take long.
+        # Drop both references, because both keep the tensor alive, and other messages may take
+        # long.
         del self._ask
         self._begun = None
 
@@ -91,9 +95,10 @@ def _begin(messages: Sequence[_Message]) -> None:
 
 
 class SocketTransport(Transport):
-    """Moves tensors in host memory between the ranks of gloo groups; they match by tag.
+    """Moves tensors in host memory between the ranks of gloo groups; messages match by tag.
 
-    With a wire dtype, wider floating point values are rounded to it before they are sent.
+    With a wire dtype, wider floating-point values are rounded to the wire dtype before they are
+    sent.
     """
 
     gathers_in_background = True
@@ -127,11 +132,13 @@ class SocketTransport(Transport):
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         numel, dtype, target = request.numel, request.dtype, request.shard_target
         part = numel // self._members.size
-        # Rounded for the wire, the buffer differs from the shard.
+        # If values are rounded for the wire, the buffer differs from the shard, so the buffer
+        # cannot show the shard.
         is_exact = self._sent_dtype(dtype) is dtype
         if target is not None and is_exact and fills_pages(part * dtype.itemsize):
             start = self._members.rank * part
-            with contextlib.suppress(OSError, OffloadError):  # no addresses or no file to be had
+            # No addresses are left, or no file can be made.
+            with contextlib.suppress(OSError, OffloadError):
                 return PooledBuffer(numel, dtype, range(start, start + part), target)
         return allocate(numel, dtype, request.device)
 
@@ -141,16 +148,16 @@ class SocketTransport(Transport):
         dtype = source.dtype if request.exact else self._sent_dtype(source.dtype)
         arrived, then = out, None
         if dtype is not source.dtype:
-            # This rank has its own part rounded, too: the same as the others have.
+            # Round this rank's own part too, so that all ranks have the same values.
             source, arrived = source.to(dtype), torch.empty_like(out, dtype=dtype)
 
             def then() -> None:
                 out.copy_(arrived)
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
-        # All before the sends: a message is sent when its receive was announced, over the same
-        # connection as the data. Behind data on their way the announcement would come late, and
-        # both directions of a link take turns.
+        # Begin all receives before the sends. gloo sends a message only after the receiver has
+        # announced its receive, and announcements use the same connection as the data. Behind data,
+        # an announcement would arrive late, and the two directions of a link would take turns.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
@@ -174,13 +181,13 @@ class SocketTransport(Transport):
         step = max(PIECE_BYTES // dtype.itemsize, 1)
         average = _Average(members, request, dtype, step)
         leaving = [_leaving(chunks, peer, out.numel(), dtype, step) for peer in members.peers]
-        # To all peers in turn: so all links are used at once.
+        # Send pieces to all peers in turn, so that all links are used at once.
         for pieces in zip_longest(*leaving):
             for peer, piece in zip(members.peers, pieces, strict=True):
                 if piece is not None:
                     send = _Message(members.reduce_group.send, piece, peer, request.tag)
                     average.sends.append(send)
-        # Receives before sends here too.
+        # Receives begin before sends here too, as in ``gather``.
         self._begins.put(partial(_begin, [*average.receives(), *average.sends]))
         self._adds.put(average.run)
         return AsyncWork([average], op_name, [*chunks.tensors, out], need=need)
@@ -189,39 +196,42 @@ class SocketTransport(Transport):
 def _leaving(
     chunks: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
 ) -> list[Tensor]:
-    """What is sent to ``peer``, in the pieces in which it receives it."""
+    """The values for ``peer``, in the same pieces in which ``peer`` receives the values."""
     leaving: list[Tensor] = []
     for one in chunks.cut(peer * numel, (peer + 1) * numel):
         if one.values is None:
             values = torch.zeros(one.end - one.start, dtype=dtype)
         else:
-            values = one.values.to(dtype)  # no copy if it has that dtype
+            values = one.values.to(dtype)  # no copy if the dtypes are equal
         leaving += values.split(step)
     return leaving
 
 
 class _Piece(NamedTuple):
-    """A part of an average."""
+    """A piece of an average."""
 
     out: Tensor
-    # The first peer's values, then those of the other ranks and this one's in rank order.
+    # The values of the first peer, then the values of the other ranks and of this rank in rank
+    # order.
     values: list[Tensor | None]  # None: zeros
-    receives: list[_Message]  # what fills them
+    receives: list[_Message]  # the messages that fill ``values``
 
 
 class _Average:
-    """The future of an average, same interface as ``dist.Work``; receives, adds, and sends."""
+    """An average in progress, with the interface of ``dist.Work``: receives, adds and sends."""
 
     def __init__(
         self, members: Members, request: ReduceScatter, dtype: torch.dtype, step: int
     ) -> None:
-        """Ask for what the others have for ``request.out``, ``step`` elements at a time."""
+        """Make the receives of the other ranks' values, ``step`` elements at a time."""
         self._size, self._pieces = members.size, list[_Piece]()
         self.sends: list[_Message] = []
         self._over: Future[None] = Future()
-        self._is_taken = threading.Lock()  # the thread and whoever waits race for it; one runs
+        # The background thread and a waiting thread compete for this lock; only the winner runs.
+        self._is_taken = threading.Lock()
         out, peers, numel = request.out, sorted(members.peers), request.out.numel()
-        # If it can, the first peer's part arrives in the result's own memory, where all are added.
+        # If the dtypes are equal, the first peer's part is received directly into the result, where
+        # all parts are added.
         self._in_place = dtype is out.dtype
         num_rows = len(peers) - 1 if self._in_place else len(peers)
         rows = [out] if self._in_place else []
@@ -234,27 +244,28 @@ class _Average:
                 _Message(members.reduce_group.recv, row[part], peer, request.tag)
                 for row, peer in zip(rows, peers, strict=True)
             ]
-            # The first sum of two is the same in either order.
+            # The order of the first two addends does not change the sum.
             values.insert(max(members.rank, 1), own.values)
             self._pieces.append(_Piece(out[part], values, receives))
 
     def receives(self) -> Iterator[_Message]:
-        """What fills the values, piece by piece."""
+        """The receives that fill the values, piece by piece."""
         return chain.from_iterable(piece.receives for piece in self._pieces)
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Whether ``wait`` would return or raise immediately."""
         return self._over.done()
 
     def wait(self) -> None:
-        """Wait until it is over; raises what ended it."""
-        # The thread may be busy with another model's average, which the other ranks begin only
-        # after this one: whoever waits runs it, if nobody does yet.
+        """Wait until the average is complete; raises the error of the average, if any."""
+        # The background thread may be busy with another model's average, and the other ranks may
+        # begin that average only after this one. So the waiting thread runs the average, unless the
+        # average runs already.
         self.run()
         self._over.result()
 
     def run(self) -> None:
-        """Wait and add until it is over, once; errors are for those who wait for it."""
+        """Run the average, unless it runs or has run already. Errors are raised in ``wait``."""
         if not self._is_taken.acquire(blocking=False):
             return
         try:
@@ -271,7 +282,7 @@ class _Average:
             self._add(piece)
         for send in self.sends:
             send.wait()
-        # Whoever waits may count on the memory: from here on nothing refers to it any more.
+        # Drop all references: when ``wait`` returns, nothing may refer to the memory any more.
         self._pieces.clear()
         self.sends.clear()
 
@@ -290,17 +301,17 @@ class _Average:
 
 
 class _Thread:
-    """Runs one task after another in the background; started by the first one."""
+    """Runs tasks one after another in a background thread, which the first task starts."""
 
-    # Not one of `concurrent.futures`: at its end the program would wait for those, and they perhaps
-    # for a rank that is gone.
+    # Not a thread of `concurrent.futures`: the program would join such threads at its end, and the
+    # threads may be waiting for a rank that is gone.
 
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
 
     def put(self, task: Callable[[], None]) -> None:
-        """Run ``task`` after the earlier tasks; raises RuntimeError if no thread can start."""
+        """Run ``task`` after all earlier tasks. Raises RuntimeError if no thread can start."""
         if self._tasks is None:
             tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()
@@ -312,4 +323,4 @@ class _Thread:
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # or its tensors would live until the next
+        del task  # otherwise the task's tensors would live until the next task
