@@ -402,8 +402,7 @@ class Topology:
 
     @property
     def across(self) -> Communicator:
-        """The ranks over which gradients are reduced after ``intra_group``; maybe just this rank.
-        """
+        """The ranks over which gradients are reduced after ``intra_group``; possibly only one."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:

@@ -59,8 +59,7 @@ class Members:
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks of the group, from the next rank on, so that all links are used at once.
-        """
+        """The other ranks, beginning with the next rank, so that all links are used at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def begin(
