@@ -1,1 +1,1 @@
-"""What users choose, validated once."""
+"""Options of users, validated once."""

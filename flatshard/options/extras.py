@@ -1,7 +1,7 @@
-"""``EXTRAS``: the table of what is beside the core, in folders that can be deleted.
+"""``EXTRAS``: the table of extras, which are folders that can be deleted.
 
-The core imports no extra. It asks this table for one when a model is wrapped or an option is given,
-never in a step.
+The core imports no extra. It looks an extra up in this table when a model is wrapped or an option
+is given, never in a step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Name of the folder: what the extra gives, in words for the error of somebody who lacks the folder.
-# Extras that act in a step do so in this order.
+# Names of the folders, each with a text for the error of a user who lacks the folder. Extras that
+# act in a step act in this order.
 EXTRAS = {
     "join": "lets ranks that have no input left follow the others",
     "divergence": "lets ranks skip units, or run them in another order",
@@ -35,7 +35,7 @@ class MissingExtraError(ImportError):
 
 
 def extra(name: str, asked_for: str) -> Any:
-    """The package of the extra ``name``.
+    """Import and return the package of the extra ``name``.
 
     Args:
         name: a key of ``EXTRAS``.
@@ -54,12 +54,12 @@ def extra(name: str, asked_for: str) -> Any:
 
 
 def default_extra(name: str) -> Any | None:
-    """The package of an extra that is used wherever its folder is installed; None without."""
+    """The package of the extra ``name`` if its folder is installed; otherwise None."""
     assert name in EXTRAS, f"{name} is no extra"
     package = f"{FOLDER}.{name}"
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        if error.name not in (package, FOLDER):  # something that the extra itself imports
+        if error.name not in (package, FOLDER):  # the extra itself imports a missing module
             raise
         return None

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 
 class OffloadError(RuntimeError):
-    """A disk cannot take what is to be offloaded to it."""
+    """The disk cannot hold the tensors to be offloaded to it."""
 
 
 @dataclass(frozen=True)
 class CPUOffload:
     """Where shards, gradients and optimizer state live between uses; see docs/offload.md.
 
-    Without ``path`` that is host memory, where they are anyway if the model computes on the CPU:
-    then nothing changes. With ``path`` it is files, which have no name and end with the process;
-    a path alone offloads everything.
+    Without ``path``, offloaded tensors live in host memory. If the model computes on the CPU, they
+    are in host memory anyway, and nothing changes. With ``path``, they live in files, which have no
+    name and disappear with the process. Setting only ``path`` offloads everything.
 
     Attributes:
         offload_params: offload the shards, their gradients and the optimizer state. Each all-gather
             copies the shard to the device, each reduce-scatter copies the gradient back, and
-            optimizers step there.
+            optimizers step in the offload target.
         offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
-            full precision shards, of which the device keeps a copy in the dtype that computes.
-            Does nothing more where ``offload_params`` is set.
-        path: a directory for the files; ranks may pass different ones.
+            full precision shards. The device keeps a copy of each shard in the compute dtype. Has
+            no further effect if ``offload_params`` is set.
+        path: a directory for the files; ranks may pass different directories.
         pin_memory: pin host memory, for copies that overlap with computation.
     """
 
@@ -50,11 +50,11 @@ class CPUOffload:
 
     @property
     def takes_params(self) -> bool:
-        """Whether shards are offloaded, and nothing of them stays."""
+        """Whether shards are offloaded without a copy on the device."""
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:
-        """The settings that must be the same on every rank."""
+        """Text of the settings, to compare between ranks."""
         to = "host" if self.path is None else "disk"
         return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
 

@@ -1,4 +1,4 @@
-"""``MixedPrecision``: in which dtypes a unit computes, all-gathers and reduces."""
+"""``MixedPrecision``: the dtypes in which a unit computes, all-gathers and reduces."""
 
 from __future__ import annotations
 
@@ -13,71 +13,75 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatshard.options.extras import extra
 
-# The types that `MixedPrecision.overrides` accepts.
+# Types that `MixedPrecision.overrides` accepts.
 Overrides: TypeAlias = (
     Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
 )
 
-# The types that this torch has.
+# Float8 types that the installed torch has.
 FLOAT8 = tuple(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
 )
 
-# Whether a gradient can have another dtype than its parameter.
+# Whether torch supports a gradient of another dtype than its parameter's.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 class ReduceMode(enum.Enum):
-    """Who adds up the ranks' gradients, and in which order."""
+    """Whether flatshard or the backend adds up the ranks' gradients, and in which order."""
 
     AUTO = "auto"
-    """What fits: on gloo, here, as ``FIXED_ORDER``, but for all-reduces in fp32 or wider; else the
-    backend, in ``reduce_dtype`` and in an order of its own."""
+    """The best order for the backend.
+
+    On gloo, flatshard adds up as with ``FIXED_ORDER``, except in all-reduces in fp32 or wider. On
+    other backends the backend adds up, in ``reduce_dtype`` and in its own order.
+    """
     FIXED_ORDER = "fixed_order"
-    """Here, in rank order and in no less than fp32, whatever the backend."""
+    """Flatshard adds up, in rank order and at least in fp32, on every backend."""
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which precision parameters are all-gathered and gradients reduced.
+    """Dtypes in which parameters are all-gathered and gradients are reduced.
 
-    The shard, its gradient as the optimizer sees it, and the optimizer state stay in the
-    parameter's own dtype; so do state dicts and ``summon_full_params``. Only floating point
-    tensors are ever cast. See docs/precision.md.
+    The shard, the gradient for the optimizer and the optimizer state keep the parameter's own
+    dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast. See
+    docs/precision.md.
 
     Attributes:
         param_dtype: dtype of the unsharded parameters: the shard is cast before the all-gather.
-            None: the parameter's own.
-        reduce_dtype: dtype in which gradients are sent to be reduced. None: ``param_dtype``.
-        buffer_dtype: dtype of buffers, cast once, when the model is wrapped; state dicts give them
-            in their own. None: as they are.
-        output_dtype: dtype of the unit's outputs. None: as its module gives them.
-        keep_low_precision_grads: leave reduced gradients in the dtype of the reduction, where
-            the optimizer finds them, instead of the parameter's own.
+            None: the parameter's own dtype.
+        reduce_dtype: dtype in which gradients are reduced and sent. None: ``param_dtype``.
+        buffer_dtype: dtype of buffers, which are cast once, when the model is wrapped. State dicts
+            contain buffers in their original dtype. None: buffers are not cast.
+        output_dtype: dtype of the unit's outputs. None: outputs are not cast.
+        keep_low_precision_grads: give the optimizer reduced gradients in the dtype of the
+            reduction, instead of the parameter's own dtype.
         cast_forward_inputs: cast the inputs of units below the root to ``param_dtype``.
-        cast_root_forward_inputs: cast the root's.
-        module_classes_to_ignore: modules of these classes, and all below them, compute as without
-            a policy: parameters in their own dtype, their inputs cast to it, and their outputs
-            back to the dtype that the module was called with. By default BatchNorm's. Their
-            buffers are left alone.
-        overrides: by name in the unwrapped model, where ``*`` stands for anything, another dtype
-            than ``param_dtype``. The name of a module is for all below it too, and its inputs and
-            outputs are cast as above; that of a parameter is for that alone, and whoever uses it
-            is to expect it. The innermost decides, and of patterns the first. Or a function of a
-            parameter that gives its dtype, or None for ``param_dtype``, alike on all ranks.
-            Gradients are reduced in that dtype, or in ``reduce_dtype`` where that is wider.
-        reduce_mode: who adds gradients up: a ``ReduceMode`` or its value, ``"auto"`` or
-            ``"fixed_order"``, which makes them the same, bit for bit, in every run with as many
-            ranks, by whatever transport or backend.
-        gather_dtype: a float8 type, in which weights of ``nn.Linear`` are sent to the other ranks,
-            with a scale per 256 elements, and then cast to ``param_dtype``. None: they are sent
-            in ``param_dtype``.
+        cast_root_forward_inputs: cast the inputs of the root to ``param_dtype``.
+        module_classes_to_ignore: modules of these classes, and all modules below them, compute as
+            without mixed precision. Parameters keep their own dtype. Inputs of the module are cast
+            to the parameters' dtype, and outputs back to the dtype of the inputs. Buffers are not
+            cast. By default BatchNorm's classes.
+        overrides: dtypes to use instead of ``param_dtype``: a dict from names in the unwrapped
+            model to dtypes, where ``*`` matches any text. A module's name also applies to all
+            modules below, and the module's inputs and outputs are cast as above. A parameter's name
+            applies to this parameter only, and code that uses the parameter must expect its dtype.
+            The innermost name decides; among patterns, the first. Or a function of a parameter that
+            returns its dtype, or None for ``param_dtype``; the results must be the same on all
+            ranks. Gradients are reduced in the chosen dtype, or in ``reduce_dtype`` if wider.
+        reduce_mode: how gradients are added up: a ``ReduceMode`` or its value, ``"auto"`` or
+            ``"fixed_order"``. ``"fixed_order"`` makes gradients bitwise equal in every run with the
+            same number of ranks, on every transport and backend.
+        gather_dtype: a float8 type in which weights of ``nn.Linear`` are all-gathered, with one
+            scale per 256 elements; afterwards they are cast to ``param_dtype``. None: all-gather in
+            ``param_dtype``.
 
     Raises:
-        TypeError: a dtype is not a floating point one, a flag no bool, a class no module's, or
-            ``overrides`` something else.
-        ValueError: an unknown ``reduce_mode``.
-        NotImplementedError: ``keep_low_precision_grads``, and this torch has no
+        TypeError: a dtype is not a floating point dtype, a flag is not a bool, a class is not a
+            module class, or ``overrides`` has another type.
+        ValueError: ``reduce_mode`` is unknown.
+        NotImplementedError: ``keep_low_precision_grads`` is set, and the installed torch has no
             ``Tensor.grad_dtype``.
         MissingExtraError: ``overrides`` is given, and the folder of that extra is not installed.
     """
@@ -132,7 +136,7 @@ class MixedPrecision:
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """The settings that must be the same on every rank; without the answers of a function."""
+        """Text of the settings, to compare between ranks; without the results of a function."""
         overrides = "a function" if callable(self.overrides) else self.overrides
         fields = {**self.__dict__, "overrides": overrides}
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -142,11 +146,13 @@ class MixedPrecision:
 class ParamPrecision:
     """The dtypes of one flat parameter under a policy."""
 
-    compute_dtype: torch.dtype | None = None  # of the unsharded parameters; None: their own
-    reduce_dtype: torch.dtype | None = None  # gradients are sent in it; None: `compute_dtype`
-    gather_dtype: torch.dtype | None = None  # float8, the shard's; None: `compute_dtype`
+    compute_dtype: torch.dtype | None = None  # dtype of the unsharded parameters; None: their own
+    # Dtype in which gradients are sent; None: `compute_dtype`.
+    reduce_dtype: torch.dtype | None = None
+    # Float8 dtype in which the shard is sent; None: `compute_dtype`.
+    gather_dtype: torch.dtype | None = None
     keeps_reduce_dtype: bool = False  # reduced gradients stay in the dtype of their reduction
-    fixed_order: bool = False  # and are added up in rank order, whatever the backend
+    fixed_order: bool = False  # gradients are added up in rank order on every backend
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of ``dtype`` compute."""
@@ -162,9 +168,9 @@ class ParamPrecision:
 class GradDtypes:
     """The dtypes of one flat parameter's gradients."""
 
-    reduce_dtype: torch.dtype  # they are collected and sent in it
-    accum_dtype: torch.dtype  # more than one are added up in it, before they are reduced
-    grad_dtype: torch.dtype  # of the reduced gradient
+    reduce_dtype: torch.dtype  # dtype in which gradients are collected and sent
+    accum_dtype: torch.dtype  # dtype in which several gradients are added up before the reduction
+    grad_dtype: torch.dtype  # dtype of the reduced gradient
 
 
 def is_float_dtype(dtype: object) -> bool:
@@ -172,7 +178,7 @@ def is_float_dtype(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-# FullyShardedDataParallel's and `fully_shard`'s names for fields that have others here.
+# Names of fields in FullyShardedDataParallel and `fully_shard`, with flatshard's names.
 _OTHER_NAMES = {
     "_module_classes_to_ignore": "module_classes_to_ignore",
     "param_dtype_override_fn": "overrides",
@@ -216,6 +222,6 @@ def as_mixed_precision(value: object) -> MixedPrecision:
                 f"mixed_precision: {name}={given!r} is not supported. Leave it out; "
                 f"flatshard.MixedPrecision has {', '.join(ours)}."
             )
-    # FSDP1 has both; elsewhere the one says it of the root as well.
+    # FSDP1 has both fields. In FSDP2, `cast_forward_inputs` applies to the root as well.
     fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
     return MixedPrecision(**fields)

@@ -1,4 +1,4 @@
-"""``ShardingStrategy`` and ``BackwardPrefetch``; the runtime asks a strategy's ``Placement``."""
+"""``ShardingStrategy``, its ``Placement`` for the runtime, and ``BackwardPrefetch``."""
 
 from __future__ import annotations
 
@@ -10,70 +10,78 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Placement:
-    """A strategy as the runtime sees it, which never asks for the strategy's name."""
+    """The properties of a strategy. The runtime reads these, never the strategy's name."""
 
-    # Parameters, gradients and optimizer state are split over the shard group.
+    # Whether parameters, gradients and optimizer state are split over the shard group.
     sharded: bool
-    # Units are resharded between forward and backward.
+    # Whether units are resharded between forward and backward.
     reshard_after_forward: bool
-    # After backward too; otherwise they stay unsharded until their parameters change or a
-    # forward without gradients is over.
+    # Whether units are resharded after backward, too. Otherwise units stay unsharded until their
+    # parameters change or a forward without gradients is over.
     reshard_after_backward: bool = True
-    # The shard group is one node's ranks; nodes hold replicas.
+    # Whether the shard group is one node's ranks, and nodes hold replicas.
     hybrid: bool = False
-    # With `hybrid`: gradients and optimizer state are split over all ranks, only what parameters
-    # are all-gathered from is replicated.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Then only the
+    # source of the parameters' all-gathers is replicated.
     over_all: bool = False
-    # After forward each rank keeps one part in so many of the parameters, which backward
-    # all-gathers, from as many ranks only. None: backward does as forward.
+    # If k: after forward each rank keeps 1/k of the parameters, and backward all-gathers from k
+    # ranks only. None: backward all-gathers like forward.
     regather_size: int | None = None
-    # Ranks may skip the unit in a step, or run it in another order: it stays unsharded from the
-    # beginning of the outermost forward on.
+    # Whether ranks may skip the unit in a step, or run units in different orders. Such a unit stays
+    # unsharded from the beginning of the outermost forward on.
     may_diverge: bool = False
 
     def diverging(self) -> Placement:
-        """The same for a unit that ranks may skip."""
+        """The same placement for a unit that ranks may skip."""
         return dataclasses.replace(
             self, reshard_after_forward=False, regather_size=None, may_diverge=True
         )
 
 
 class _SameAsTorchs(enum.Enum):
-    """An enum whose members equal those of the same name in torch's enum of its name."""
+    """An enum whose members equal the members of the same name in torch's enum.
+
+    Torch's enum has the same class name.
+    """
 
     def __eq__(self, other: object) -> bool:
         if type(other).__name__ != type(self).__name__ or not isinstance(other, enum.Enum):
             return NotImplemented
         return type(self).__members__.get(other.name) is self
 
-    __hash__ = enum.Enum.__hash__  # of the name: the same as torch's
+    __hash__ = enum.Enum.__hash__  # the hash of the name, as in torch's enum
 
 
 class ShardingStrategy(_SameAsTorchs):
     """How parameters, gradients and optimizer state are placed over the ranks."""
 
     NO_SHARD = "NO_SHARD"
-    """Everything on every rank, gradients all-reduced: as DistributedDataParallel."""
+    """All ranks hold everything and all-reduce gradients, as in DistributedDataParallel."""
     SHARD_OP = "SHARD_OP"
-    """Optimizer state and reduced gradients are sharded, parameters stay unsharded until the
-    optimizer changes them: ZeRO stage 1."""
+    """Optimizer state and reduced gradients are sharded: ZeRO stage 1.
+
+    Parameters stay unsharded until the optimizer changes them.
+    """
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
-    """Parameters stay unsharded from forward until their backward is over: ZeRO stage 2."""
+    """Parameters stay unsharded from forward to the end of their backward: ZeRO stage 2."""
     FULL_SHARD = "FULL_SHARD"
-    """Parameters are resharded after forward, unsharded again for backward: ZeRO stage 3."""
+    """Parameters are resharded after forward and unsharded again for backward: ZeRO stage 3."""
     HYBRID_SHARD = "HYBRID_SHARD"
-    """``FULL_SHARD`` within each node, replicated over nodes."""
+    """``FULL_SHARD`` within each node; nodes hold replicas."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-    """``SHARD_GRAD_OP`` within each node, replicated over nodes."""
+    """``SHARD_GRAD_OP`` within each node; nodes hold replicas."""
     _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-    """The same, as torch spells it."""
+    """``HYBRID_SHARD_ZERO2`` in torch's spelling."""
     HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
-    """As ``HYBRID_SHARD``, with gradients and optimizer state sharded over all ranks: parameters
-    cross nodes once after each optimizer step, and are all-gathered within the node after that."""
+    """``HYBRID_SHARD``, but gradients and optimizer state are sharded over all ranks.
+
+    Parameters cross nodes once after each optimizer step; all-gathers after that stay within the
+    node.
+    """
 
     @property
     def placement(self) -> Placement:
-        """The strategy as data."""
+        """The strategy's properties."""
         return _PLACEMENTS[self]
 
 
@@ -93,7 +101,7 @@ _PLACEMENTS = {
     ),
 }
 
-# Strategies that `reshard_after_forward=False` turns into others.
+# Strategies to use instead with `reshard_after_forward=False`.
 _WITHOUT_RESHARDING = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
@@ -105,8 +113,8 @@ def resharding(
 ) -> tuple[ShardingStrategy, Placement]:
     """Apply ``reshard_after_forward`` to a strategy.
 
-    None: as the strategy says. True or False: reshard after forward or not. An int k: keep one
-    part in k, which k ranks all-gather for backward.
+    None: keep the strategy's behaviour. True or False: reshard after forward or not. An int k: keep
+    1/k of the parameters, which k ranks all-gather for backward.
     """
     placement = strategy.placement
     if after_forward is None:
@@ -116,7 +124,7 @@ def resharding(
             f"reshard_after_forward: expected True, False or a number of ranks, "
             f"got {after_forward!r}"
         )
-    # By identity: 0 equals False, and is an error.
+    # Compare by identity: 0 equals False, but is an error.
     if after_forward is not False and (after_forward < 1 or not placement.reshard_after_forward):
         raise ValueError(
             f"reshard_after_forward={after_forward}: expected at least 1, with FULL_SHARD or a "
@@ -139,15 +147,18 @@ class BackwardPrefetch(_SameAsTorchs):
     """When the next unit's all-gather starts in backward; ``None`` means never."""
 
     AUTO = "AUTO"
-    """``END_OF_FORWARD`` where backward's all-gathers use gloo's sockets, else ``BACKWARD_PRE``."""
+    """``END_OF_FORWARD`` if backward all-gathers over gloo's sockets; else ``BACKWARD_PRE``."""
     BACKWARD_PRE = "BACKWARD_PRE"
-    """Before this unit's gradients are computed: most overlap."""
+    """Start before this unit's gradients are computed: most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
-    """After this unit was resharded: one unit less in memory."""
+    """Start after this unit was resharded: one unit less in memory."""
     END_OF_FORWARD = "END_OF_FORWARD"
-    """As ``BACKWARD_PRE``; also, when forward ends, its last unit stays unsharded and the next
-    all-gather starts. For slow networks, which are idle then; saves one unit's all-gather. After a
-    forward without backward both units stay unsharded."""
+    """``BACKWARD_PRE``, and also at the end of forward.
+
+    When forward ends, the last unit stays unsharded, and the all-gather of the next unit for
+    backward starts. This is for slow networks, which would be idle then, and saves one unit's
+    all-gather. After a forward without backward both units stay unsharded.
+    """
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:

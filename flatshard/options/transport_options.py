@@ -1,4 +1,4 @@
-"""How ranks communicate, as the user chose: the transport, and coalescing."""
+"""The user's choice of transport, and of coalescing."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ import torch
 
 
 class Collectives(enum.Enum):
-    """How ranks move tensors."""
+    """Transports between which the user can choose."""
 
     AUTO = "auto"
-    """What fits best: on gloo, ranks on one host read one another's memory, others use sockets."""
+    """The best transport for the backend.
+
+    On gloo, ranks on one host read each other's memory; other ranks use sockets.
+    """
     SOCKETS = "sockets"
-    """On gloo, sockets also between ranks of one host."""
+    """On gloo, sockets between all ranks, also on one host."""
     NATIVE = "native"
     """The backend's own collectives, one per unit and purpose."""
 
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """How ranks move tensors, as the user chose."""
+    """The user's choice of transport."""
 
     collectives: Collectives = Collectives.AUTO
-    # Wider floating point values are rounded to it before they are sent; None: they are not.
+    # Dtype to which wider floating point values are rounded before sending. None: no rounding.
     wire_dtype: torch.dtype | None = None
 
     def describe(self) -> str:
-        """The settings that must be the same on every rank."""
+        """Text of the settings, to compare between ranks."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     @property
     def needs_gloo(self) -> str:
-        """What only process groups of gloo have, in the user's words; or ""."""
+        """The chosen option that only gloo supports, in the user's words; "" if there is none."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
@@ -48,7 +51,7 @@ def as_coalesce_bytes(value: object) -> int:
     """Read ``coalesce_bytes``; None is the default."""
     if value is None:
         return COALESCE_BYTES
-    # True is an int: it would mean one byte.
+    # True is an int and would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}")
     if value < 0:
@@ -81,7 +84,7 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
 
 
 def check_launch_without_group() -> None:
-    """Raise if a launcher started other ranks: each would train a model of its own."""
+    """Raise if a launcher started other ranks: each rank would train its own model."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         raise RuntimeError(
