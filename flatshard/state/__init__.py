@@ -1,1 +1,1 @@
-"""Full and sharded state dicts, summoned parameters, checkpoints."""
+"""Full and sharded state dicts, and full parameters in place of sharded ones."""

@@ -1,4 +1,4 @@
-"""Full parameters of sharded ones: all-gathered copies, and modules that hold them for a while."""
+"""Full parameters: all-gathered copies, and modules that hold full parameters for a while."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor
 def gather_full(
     handle: FlatParamHandle, shard: Tensor, device: torch.device | None, *, is_kept: bool = True
 ) -> list[Tensor]:
-    """Copies on ``device`` of every original's range of all ranks' ``shard``, in the true shapes.
+    """All-gather ``shard``, and return a copy of every original on ``device``, in its full shape.
 
-    ``shard`` is the handle's, or something of its shape such as its gradient. A rank that does not
-    keep the copies only helps the others, and gets nothing.
+    ``shard`` is the handle's shard, or a tensor of the same shape such as its gradient. If not
+    ``is_kept``, this rank only takes part in the all-gather, and the list is empty.
 
     Collective: all ranks of the shard group, unless the buffer is current.
     """
@@ -41,7 +41,8 @@ def gather_full(
             "summon_full_params(rank0_only=True), where only rank 0 has them and takes no "
             "part in another all-gather. Ask on rank 0 alone, or outside of the context."
         )
-    # Users may write to the copies outside of inference mode, which its own tensors do not allow.
+    # Make normal tensors: users may write to the copies outside of inference mode, which inference
+    # tensors do not allow.
     with torch.inference_mode(False), torch.no_grad():
         if handle.is_whole:
             flat = shard.detach()
@@ -58,7 +59,7 @@ def gather_full(
 def join(
     handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """This rank's 1-D parts of originals at their places in a shard; else zero."""
+    """Put this rank's 1-D parts of originals into a shard; all other elements are zero."""
     shard = torch.zeros_like(handle.flat_param, dtype=dtype)
     for param, part in parts:
         shard[param.local.start : param.local.end].copy_(part)
@@ -66,10 +67,10 @@ def join(
 
 
 def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None:
-    """Which original parameter ``tensor`` shows, or None."""
+    """The original parameter that ``tensor`` shows, or None."""
     if isinstance(tensor, FlatShardTensor):
         return next((param for param in handle.params if param.spec is tensor.spec), None)
-    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    tensor = getattr(tensor, "_local_tensor", tensor)  # the local tensor of a DTensor
     if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
     place = tensor.storage_offset(), tuple(tensor.shape)
@@ -87,16 +88,16 @@ class Request:
 
 
 def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
-    """The published gradients of the original parameters that have one."""
+    """The published gradients of those original parameters that have a gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         grads = {param: param.sharded.grad for param in handle.params}
     return {param: grad for param, grad in grads.items() if grad is not None}
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """This rank's part of the gradients, ``(shard_numel,)``; zero where there is none."""
+    """This rank's part of the gradients, ``(shard_numel,)``; absent gradients are zero."""
     parts = (
-        # A plain one is full: the user's own.
+        # A plain gradient is a full gradient, assigned by the user.
         (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
         for param, grad in _grads(handle).items()
     )
@@ -104,7 +105,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
-    """Raise for what cannot be shown, alike on all ranks."""
+    """Raise, on all ranks, for parameters that cannot be shown."""
     split = first_of_dtensor(param.spec for param in handle.params)
     if split is not None:
         raise NotImplementedError(
@@ -122,7 +123,7 @@ def _check_can_show(handle: FlatParamHandle) -> None:
 
 
 def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
-    """Raise on all ranks for gradients that are not reduced, or that only some ranks have.
+    """Raise, on all ranks, for gradients that are not reduced or exist only on some ranks.
 
     Collective: all ranks that train ``handles``.
     """
@@ -150,7 +151,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
-    """The groups of ranks that train units or flat parameters, each once; mostly one."""
+    """The groups of ranks that train units or flat parameters, without repetition; usually one."""
     worlds = dict.fromkeys(part.topology.world for part in parts)
     return list({world.ranks: world for world in worlds}.values())
 
@@ -160,7 +161,7 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
     """Let the modules of ``handles`` hold full plain parameters.
 
     Collective: all ranks, at entry; one flat parameter at a time. Raises before the first
-    all-gather where the request cannot be met, and at the end what cannot be kept.
+    all-gather if the request cannot be met, and at the end if edits cannot be kept.
     """
     for handle in handles:
         _check_can_show(handle)
@@ -173,7 +174,7 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
             opened.append(Summoned(handle, request))
         yield
     finally:
-        # After an exception too: what was written up to it is kept, as in an unwrapped model.
+        # Close after an exception, too: earlier edits are kept, as in an unwrapped model.
         for one in reversed(opened):
             problems += one.close()
     if problems:
@@ -189,26 +190,29 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
 
 
 class Summoned:
-    """The full parameters of one handle, in its modules from construction to ``close``."""
+    """Full parameters of one handle, held by its modules from construction to ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
-        """Gather and show. Collective: all ranks of the shard group."""
+        """All-gather the parameters, and let the modules hold them. Collective: the shard group."""
         self.request = request
-        # What the modules hold, by index; empty where the sharded parameters stay in place.
+        # Full parameters that the modules hold, by index; empty if the sharded parameters stay in
+        # the modules.
         self.params: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
         self._handle, self._shows = handle, False
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            # Else the sharded parameters are full, plain, and what is to be edited.
+            # Otherwise the sharded parameters are full plain parameters, and users edit these
+            # directly.
             if moves or not (handle.is_aliased and request.writeback):
                 self._gather()
         self._version = handle.version
         handle.summoned = self
-        # What the modules of this rank hold, if that is full.
+        # The full parameters that this rank's modules hold, if they hold any.
         self.shown = self.params or (handle.sharded if handle.is_aliased else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
-        refuse.of_flatshard = True  # it stays on parameters that compute themselves
+        # Keeps the hook on parameters with which modules compute directly.
+        refuse.of_flatshard = True
         self._guards = [
             param.register_post_accumulate_grad_hook(refuse)
             for param in self.shown
@@ -221,7 +225,7 @@ class Summoned:
             self.refuse()
 
     def refuse(self) -> NoReturn:
-        """Raise for a use of the sharded parameters in full."""
+        """Raise for an operation that needs the sharded parameters in full."""
         handle = self._handle
         raise RuntimeError(
             f"{unit_text(handle.unit_name)}, rank {handle.topology.world.global_rank}: its sharded "
@@ -233,8 +237,8 @@ class Summoned:
         handle, request = self._handle, self.request
         handle.absorb_replaced()
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
-        # Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may
-        # be overwritten by an all-gather at any time.
+        # Make copies in the shard's dtype. The unsharded buffer may have another dtype, and an
+        # all-gather may overwrite it at any time.
         values = gather_full(handle, handle.flat_param, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
         present = _grads(handle)
@@ -246,24 +250,28 @@ class Summoned:
             self._show(values, grads)
 
     def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Let the modules hold parameters over ``values``, which nobody else has."""
+        """Let the modules hold parameters over ``values``, which no other code uses."""
         originals = self._handle.params
         self.params = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
         for one in originals:
             set_grad(self.params[one.index], grads[one.index])
-        # Of all values, as ranks must agree on what is written: a rank whose part is the same
-        # would not all-gather what the others do.
+        # Compute checksums of all values, not only of this rank's part: ranks must agree on which
+        # parameters were edited. Otherwise a rank whose part is unchanged would keep its buffer,
+        # and would not take part in the next all-gather.
         self._sums = [checksum(param) for param in self.params] if self.request.writeback else []
         self._handle.put(self.params)
         self._shows = True
 
     def close(self) -> list[str]:
-        """Undo it, and keep what was written; returns reasons why something is not kept."""
-        # No communication: every rank keeps its own slice of what it wrote itself.
+        """Let the modules hold sharded parameters again, and keep edits.
+
+        Returns the reasons why edits are not kept.
+        """
+        # No communication: every rank keeps its own slice of the values that it wrote.
         handle, request = self._handle, self.request
-        # From here on, also where something below raises, the handle is as before this summon.
+        # Reset first, so that the handle leaves the summoned state even if the code below raises.
         handle.summoned = None
-        if not self._shows:  # what was shown here alone keeps refusing, in graphs that are left
+        if not self._shows:  # hooks on copies stay, to raise in graphs that remain
             for guard in self._guards:
                 guard.remove()
         replaced = self._replaced() if request.writeback else []
@@ -286,7 +294,8 @@ class Summoned:
                 "the full ones are dropped. Edit what the modules hold, or pass writeback=False"
             ]
         problems = replaced or self._misfits()
-        if not problems:  # all or nothing: some edits without the others are no model
+        # Keep all edits or none: a part of the edits would leave an inconsistent model.
+        if not problems:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_back()
         return problems
@@ -319,15 +328,15 @@ class Summoned:
         return problems
 
     def _write_back(self) -> None:
-        """Copy what changed of values, gradients and ``requires_grad`` into this rank's part."""
+        """Copy changed values, gradients and ``requires_grad`` into this rank's part."""
         handle = self._handle
         edited = {p for p in handle.params if checksum(self.params[p.index]) != self._sums[p.index]}
         if edited:
-            handle.reshard()  # what it holds is about to become stale
+            handle.reshard()  # the unsharded buffer is about to become stale
         with torch._C.DisableTorchFunctionSubclass():
             for original in handle.params:
-                # Written through the parameter: a write to the shard would leave the version
-                # counters of plain parameters unchanged.
+                # Write through the parameter: a write to the shard would leave the version counters
+                # of plain parameters unchanged.
                 param, sharded = self.params[original.index], original.sharded
                 if original in edited:
                     sharded.copy_(param)
@@ -339,7 +348,8 @@ class Summoned:
 
     def _write_grads(self) -> None:
         handle = self._handle
-        grads = [param.grad for param in self.params]  # before: some are the sharded ones
+        # Read first: some of these parameters are the sharded ones.
+        grads = [param.grad for param in self.params]
         for original in handle.params:
             original.sharded.grad = None
         for original in handle.params:

@@ -1,4 +1,4 @@
-"""``ModelShards``: what this rank holds of a sharded model, to read and write files of it."""
+"""``ModelShards``: this rank's part of a sharded model, to read and write in files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 @dataclass(frozen=True)
 class EntryShard:
-    """The elements of one entry of a state dict that this rank holds.
+    """This rank's elements of one entry of a state dict.
 
     Attributes:
-        entry: the tensor in the state dict, whose shape is the full one.
+        entry: the tensor in the state dict, which has the full shape.
         local: the elements in this rank's memory, 1-D.
         order: dimensions of the entry in memory, outermost first.
         offset: index of the first element of ``local`` among all elements in memory order.
         replicas: the ranks that hold the same elements; None for buffers and ignored parameters,
             whose values may differ between ranks.
-        key: equal for entries that are one tensor.
+        key: identifies the tensor; equal for two entries that are the same tensor.
     """
 
     entry: Tensor
@@ -40,7 +40,7 @@ class EntryShard:
 
 
 class ModelShards:
-    """The units of a sharded model as its files see them. No method communicates."""
+    """Access to a sharded model for code that reads and writes files. No method communicates."""
 
     def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
         self.parts = parts
@@ -61,10 +61,10 @@ class ModelShards:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded state dict, whose tensors share memory with the model.
+        """The sharded state dict. Its tensors share memory with the model.
 
         Raises:
-            NotImplementedError: a unit trains on some of the ranks only.
+            NotImplementedError: a unit trains only on some of the ranks.
         """
         for handle in self._handles:
             handle.absorb_replaced()
@@ -72,10 +72,11 @@ class ModelShards:
             return self._model.state_dict()
 
     def entries(self) -> dict[str, EntryShard]:
-        """This rank's elements of each entry, in the memory of the model.
+        """This rank's elements of each entry of the state dict, in the memory of the model.
 
         Raises:
-            ValueError: an entry is no plain tensor, or a hook replaced the values of a parameter.
+            ValueError: an entry is not a plain tensor, or a hook replaced the values of a
+                parameter.
         """
         handles = {_storage(handle.flat_param): handle for handle in self._handles}
         entries: dict[str, EntryShard] = {}
@@ -91,7 +92,7 @@ class ModelShards:
             if not is_sharded:
                 order = memory_order(value.shape, value.stride())
                 local = value.permute(order).reshape(-1)
-                # Tensors without elements have no address.
+                # Tensors without elements have no address to tell them apart.
                 place = (value.data_ptr(), *value.shape, *value.stride())
                 key: tuple[object, ...] = place if value.numel() else (id(value),)
                 entries[name] = EntryShard(value, local, order, 0, replicas, key)
@@ -115,12 +116,12 @@ class ModelShards:
         for unit in self._units:
             unit.num_loads += 1
         for handle in self._handles:
-            # Writes into memory do not reach the version counters.
+            # Writes into memory do not increase the version counters.
             written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identifies the memory that a tensor is a view of, also where the view is empty."""
+    """Identifies the storage of a tensor, also if the tensor is empty."""
     return tensor.untyped_storage()._cdata

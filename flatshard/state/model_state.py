@@ -1,8 +1,8 @@
 """State dicts: full or sharded tensors under the unwrapped model's names.
 
-Hooks on the wrapped modules themselves do the work, so that ``model.state_dict()``,
-``model.module.state_dict()`` and a submodule's all give the same, and torch's own recursion keeps
-its order, its extra state and the users' hooks.
+State dict hooks on the wrapped modules replace the values. So ``model.state_dict()``,
+``model.module.state_dict()`` and a submodule's ``state_dict()`` have the same values, and torch's
+own recursion keeps the order, the extra state and the users' hooks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """What state dicts hold, where they lie and who gets them, as FSDP1's configs say it."""
+    """Content, device and receiving ranks of state dicts, as in FSDP1's configs."""
 
-    is_sharded: bool = False  # for `torch.distributed.checkpoint`
+    is_sharded: bool = False  # sharded values, for `torch.distributed.checkpoint`
     offload_to_cpu: bool = False
     rank0_only: bool = False
     optim_offload_to_cpu: bool = True
@@ -39,18 +39,19 @@ class StateDictOptions:
 
 
 class UnitStateDict:
-    """One unit's part of state dicts: its modules', their parts', and those of what is around."""
+    """One unit's part in state dicts of its modules, of their submodules and of modules around."""
 
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
-        self.writes = WriteThrough()  # one for a model
-        self.is_apart = False  # whether fewer ranks train the unit than the model
+        self.writes = WriteThrough()  # shared by all units of a model
+        self.is_apart = False  # whether only some of the model's ranks train the unit
         self.unit = unit
-        # Torch calls these hooks inside one another: the outermost does the work.
+        # Torch nests calls of these hooks: only the outermost call replaces values.
         self._depth = 0
         places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
-            # Torch marks the functions that it is given, which a bound method does not allow.
+            # Torch sets an attribute on the hook, which a bound method does not allow: use a
+            # partial.
             module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -69,7 +70,7 @@ class UnitStateDict:
         is_saving = not options.rank0_only or self.unit.topology.world.rank == 0
         for handle in () if options.is_sharded else self.unit.handles:
             given = _replace_by_full(handle, state_dict, options, is_saving)
-            # Where users ask for copies they are none of the model's memory.
+            # If users ask for copies, writes into the copies do not reach the model.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
                     self.writes.watch(self.unit, handle, param, full)
@@ -77,7 +78,7 @@ class UnitStateDict:
             _treat_rest(state_dict, key, options, is_saving)
 
     def check_names(self) -> None:
-        """Raise if the names in the unit's sharded state dict mean something else on some ranks."""
+        """Raise if a name in the unit's sharded state dict has another meaning on some ranks."""
         if self.is_apart:
             raise NotImplementedError(
                 f"{unit_text(self.unit.name)} trains only on ranks "
@@ -87,7 +88,7 @@ class UnitStateDict:
             )
 
     def requested(self) -> StateDictOptions:
-        """The options, or what torch's ``get_state_dict`` asks for, if that calls."""
+        """The options; inside torch's ``get_state_dict``, the options of that call."""
         asked = torch_request()
         if asked is None:
             return self.options
@@ -113,7 +114,8 @@ class UnitStateDict:
         for handle in self.unit.handles:
             for place, attribute, param in handle.places:
                 key = prefix + attribute
-                if place is module and key in state_dict:  # torch compares with local shapes
+                # Torch compares with the local shapes, so pass local values.
+                if place is module and key in state_dict:
                     state_dict[key] = param.spec.split(state_dict[key])
         self._enter(module)
 
@@ -123,7 +125,8 @@ class UnitStateDict:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
-            # Nothing of this unit is further out: a depth left is that of a call that raised.
+            # A module of the unit itself is the outermost module with these hooks, so a remaining
+            # depth comes from a call that raised.
             self._depth = 0
         self.writes.check()
         self._depth += 1
@@ -136,16 +139,16 @@ class UnitStateDict:
 def _replace_by_full(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
 ) -> dict[OriginalParam, Tensor]:
-    """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
+    """Replace the flat parameter's originals by full copies; drop them if not ``is_saving``.
 
     Returns the copies.
 
-    Collective: all ranks of the shard group, also those that save nothing; of tensor-parallel
-    parameters, those of their mesh.
+    Collective: all ranks of the shard group, including ranks that save nothing; for tensor-parallel
+    parameters, all ranks of their mesh.
     """
     shown: dict[str, OriginalParam] = {}
     for key, value in state_dict.items():
-        # With keep_vars=True users want the parameters themselves.
+        # With keep_vars=True, the state dict contains the parameters themselves.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             param = original_of(handle, value)
             if param is not None:
@@ -154,7 +157,7 @@ def _replace_by_full(
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = gather_full(handle, handle.flat_param, device, is_kept=is_saving)
-    # In one order on all ranks: a DTensor's part is put together by the ranks of its mesh.
+    # Use the same order on all ranks: the ranks of a DTensor's mesh put its parts together.
     wanted = sorted({*shown.values()}, key=lambda param: param.index) if is_saving else ()
     full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}
     for key, param in shown.items():
@@ -168,12 +171,12 @@ def _replace_by_full(
 def _keep_sharded(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions
 ) -> None:
-    """Let each original be what ``torch.distributed.checkpoint`` saves, and loads in place."""
+    """Replace originals by shards for ``torch.distributed.checkpoint`` to save or load in place."""
     for key, value in list(state_dict.items()):
         is_shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if not is_shown or original_of(handle, value) is None:
             continue
-        # Where one rank holds everything, the shard itself may be what modules hold.
+        # If one rank holds the whole flat parameter, modules may hold the shard itself.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.role)
@@ -187,11 +190,13 @@ def _keep_sharded(
 def _treat_rest(
     state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
 ) -> None:
-    """Treat buffers, extra state and ignored parameters as a unit's parameters."""
+    """Apply the options to buffers, extra state and ignored parameters, too."""
     value = state_dict[key]
-    is_parameter = isinstance(value, nn.Parameter)  # with keep_vars=True: the module's own
+    # With keep_vars=True, the module's own parameter.
+    is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        return  # another unit's: every rank has to see it to take part in its all-gather
+        # Keep parameters of other units: every rank needs the entry to take part in the all-gather.
+        return
     if not is_saving:
         del state_dict[key]
     elif options.offload_to_cpu and isinstance(value, Tensor) and not is_parameter:
@@ -199,10 +204,10 @@ def _treat_rest(
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """The options that all units of a model have; the default without units.
+    """The options of a model's units, which must be equal; the default if there are no units.
 
     Raises:
-        RuntimeError: its units differ.
+        RuntimeError: units have different options.
     """
     options = {part.options: part.unit.name for part in parts}
     if len(options) > 1:
@@ -216,7 +221,7 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
 
 @contextlib.contextmanager
 def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> Iterator[None]:
-    """Let units' parts of state dicts be as ``options`` say, for a while."""
+    """Set the options of units inside the context."""
     before = [part.options for part in parts]
     for part in parts:
         part.options = options
@@ -228,9 +233,9 @@ def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> It
 
 
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
-    """The state dict without DistributedDataParallel's prefix ``module.``, where it has it.
+    """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
 
-    A model with a child of that name is left alone: there the prefix is its own.
+    If the model has a child named ``module``, the prefix is the model's own and stays.
     """
     prefix = "module."
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):
@@ -238,14 +243,14 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
     return state_dict
 
 
-# By torch's names for the types, how its names for their configs begin.
+# For each name of a state dict type in torch: the prefix of the config classes' names.
 _CONFIGS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
 
 
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
-    """Read torch's enum and configs; raises for state dicts without the originals' shapes."""
+    """Read torch's enum and configs; raises for types that lack the originals' shapes."""
     name = getattr(state_dict_type, "name", state_dict_type)
     if name not in _CONFIGS:
         raise NotImplementedError(
@@ -258,7 +263,7 @@ def read_options(
             continue
         keyword = f"{prefix}state_dict_config"
         kind = f"{_CONFIGS[name]}{'Optim' if prefix else ''}StateDictConfig"
-        # By name, as torch's package is slow to load.
+        # Compare by name, because torch's package is slow to import.
         if kind not in (base.__name__ for base in type(config).__mro__):
             raise TypeError(
                 f"state_dict_type: {keyword}: expected torch's {kind}, which goes with "
@@ -270,8 +275,8 @@ def read_options(
 
 
 def as_torch(options: StateDictOptions) -> Any:
-    """The same as torch's ``StateDictSettings``."""
-    # Here, as the package is slow to load.
+    """Convert the options to torch's ``StateDictSettings``."""
+    # Import here, because the package is slow to import.
     from torch.distributed.fsdp import api
 
     if options.is_sharded:

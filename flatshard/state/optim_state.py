@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: full tensors, whatever the sharding.
+"""Optimizer state by parameter name, as full tensors that do not depend on the sharding.
 
 State is *per element* (a momentum, for example) or *one per parameter* (``step``, text, numbers).
 """
@@ -31,7 +31,7 @@ from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 _REMEDY = "Every rank must step the same optimizer and load the same state."
-# What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts.
+# Prefix that torch's ``checkpoint_wrapper`` adds to names, but not to names in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
@@ -44,9 +44,9 @@ def full_state(
     rank0_only: bool,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's state by name, full; see ``ShardedWrapper.optim_state_dict``.
+    """An optimizer's full state by name; see ``ShardedWrapper.optim_state_dict``.
 
-    Collective: all ranks that train ``units``, which are those in ``model``.
+    Collective: all ranks that train ``units``, the units in ``model``.
     """
     shared = _shared(optimizer)
 
@@ -59,12 +59,12 @@ def full_state(
                 facts.update((f"state {key!r} of {name!r}", _fact(v)) for key, v in state.items())
         return (named, params), facts
 
-    # Errors of one rank are raised on all, before the first tensor is put together.
+    # If one rank fails, all ranks raise, before the first tensor is all-gathered.
     named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     with torch.inference_mode(False), torch.no_grad():
-        # In the units' order, which all ranks share.
+        # Use the order of the units, which is the same on all ranks.
         fqn_of = {param.original: param.fqn for param in params}
         for handle in chain.from_iterable(unit.handles for unit in units):
             states = {p: named["state"].get(fqn_of.get(p), {}) for p in handle.params}
@@ -80,7 +80,7 @@ def sharded_state(
     *,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's state by name; what is per element is sharded. Shares memory with it."""
+    """An optimizer's state by name, sharing memory; state per element is sharded."""
     if len(worlds_of(units)) > 1:
         raise NotImplementedError(
             "optim_state_dict: some units train on some of the model's ranks alone: other ranks "
@@ -103,9 +103,10 @@ def _gather(
     *,
     is_kept: bool,
 ) -> None:
-    """Put full tensors for sharded ones into the states of the handle's parameters.
+    """Replace sharded tensors by full tensors in the states of the handle's parameters.
 
-    Without ``is_kept`` this rank only helps the others. One all-gather per key and dtype.
+    Without ``is_kept`` this rank only takes part in the all-gathers, of which there is one per key
+    and dtype.
 
     Collective: all ranks of the shard group.
     """
@@ -114,7 +115,7 @@ def _gather(
         for key, value in state.items():
             if isinstance(value, StateShard):
                 parts.setdefault((key, value.dtype), {})[param] = value.local
-    for key, dtype in sorted(parts, key=str):  # in one order on all ranks
+    for key, dtype in sorted(parts, key=str):  # the same order on all ranks
         shard = join(handle, parts[key, dtype].items(), dtype)
         tensors = gather_full(handle, shard, device, is_kept=is_kept)
         for param in parts[key, dtype] if is_kept else ():
@@ -128,7 +129,7 @@ def _by_name(
     state_dict: StateDict | None,
     shared: dict[FlatShardTensor, StateDict],
 ) -> tuple[StateDict, OptimParams]:
-    """An optimizer's own state dict with names in the unwrapped model, and sharded tensors."""
+    """An optimizer's own state dict, with the unwrapped model's names and sharded tensors."""
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
     own = state_dicts.parts(optimizer) if state_dict is None else state_dict
@@ -141,7 +142,7 @@ def _by_name(
         {**_options(group), "params": [params[key].fqn for key in group["params"]]}
         for group in own["param_groups"]
     ]
-    # Keys that are no parameter's are state of the optimizer itself.
+    # Keys that belong to no parameter hold state of the optimizer itself.
     state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
     return {"state": state, "param_groups": groups}, found
 
@@ -171,7 +172,7 @@ def state_to_load(
 ) -> StateDict:
     """This rank's part of full state; see ``ShardedWrapper.optim_state_dict_to_load``.
 
-    Collective: all ranks that train ``units``, which are those in ``model``.
+    Collective: all ranks that train ``units``, the units in ``model``.
     """
 
     def prepare() -> tuple[StateDict, Facts]:
@@ -182,7 +183,7 @@ def state_to_load(
         saved = _named(state_dict, params)
         group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
         _check_names(group_of, [param.fqn for param in params])
-        # The keys in the optimizer's own state dicts.
+        # Keys in the optimizer's own state dicts: names if `by_name`, otherwise positions.
         name_of = {id(param): name for name, param in model.named_parameters()}
         position = count()
         elementwise = is_elementwise(optimizer)
@@ -209,7 +210,7 @@ def state_to_load(
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
-    """The same with names for positions, without the prefixes that wrappers add to names."""
+    """The state dict with names instead of positions, and without the prefixes of wrappers."""
     if state_dicts.is_stamped(state_dict):
         raise ValueError(
             "an optimizer.state_dict() of a sharded model holds one rank's parts alone. Save "
@@ -230,7 +231,7 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
 
 
 def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
-    """The parameters of a saved group, by name or else by the optimizer's order."""
+    """Names of the parameters of a saved group, or the optimizer's names in the same order."""
     keys = group["params"]
     if "param_names" in group:
         return group["param_names"]  # type: ignore[no-any-return]
@@ -247,7 +248,10 @@ def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
 
 
 def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
-    """Both must have the same parameters, as torch asks of plain optimizers."""
+    """Raise ValueError unless the state and the optimizer have the same parameters.
+
+    Torch requires the same of plain optimizers.
+    """
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in set(own)]
     if missing or unexpected:
@@ -262,7 +266,7 @@ def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
 def _options_of_group(
     fqns: Sequence[str], group_of: dict[str, StateDict], own: StateDict
 ) -> StateDict:
-    """The options for the optimizer's group ``own``, from where its parameters were."""
+    """Options for the optimizer's group ``own``, from the saved groups of its parameters."""
     groups = [group_of[fqn] for fqn in fqns] or [own]
     options = _options(groups[0])
     for fqn, group in zip(fqns, groups, strict=False):
@@ -284,7 +288,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     """This rank's part of one value in the full state of a parameter.
 
     Raises:
-        ValueError: the value is per element, and has another shape than the parameter.
+        ValueError: the value is per element, and its shape differs from the parameter's.
     """
     original = param.original
     if original is None:
@@ -294,7 +298,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     if is_number or key in ONE_PER_PARAMETER:
         return copied(value)
     if tuple(value.shape) != spec.shape:
-        if not elementwise:  # the optimizer's own business, as in an unwrapped model
+        if not elementwise:  # any shape is allowed, as in an unwrapped model
             return copied(value)
         raise ValueError(
             f"state {key!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
@@ -303,9 +307,9 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
         )
     device = original.sharded.device
     if not original.is_sharded:
-        # In the parameter's strides, which optimizers' fast paths compare.
+        # Use the parameter's strides: optimizers' fast paths compare strides.
         return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    # Sharded state is taken as it is, as torch's load_state_dict takes tensors.
+    # Sharded state is used without a copy, as in torch's load_state_dict.
     is_full = not isinstance(value, FlatShardTensor)
     part = part_per_element(spec, key, value.detach())
     assert part is not None, "the shapes are equal"
@@ -314,7 +318,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
 
 
 def _fact(value: Any) -> str:
-    """What ranks must agree on of one value in an optimizer's state."""
+    """Text about a value in an optimizer's state; all ranks must have the same text."""
     if isinstance(value, FlatShardTensor):
         return f"{value.dtype} per element"
     if isinstance(value, Tensor):
@@ -346,9 +350,9 @@ class OptimParams:
         }
         found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
-            # No unit owns it: it is ignored, or the model is not wrapped.
+            # No unit owns the parameter: it is ignored, or the model is not wrapped.
             found.setdefault(id(param), OptimParam(unwrapped(name)))
-        # As ``optimizer.param_groups`` has them.
+        # The parameters in the groups of ``optimizer.param_groups``.
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -369,7 +373,7 @@ class OptimParams:
         return [param.fqn for param in self.groups[group]]
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
-        """The parameters by the keys that a state dict of this very optimizer has for them."""
+        """The parameters, keyed by their keys in a state dict of the same optimizer."""
         keys = [list(group["params"]) for group in state_dict["param_groups"]]
         expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
         if found != expected:
@@ -383,10 +387,10 @@ class OptimParams:
 def _params_of_units(
     prefixes: dict[nn.Module, str], units: Sequence[Unit]
 ) -> Iterable[tuple[int, OptimParam]]:
-    """All that units own, by the id of what the optimizer may hold."""
+    """The parameters that units own, with the id of the sharded parameter."""
     for handle in chain.from_iterable(unit.handles for unit in units):
         for param in handle.params:
-            # The first place in `model`, which may be a part of the sharded model.
+            # Use the parameter's first place in `model`, which may be a part of the sharded model.
             fqn = next(
                 prefixes[place.module] + place.attribute
                 for place in param.locations
@@ -396,5 +400,5 @@ def _params_of_units(
 
 
 def unwrapped(name: str) -> str:
-    """A name as state dicts have it, where activations are checkpointed."""
+    """A parameter's name in state dicts, without the prefix of activation checkpointing."""
     return name.replace(_CHECKPOINT_PREFIX, "")

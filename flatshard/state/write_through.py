@@ -1,8 +1,8 @@
-"""``WriteThrough``: what is written into a state dict's tensors reaches the shards.
+"""``WriteThrough``: copies values that users write into a state dict's tensors to the shards.
 
-In an unwrapped model these are the parameters' memory, and classes for moving averages (timm's)
-write there. Here they are full copies, so what was written is taken over when the tensor dies, or
-at the next use of the model.
+In an unwrapped model, the tensors of a state dict are the parameters' memory, and some classes for
+moving averages (timm's) write into them. In a sharded model the tensors are full copies. A written
+value is copied to the shards at the next use of the model, or when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from flatshard.tensor.flat_parameter import OriginalParam
 
 @dataclass(eq=False)
 class _Given:
-    """A full copy of one original parameter that a user has."""
+    """A full copy of an original parameter that a user got from ``state_dict()``."""
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
-    version: int  # of the copy, when the shard held the same
+    version: int  # version of the copy when it was equal to the shard
     unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
-    shard: tuple[Any, ...]  # which one, and its version then
+    shard: tuple[Any, ...]  # the shard's identity and version when it was equal to the copy
 
 
 class WriteThrough:
     """The tensors of a model's state dicts that are still alive."""
 
     def __init__(self) -> None:
-        self.given: dict[int, _Given] = {}  # by the id of the weak reference
-        self.lost = ""  # a parameter whose copy was written too late
+        self.given: dict[int, _Given] = {}  # keyed by the id of the weak reference
+        self.lost = ""  # name of a parameter whose copy was written after the shard had changed
 
     def __deepcopy__(self, memo: object) -> WriteThrough:
-        return WriteThrough()  # users have nothing of a copied model yet
+        return WriteThrough()  # users have no state dict of the copied model yet
 
     def watch(
         self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
     ) -> None:
-        """Take over what users write into ``full``, a copy of ``param``."""
+        """Copy later writes into ``full``, a copy of ``param``, to the shard."""
         user = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
@@ -59,17 +59,17 @@ class WriteThrough:
             self._take_over(given)
 
     def take_over(self) -> None:
-        """Write into the shards what users wrote into the tensors."""
+        """Copy values that users wrote into the tensors to the shards."""
         for given in list(self.given.values()):
             self._take_over(given)
 
     def check(self) -> None:
-        """Take over what was written; RuntimeError if some of it was lost."""
+        """Copy written values to the shards; RuntimeError if some values were lost."""
         self.take_over()
         self.raise_lost()
 
     def raise_lost(self) -> None:
-        """Raise RuntimeError if something that was written could not be taken over."""
+        """Raise RuntimeError if a written value could not be copied to the shard."""
         lost, self.lost = self.lost, ""
         if lost:
             raise RuntimeError(
@@ -79,7 +79,7 @@ class WriteThrough:
             )
 
     def _take_over(self, given: _Given) -> None:
-        # Autograd counts all that is written, also without gradients.
+        # The version counter counts all writes, also those without gradients.
         if given.copy._version == given.version:
             return
         given.version = given.copy._version
@@ -90,7 +90,7 @@ class WriteThrough:
         with torch.inference_mode(False), torch.no_grad():
             param.sharded.copy_(param.spec.split(given.copy))
         handle.page_out()
-        given.unit.num_loads += 1  # on all ranks, or the next backward raises
+        given.unit.num_loads += 1  # all ranks must write, or the next backward raises
         given.shard = after = _identity(handle)
         for other in self.given.values():
             if other.handle is handle and other.shard == before:
