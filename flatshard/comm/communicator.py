@@ -75,7 +75,7 @@ _is_copying = False
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """A block in which models are copied, perhaps on one rank only, where the copy stays unused."""
+    """Mark a block that copies models. Perhaps only one rank copies, and never uses the copy."""
     global _is_copying
     before, _is_copying = _is_copying, True
     try:
@@ -117,7 +117,7 @@ class Communicator(Members):
         self.second_stages: deque[Any] = deque()
         self._num_tags = [0, 0]  # the second number counts tags inside `copying`
         self._num_models = 0
-        # Device on which small values must be to be sent.
+        # Device from which small values can be sent.
         self.control_device = HOST
         self.host = HostExchange(None, HOST)
         if group is not None and self.size > 1:
@@ -131,7 +131,7 @@ class Communicator(Members):
                 "process groups whose backend is gloo, this one's is "
                 f'{dist.get_backend(group)}. Leave it out, or make the group with backend="gloo".'
             )
-        # The transports need their own group: their aborts and tags must not affect the user's
+        # The transports need a separate group, so that aborts and tags do not affect the user's
         # collectives.
         is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
         # Ordered collectives on one group match by order. Reductions start when gradients are
@@ -197,11 +197,11 @@ class Communicator(Members):
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group; a ``reduced`` one in the same order of calls as
-        reductions, where the transport is ordered.
+        Collective: all ranks of the group. A ``reduced`` request counts as a reduction: if the
+        transport is ordered, the order of calls must be the same on all ranks.
 
         Raises:
-            ValueError: the two lengths do not fit the group size.
+            ValueError: ``out`` is not as long as the shards of all ranks together.
         """
         shard, out = request.shard, request.out
         if out.numel() != shard.numel() * self.size:
@@ -397,7 +397,7 @@ class Topology:
 
     @property
     def index(self) -> int:
-        """Index of the shard that this rank holds."""
+        """Index of this rank's shard."""
         return self.intra_group.rank * self.inter_group.size + self.inter_group.rank
 
     @property

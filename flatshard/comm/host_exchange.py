@@ -131,7 +131,8 @@ class HostExchange:
             with self._waiting(op_name):
                 dist.broadcast(data, src=self._ranks[source], group=self.group)
             return
-        # The maximum of one rank's bytes and of zeros: the broadcast costs no second message.
+        # All ranks except the source send zeros, so the maximum equals the source's bytes: a short
+        # broadcast needs no second message.
         mine = data.cpu()
         sent = ctypes.string_at(mine.data_ptr(), mine.numel()) if sends else bytes(mine.numel())
         found = self._frame(kind, op_name, sent)
@@ -143,7 +144,8 @@ class HostExchange:
         if len(self._ranks) == 1:
             return [value]
         row = pickle.dumps(value)
-        # All rows are padded to a power of two, whose exponent fits into one byte.
+        # Each row is padded to a power of two, because the exponent fits into one byte of the
+        # frame.
         exponent = (len(row) + _LENGTH_BYTES).bit_length()
         (exponent,) = self._frame("objects", op_name, bytes([exponent]))
         row = len(row).to_bytes(_LENGTH_BYTES, "big") + row

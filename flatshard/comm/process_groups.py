@@ -161,7 +161,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 # GIL: flatshard's own threads, when a wait for other ranks ends, and gloo's threads, which free the
 # tensors of a collective after the end of the collective has been reported.
 
-OUR_THREADS = "flatshard "  # prefix of the names of threads that wait for other ranks
+OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
@@ -170,9 +170,9 @@ _END_SECONDS = 5.0  # longest total time
 
 
 def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Make all unfinished collectives of these groups fail, and wait for the threads that notice.
+    """Make all unfinished collectives of these groups fail, and wait until threads are at rest.
 
-    See the note. The other ranks notice too, but this rank begins nothing any more.
+    See the note. Other ranks see the failures too, but this rank begins no further collective.
     """
     for group in groups:
         abort(group)

@@ -89,7 +89,8 @@ class History:
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
         self.problem = ""  # why no further collective may begin
-        self.announces = True  # whether ranks meet before a collective that gloo matches blindly
+        # Whether ranks compare names before a collective that gloo matches only by order.
+        self.announces = True
         self.described: Hashable = None  # the kind of the collectives below
         self.digest = 0
         # Time of the first collective that ranks have not compared; 0: all are compared.
@@ -365,7 +366,7 @@ class AsyncWork:
 
 
 class PendingSends:
-    """Collectives whose result this rank has, but perhaps not every other rank."""
+    """Collectives with a result on this rank, but perhaps not yet on every other rank."""
 
     # A rank has its result as soon as all other ranks have sent their data. At this time the other
     # ranks may not have received this rank's data yet. Until then, this rank must not overwrite the
@@ -381,7 +382,7 @@ class PendingSends:
         (self._pending if pending.reports_sent else self._silent).append(pending)
 
     def wait_sends(self) -> None:
-        """Wait until other ranks have received all sent tensors, which may be written then.
+        """Wait until other ranks have received all sent tensors, so that these may be written.
 
         Raises:
             CollectiveError: as ``AsyncWork.wait``.
@@ -410,6 +411,6 @@ class RunLink:
     """
 
     unit_name: str  # for errors
-    # Works whose source other ranks may still be reading; one list for all flat parameters of a
+    # Works with sources that other ranks may still be reading; shared by all flat parameters of a
     # run.
     pending_sends: PendingSends = field(default_factory=PendingSends)

@@ -56,7 +56,7 @@ def reserve_range(nbytes: int) -> mmap.mmap:
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:
     """A range of addresses that shows an open file, for reading and writing; raises ``OSError``."""
-    found = reserve_range(nbytes)  # Python's own mapping of a file would keep it open
+    found = reserve_range(nbytes)  # Python's mapping of a file would keep the file open
     map_at(number, address_of(found), nbytes)
     return found
 

@@ -50,7 +50,7 @@ class TorchRequest:
 
     full: bool
     to_cpu: bool
-    rank0_only: bool  # torch drops the results of the other ranks
+    rank0_only: bool  # whether torch keeps the result only on rank 0
     broadcasts: bool  # whether torch broadcasts the tensors of rank 0
 
     def check_order(self, name: str, order: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ def torch_request() -> TorchRequest | None:
 
 
 def is_getting_shards() -> bool:
-    """Whether torch's ``get_state_dict``, or a sibling, runs without ``full_state_dict``."""
+    """Whether a ``get_...`` function of torch's module runs without ``full_state_dict``."""
     getters = [frame for frame in _frames() if frame.f_code.co_name.startswith("get_")]
     return any(not getattr(f.f_locals["options"], "full_state_dict", False) for f in getters)
 

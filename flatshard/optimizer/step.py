@@ -103,7 +103,7 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check_params(optimizer: Optimizer) -> None:
-    """Raise for a step on gradients that only this rank has, or that the optimizer rejects."""
+    """Raise for a step on unreduced gradients, or on gradients that the optimizer rejects."""
     takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:

@@ -136,7 +136,10 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
-    """The stepper of an optimizer, chosen when the optimizer first steps sharded parameters.
+    """The stepper of an optimizer; the same one in each step.
+
+    An element-wise optimizer gets its stepper at the first step. Another optimizer gets one at the
+    first step with sharded parameters.
 
     Raises:
         MissingExtraError: the optimizer is not element-wise, and the extra is not installed.
@@ -155,7 +158,7 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
 
 
 def stepped_optimizers() -> list[Optimizer]:
-    """The optimizers that have stepped sharded parameters as buckets."""
+    """The element-wise optimizers that have begun a step."""
     return [one for one, stepper in _steppers.items() if isinstance(stepper, BucketStepper)]
 
 
@@ -285,7 +288,7 @@ class BucketStepper(Stepper):
                         self._buckets.append(bucket)
                         new.append(bucket.param)
                 if len(new) == len(before) and all(map(operator.is_, new, before)):
-                    continue  # nothing here is sharded, or has a gradient
+                    continue  # the group has no sharded parameter with a gradient
                 put_others(self._undo, before, new)
                 if _suits_fused(optimizer, group):
                     self._undo.callback(group.__setitem__, "fused", None)

@@ -1,1 +1,1 @@
-"""The true-shape sharded parameter and its operators."""
+"""Sharded parameters that keep their true shape, and the operators on these parameters."""

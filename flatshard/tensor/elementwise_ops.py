@@ -39,7 +39,7 @@ _ROLE_LENGTH = 80
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """The elements of an operand that belong to the local range of ``spec``."""
+    """The elements of an operand that correspond to the local range of ``spec``."""
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise NeedsFullTensor(
@@ -224,12 +224,12 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # Orthogonal_() writes its result through view_as(), and would have computed it from a part
-        # only
+        # `orthogonal_()` writes its result by `view_as()`, and would have computed the result from
+        # a tensor-parallel part only.
         tensor.spec.refuse_part("view_as()")
-    # Do not return a view that is made here: the view would have another version counter. A tensor
-    # that is made in inference mode has no version counter, and autograd, which reads the counter
-    # of this tensor, would raise.
+    # Do not make a view here: the view would have another version counter than the tensor. If
+    # inference mode is on, a new tensor has no version counter, and autograd, which reads the
+    # counter, would raise.
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role)
     twin.origin = origin = tensor.origin

@@ -213,7 +213,7 @@ def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> T
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler: an overflow on one rank is an overflow on all."""
+    """``GradScaler``'s unscaling of gradients: an overflow on one rank counts on all ranks."""
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
     wrote(gradients)
@@ -267,7 +267,7 @@ for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
     ABOVE_AUTOGRAD[_function] = _refuse_gradients_of
 
 
-# An all-reduce of N equal tensors multiplies them by N, or changes nothing.
+# On N equal tensors, SUM multiplies by N, and the other reductions change nothing.
 _REDUCTIONS = ("SUM", "AVG", "MAX", "MIN")
 
 

@@ -19,11 +19,11 @@ from flatshard.plan.module_tree import unit_text
 
 
 class ParamSplit(Protocol):
-    """How a parameter is a part of a larger parameter whose other parts other groups hold."""
+    """Describes a parameter that is one part of a larger parameter; other ranks hold the rest."""
 
     comms: tuple[Communicator, ...]  # the groups that hold the other parts
     shape: tuple[int, ...]  # of the larger parameter
-    stride: tuple[int, ...]  # in elements, of the larger parameter
+    stride: tuple[int, ...]  # strides of the larger parameter, in elements
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """The tensor that modules hold for ``local``, this group's part."""
@@ -42,10 +42,10 @@ class ParamSplit(Protocol):
 
 
 class ParamOwner:
-    """The part of a model's run that operations on parameters outside of their units use.
+    """Interface to the run of a model, for operations on parameters outside of their units.
 
-    This base class does nothing. It stands for the run of a copied parameter, and of a model that
-    is gone.
+    This base class does nothing. It stands for the run of a copied parameter, and of a deleted
+    model.
     """
 
     is_in_forward = False  # whether a forward of the model is under way
@@ -93,7 +93,7 @@ class ShardSpec:
     # Plain attributes, not properties, because each operation on a sharded tensor reads them.
     shape: tuple[int, ...] = field(init=False)
     strides: tuple[int, ...] = field(init=False)
-    order: tuple[int, ...] = field(init=False)  # dimensions as they lie in memory, outermost first
+    order: tuple[int, ...] = field(init=False)  # dimensions in memory order, outermost first
     # This rank holds the elements [offset, offset + numel) of the parameter, in memory order. The
     # elements lie at [start, start + numel) of this rank's chunk.
     offset: int = field(init=False)

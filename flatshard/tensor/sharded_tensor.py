@@ -176,7 +176,7 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # The tensor has no memory of its own. Without this, C++ code that bypasses dispatch (a
+        # The tensor has no memory of its own. Without this call, C++ code that bypasses dispatch (a
         # collective whose tensors lie in nested lists) would read address 0; now torch raises.
         torch._C._set_throw_on_mutable_data_ptr(self)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
@@ -292,7 +292,7 @@ class FlatShardTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # One rank's range means nothing elsewhere.
+        # A pickled range of one rank would be useless in another process.
         if self.is_parameter:
             raise RuntimeError(
                 f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
@@ -356,9 +356,9 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # DCP asks on all ranks before it loads. DCP writes nothing on a rank that holds no element
-        # of the parameter. That rank must all-gather again too, because the shards of other ranks
-        # change.
+        # DCP calls this method on all ranks before loading. On a rank that holds no element of the
+        # parameter, DCP writes nothing. But this rank must all-gather again too, because the shards
+        # of other ranks change.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -457,9 +457,9 @@ def is_collective(func: Any) -> bool:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record that the sharded tensors among ``values`` were written."""
-    # An unsharded buffer is stale when its shard was written since. The version counter of the
-    # shard, which views share, tells when that happened. But operations under
-    # ``__torch_dispatch__`` do not raise the counter.
+    # An unsharded buffer is stale if its shard was written after the all-gather. The shard's
+    # version counter, shared by all views, shows such writes. But operations under
+    # ``__torch_dispatch__`` do not raise the counter, so raise it here.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
@@ -537,8 +537,8 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
 class StateShard(FlatShardTensor):
     """A sharded tensor that ``torch.distributed.checkpoint.async_save`` can copy to host memory.
 
-    A sharded tensor has no storage. Therefore ``async_save`` makes a new one by ``new_empty`` and
-    copies the attributes.
+    A sharded tensor has no storage. Therefore ``async_save`` makes a new tensor by ``new_empty``,
+    and copies the attributes.
     """
 
     shows_unsplit = True

@@ -46,7 +46,7 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 
 
 class FreedParameter(nn.Parameter):
-    """See the note on freed parameters. Only ``set_accessible`` makes one, by changing a class."""
+    """Class of a freed full parameter; see the note. Only ``set_accessible`` assigns the class."""
 
     @classmethod
     def __torch_function__(
@@ -119,7 +119,10 @@ def allow(buffer: Tensor) -> None:
 
 
 class GatheredView(Tensor):
-    """A view of a full copy. Reads are right. A write would reach no parameter, so it raises."""
+    """A view of a full copy of a parameter.
+
+    Reads give the right values. A write would not reach the parameter, and therefore raises.
+    """
 
     parameter: str  # name of the parameter
 

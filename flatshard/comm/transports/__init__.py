@@ -45,7 +45,7 @@ class Members:
 
     @property
     def history(self) -> History:
-        """The collectives that this rank has begun."""
+        """The history of this rank's collectives."""
         return self.host.history
 
     @cached_property
@@ -114,7 +114,7 @@ class FlatChunks:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parts that are not zeros."""
+        """The parts, without parts of zeros."""
         return [part for part in self.parts if part is not None]
 
     def cut(self, begin: int, end: int, numel: int | None = None) -> Iterator[Chunk]:
@@ -206,10 +206,10 @@ class Gather(NamedTuple):
     out: Tensor  # (shard_numel * size,), same dtype and device
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
-    purpose: str  # why the shards are gathered, for error messages
+    purpose: str  # purpose of the all-gather, for error messages
     # From ``allocate_unsharded``, if ``out`` is the buffer of this memory.
     memory: BufferMemory | None = None
-    exact: bool = False  # do not round, whatever the wire dtype
+    exact: bool = False  # whether to send the values unrounded, even with a wire dtype
     # Whether this is the second half of an all-reduce, in the order of reductions.
     reduced: bool = False
 
@@ -246,8 +246,8 @@ class BufferRequest(NamedTuple):
     dtype: torch.dtype  # dtype of the buffer, also during the all-gather
     device: torch.device
     tag: int  # tag of the flat parameter
-    # Target that makes the file of this rank's shard, if the shard may live in the buffer's memory,
-    # so that all-gathers need not copy the shard.
+    # Target that makes the file of this rank's shard, if the buffer may contain the shard; then
+    # all-gathers need not copy the shard.
     shard_target: OffloadTarget | None = None
 
 
@@ -261,8 +261,9 @@ class Transport(abc.ABC):
     reason = ""  # why the group uses this transport
     # Whether collectives match between ranks by the order in which they begin; otherwise by tag.
     is_ordered = False
-    adds_here = True  # reductions add in rank order, in no less than fp32, on this host
-    # An all-gather makes progress on the network while the host computes: starting early pays.
+    adds_here = True  # whether reductions add on this host, in rank order and at least in fp32
+    # Whether an all-gather makes progress on the network while the host computes. Then starting
+    # early pays.
     gathers_in_background = False
 
     @classmethod

@@ -1,4 +1,4 @@
-"""``NativeTransport``: the collectives of the group's backend, NCCL's on an accelerator."""
+"""``NativeTransport``: the collectives of the group's backend, for example NCCL."""
 
 from __future__ import annotations
 

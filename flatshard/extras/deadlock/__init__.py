@@ -38,7 +38,7 @@ from flatshard.extras.deadlock import detector, program
 from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
 from flatshard.extras.deadlock.program import OwnCollective
 
-# How long a wait may take before it is logged.
+# Seconds after which a wait is logged.
 PATIENCE_SECONDS = 60.0
 
 _REMEDY = (
@@ -47,7 +47,7 @@ _REMEDY = (
     "not under `if rank == 0:`"
 )
 
-_END_SECONDS = 5.0  # how long the end of the program waits for the thread
+_END_SECONDS = 5.0  # longest wait for the thread at the end of the program
 
 _logger = logging.getLogger("flatshard")
 

@@ -105,7 +105,7 @@ class _Report(NamedTuple):
     """The report that a rank publishes while it waits."""
 
     wait: int  # identifies the wait; 0: the wait is over
-    time: float  # of the publication, by `time.monotonic`
+    time: float  # time of the publication, by `time.monotonic`
     text: str  # the wait in words
     need: WaitCondition
     begun: AllBegun
@@ -319,7 +319,7 @@ def _reports_for(need: WaitCondition, store: Any) -> _Reports:
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> str | None:
-    """Why a wait never ends, whatever the other ranks do next; None if that is not known."""
+    """Why a wait never ends, whatever the other ranks do next; None if no reason is known."""
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return report.text

@@ -56,7 +56,7 @@ _PIECE_NUMEL = 1 << 16
 
 
 class SharedMemoryTransport(Transport):
-    """Transport between ranks on one host, which read one another's memory.
+    """Transport between ranks on one host; each rank reads the other ranks' memory.
 
     Collectives match by tag.
     """
@@ -68,8 +68,8 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # The last publication per tag: records that show whether the other ranks have taken the
-        # publication, and the condition to wait for.
+        # The last publication per tag: the other ranks' "taken" records to wait for, and the
+        # condition of the wait.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -231,7 +231,7 @@ class Publication(AsyncWork):
 
     _: KW_ONLY
     records: dict[int, Awaited]  # the other ranks' publications, keyed by rank
-    take: Callable[[], None]  # records that this rank has read the parts of the other ranks
+    take: Callable[[], None]  # publishes the end of this rank's reads
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -272,8 +272,7 @@ class MappedShards(BufferMemory):
     def held_bytes(self) -> int:
         """Bytes of the buffer that are copies.
 
-        After ``snapshot`` the whole buffer is a copy. Otherwise only the shards are copies that
-        could not be mapped.
+        After ``snapshot`` the whole buffer is a copy. Otherwise only unmapped shards are copies.
         """
         num_copied = self._transport.members.size if self._is_copy else self._num_copied
         return num_copied * self._nbytes
@@ -298,7 +297,7 @@ class MappedShards(BufferMemory):
         # have mapped it, so otherwise each unit of a model would have a file open.
         try:
             file, found = self._target.create_mapped(self._nbytes)
-        except (OSError, OffloadError):  # too many open files; the disk is full
+        except (OSError, OffloadError):  # too many files are open, or the disk is full
             return -1
         try:
             with torch.no_grad():

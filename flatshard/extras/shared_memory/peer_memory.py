@@ -29,8 +29,8 @@ from flatshard.comm.host_exchange import HostExchange
 from flatshard.memory import mapped_files
 
 TAGS = 1 << 16  # number of tags in a mailbox
-# Words per tag: (number, address, file, check) of the publication, then the same four words of the
-# record that this rank has taken the other ranks' publications.
+# Words per tag: (number, address, file, check) of the publication, then the same four words for
+# this rank's record of having taken the other ranks' publications.
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
@@ -40,11 +40,11 @@ _MEETING = "meeting on one host"
 _QUICK_LOOKS = 20
 _PAUSE_SECONDS = 5e-5
 _ALIVE_SECONDS = 0.05
-_alive = ctypes.c_int64()  # other ranks read this word to see whether this process still runs
+_alive = ctypes.c_int64()  # other ranks read this word to check whether this process still runs
 
 
 class RankAddress(NamedTuple):
-    """Information by which other processes find the memory and mailbox of this process."""
+    """Where other processes find the memory and the mailbox of this process."""
 
     # Why other processes cannot read this process; empty if they can. If set, the other fields have
     # no meaning.
@@ -52,13 +52,13 @@ class RankAddress(NamedTuple):
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
     launcher: int = 0  # the parent process
-    alive: int = 0  # an address that is readable as long as the process runs
+    alive: int = 0  # an address, readable as long as the process runs
     file: int = -1  # file descriptor of the mailbox
     nonce: int = 0  # random number under tag 0, to identify the process
 
 
 class Mailbox:
-    """The records that this process publishes; ``address.problem`` says why others cannot read."""
+    """The records of this process; ``address.problem`` says why other ranks cannot read."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -243,7 +243,7 @@ def meet(
         reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY
         _readers.append(reader)
         _tell_kernel()
-        # The kernel refuses a read from a rank that has not given permission yet.
+        # The kernel refuses a read before the read process has given permission.
         host.meet(_MEETING)
         processes, problem = _try_to_read(addresses, ranks, timeout)
         problem = _first_problem(host.gather(problem, _MEETING), ranks)
