@@ -1,1 +1,1 @@
-"""Process groups and collectives: the only package that communicates."""
+"""Process groups and collectives. Only this package communicates."""

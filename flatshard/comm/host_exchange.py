@@ -60,7 +60,7 @@ def compared_name(op_name: str) -> str:
 
 
 def digest_of(name: str) -> bytes:
-    """Eight bytes that identify a name; two names collide with a probability of 2**-64."""
+    """Eight bytes to identify a name; two names collide with a probability of 2**-64."""
     return blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -212,7 +212,7 @@ class HostExchange:
 
 @lru_cache(maxsize=256)  # a step repeats few names
 def _start_of(kind: str, op_name: str) -> bytes:
-    """The start of a frame: ranks compare it to see whether all have the same exchange."""
+    """The start of a frame, which ranks compare to check that all are in the same exchange."""
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
 
 

@@ -135,7 +135,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
 
 
 def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU to which the group is bound; otherwise the current GPU of this thread."""
+    """The GPU of the group if the group is bound to a GPU; otherwise this thread's current GPU."""
     bound: torch.device | None = getattr(group, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return bound

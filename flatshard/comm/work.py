@@ -150,7 +150,7 @@ class History:
         self._next[self._last_two] = what if what == first else ""
 
     def to_compare(self) -> bytes:
-        """The digest, which the caller compares with the digests of the other ranks."""
+        """The digest. The caller compares it with the digests of the other ranks."""
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
@@ -234,7 +234,7 @@ class watched:
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: a peer died, ran other units, or missed the timeout."""
+    """A collective failed because a peer died, ran different units, or missed the timeout."""
 
 
 class named(watched):
@@ -274,15 +274,15 @@ class named(watched):
 
 @dataclass(eq=False)
 class AsyncWork:
-    """An unfinished collective. Keeps its tensors alive until no rank needs them."""
+    """An unfinished collective. The work keeps the tensors alive until no rank needs them."""
 
     works: Sequence[Any]  # the backend's handles to wait for before the result is complete
     op_name: str  # has the unit, the rank and the collective
-    kept: Sequence[object] = ()  # objects kept alive until the other ranks have received everything
+    kept: Sequence[object] = ()  # objects kept alive until all ranks have received everything
     _: KW_ONLY
     peers: Sequence[int] = ()  # the senders of the first works, if each work receives from one rank
     then: Callable[[], None] | None = None  # called once after the wait
-    # Handles that complete when the other ranks have received this rank's data.
+    # Handles that complete when all ranks have received this rank's data.
     sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before the wait
     need: WaitCondition | None = None  # the condition that ends the wait for ``works``
@@ -366,7 +366,7 @@ class AsyncWork:
 
 
 class PendingSends:
-    """Collectives with a result on this rank, but perhaps not yet on every other rank."""
+    """Collectives that are complete on this rank, but perhaps not on every rank."""
 
     # A rank has its result as soon as all other ranks have sent their data. At this time the other
     # ranks may not have received this rank's data yet. Until then, this rank must not overwrite the

@@ -82,7 +82,7 @@ class _Message:
         """Wait until the message is completed. Call it only once, on one thread."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Drop both references, because both keep the tensor alive, and other messages may take
+        # Drop both references, because both keep the tensor alive, and later messages may take
         # long.
         del self._ask
         self._begun = None
@@ -148,7 +148,7 @@ class SocketTransport(Transport):
         dtype = source.dtype if request.exact else self._sent_dtype(source.dtype)
         arrived, then = out, None
         if dtype is not source.dtype:
-            # Round this rank's own part too, so that all ranks have the same values.
+            # Round this rank's own part too, so that the values are equal on all ranks.
             source, arrived = source.to(dtype), torch.empty_like(out, dtype=dtype)
 
             def then() -> None:
