@@ -1,7 +1,7 @@
 """``ShardedWrapper``: the public API. Each method checks its arguments and delegates.
 
-Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own state is a
-``Sharding``, made by ``construction``: the unit, the settings, and the run of the model.
+Like every ``ModuleProxy``, a wrapper has the attributes of its wrapped module. The wrapper's own
+state is a ``Sharding``, made by ``construction``: the unit, the settings, and the run of the model.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
-    just after. ``auto_wrap_policy`` chooses the units; parameters outside of them belong to the
-    outermost one. Optimizers, losses, schedulers and data loaders need no change, and names, shapes
-    and state dicts are those of the unwrapped module.
+    just after. ``auto_wrap_policy`` chooses the units; all other parameters belong to the outermost
+    unit. Optimizers, losses, schedulers and data loaders need no change. Names, shapes and state
+    dicts are the same as in the unwrapped module.
 
     Collective: all ranks of the process group construct, run forward and backward, and take state
     dicts together.
@@ -73,8 +73,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             same size for it. None: the default group; without one, and with no other rank started,
             the wrapper runs like the unwrapped module and warns once.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
-            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
-            without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
+            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID without
+            either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. None: one unit.
@@ -89,7 +89,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
         device_id: where to put and train the parameters; an accelerator's index or a device.
             None: where they are, or the current accelerator if the process group has no CPU
-            backend.
+                backend.
         param_init_fn: gives modules on the meta device memory and values. It is called with every
             module of a unit that has tensors there, from the unit's root down, and initialises the
             module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
@@ -97,44 +97,43 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             ``reset_parameters()``, in the order in which constructors call it, then what a module
             around them has as ``_init_weights(module)`` (transformers). Either way, at most one
             unit has full parameters at any time.
-        sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be
-            on the meta device, and rank 0 sends each its part. None: if they differ, with a
-            warning. False: never, with a warning if they differ.
+        sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be on
+            the meta device, and rank 0 sends each its part. None: if they differ, with a warning.
+            False: never, with a warning if they differ.
         forward_prefetch: start the next unit's all-gather before this unit computes, in the order
             of the last forward. None: yes.
         limit_all_gathers: accepted; buffers in flight are always bounded.
         coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
-            have at most this many bytes: small collectives are latency-bound. 0: never. None:
-            4 MiB.
+            have at most this many bytes: small collectives are latency-bound. 0: never. None: 4
+            MiB.
         broadcast_buffers: give all ranks rank 0's buffers before a forward, as
-            DistributedDataParallel does: before the first one, and before every one that follows
-            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
-            ranks are left alone.
+            DistributedDataParallel does: before the first one, and before every one that follows a
+            forward with gradients outside of ``no_sync``. Buffers whose shapes differ between ranks
+            are left alone.
         collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
             gloo, send and receive even if ranks on one host could read each other's memory;
-            ``"native"``: one collective of the backend per unit and purpose, for comparison;
-            gloo's ranks first tell one another which unit they are about to all-gather.
+            ``"native"``: one collective of the backend per unit and purpose, for comparison; gloo's
+            ranks first tell one another which unit they are about to all-gather.
         wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
             rounded to it before an all-gather, alike on all ranks, and gradients before they are
             sent; shards, computation and sums stay in their own dtypes, and state dicts are exact.
             Ranks on one host then use sockets too. None: nothing is rounded.
         ignored_modules: modules whose parameters and buffers are neither sharded nor moved,
-            compared or synchronised between ranks; their gradients are this rank's own. A
-            parameter that another module shares is ignored there too. One list may serve several
+            compared or synchronised between ranks; their gradients are this rank's own. A parameter
+            that another module shares is ignored there too. One list may serve several
             wrappers: what is not in ``module`` has no effect. Ignored too are the tensors that
-            DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
-            all their names).
+                DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names
+                (under all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
         allow_divergence: units that some ranks skip in a step, or run in another order: experts
             that a rank chooses, layers that are dropped at random, a tower for images that not
             every batch has. A list of classes, of names in the unwrapped model, or of modules: the
-            units that these are or contain; True: all units. They stay unsharded from
-            the beginning of the outermost forward until backward is over, and every rank needs
-            that memory.
-        boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between
-            rows of its outermost dimension in memory; ``"tensor"``: nowhere, so that each is whole
-            on one rank; an int: at multiples of so many elements from its start, as optimizers
-            with 8-bit states in blocks need. It costs padding, see ``unit_report()``.
+            units that these are or contain; True: all units. They stay unsharded from the beginning
+            of the outermost forward until backward is over, and every rank needs that memory.
+        boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
+            of its outermost dimension in memory; ``"tensor"``: nowhere, so that each is whole on
+            one rank; an int: at multiples of so many elements from its start, as optimizers with
+            8-bit states in blocks need. It costs padding, see ``unit_report()``.
         extra: other keywords of DistributedDataParallel and ``fully_shard`` (``mesh``,
             ``mp_policy``, ``offload_policy``, ``ignored_params``): accepted if they have a meaning
             here, otherwise ignored with one warning, or they raise; see docs/migration.md.
@@ -142,8 +141,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
-            ``auto_wrap_policy`` over a model that already contains units, a module or parameter
-            to ignore that is sharded already, a ``boundary`` that needs more than 25 % padding, two
+            ``auto_wrap_policy`` over a model that already contains units, a module or parameter to
+            ignore that is sharded already, a ``boundary`` that needs more than 25 % padding, two
             keywords of one meaning that contradict each other.
         NotImplementedError: options that parameters which are DTensors cannot have.
         RuntimeError: several ranks were started, but there is no process group.
@@ -230,7 +229,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
 
-        The unit's own all-gather stays outside of the graph, which ends at each unit inside.
+        The all-gather of this wrapper's unit stays outside of the graph. The graph ends at each
+        unit inside.
         """
         self.module.compile(*args, **kwargs)
         surround(self._sharding.hooks, self.module)
@@ -238,18 +238,20 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False
     ) -> AbstractContextManager[None]:
-        """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
+        """Accumulate gradients without reducing them: for backwards of forwards begun inside.
 
-        The first backward after it reduces the sum. Until then every rank holds unsharded
-        gradients of every unit; from the second backward on in the parameters' own dtype if the
-        reduce dtype is narrower: sums are rounded only to be sent. Two arguments bound that memory.
+        The first backward after the context reduces the sum. Until then every rank holds unsharded
+        gradients of every unit. From the second backward on, they are in the parameters' own dtype
+        if the reduce dtype is narrower, because sums are rounded only before they are sent. Two
+        arguments limit this memory.
 
         Args:
-            max_bytes: accumulate unsharded gradients only of the smallest units, at most so many
-                bytes together; the others reduce in every backward, and accumulate in their shards.
+            max_bytes: accumulate unsharded gradients only for the smallest units, up to this many
+                bytes in total. The other units reduce in every backward, and accumulate sharded
+                gradients.
             replicas_only: if shards have replicas on other nodes, reduce-scatter within the shard
                 group in every backward, and omit only the all-reduce between nodes. Units without
-                replicas reduce as usual, units that are only replicated not at all.
+                replicas reduce as usual. Units that are only replicated do not reduce.
 
         Raises:
             RuntimeError: a forward or backward of the model is running.
@@ -265,23 +267,23 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         *,
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> Any:
-        """Train on inputs that end sooner on some ranks, as DistributedDataParallel's ``join``.
+        """Train on uneven inputs, as with DistributedDataParallel's ``join``.
 
-        A rank that leaves the loop inside follows those still in it, with gradients of zero: their
-        forwards, backwards, ``model.clip_grad_norm_`` and steps of element-wise optimizers, at
-        their learning rates. So all ranks end with one model and optimizer state. Buffers are the
-        highest rank's that has input. What cannot be followed raises. Each forward costs a small
-        exchange, and each all-gather one more once a rank has no input.
+        A rank without inputs left shadows the other ranks with zero gradients: their forwards,
+        backwards, ``model.clip_grad_norm_`` and steps of element-wise optimizers, with their
+        learning rates. So all ranks end with the same model and optimizer state. Buffers come from
+        the highest rank that has input. An operation that cannot be shadowed raises. Each forward
+        costs a small exchange; once a rank has no input, each all-gather costs another exchange.
 
         Collective: all ranks, at entry and at the end; on the outermost wrapper.
 
         Args:
-            divide_by_initial_world_size: average gradients over all ranks. False: over those that
-                have input.
+            divide_by_initial_world_size: average gradients over all ranks. False: over the ranks
+                that have input.
             enable: False: do nothing.
             throw_on_early_termination: raise on all ranks once some rank has no input.
-            optimizers: those that step inside, for a rank that may have no input at all; others it
-                knows once they have stepped.
+            optimizers: optimizers that step inside the context. Needed only if a rank may have no
+                input at all: otherwise a rank knows an optimizer after its first step.
 
         Raises:
             NotImplementedError: units with ``allow_divergence``, a process group of their own, a
@@ -296,17 +298,17 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def free_buffers(self) -> None:
         """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
 
-        A forward without gradients does the same when it begins. No communication.
+        A forward without gradients also does this when it begins. No communication.
         """
         self._sharding.context.give_back()
 
     def record_steps(self, *, memory: Any = None) -> Any:
-        """Record the steps of the model, all its units, inside the context.
+        """Record the steps of all units of the model inside the context.
 
         The context yields the list of ``StepReport``s, which grows as steps end: a step ends when
-        the next one begins, or with the context. When the context ends without an exception, the
-        first rank writes the files, about all ranks; with ``{rank}`` in their name, every rank
-        writes its own. All reports are kept until then: record a few steps.
+        the next step begins, or with the context. When the context ends without an exception, the
+        first rank writes files about all ranks. If the file name contains ``{rank}``, every rank
+        writes its own file. All reports stay in memory until then, so record only a few steps.
 
         Collective: all ranks that train the model, at entry, and at the end to write a file.
 
@@ -315,7 +317,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
                 matplotlib.
 
         Raises:
-            ValueError: a file cannot be written, or ranks passed different ones; at entry, on all
+            ValueError: a file cannot be written, or ranks passed different files; at entry, on all
                 ranks.
             ImportError: matplotlib is not installed; at entry, on all ranks.
             RuntimeError: steps are being recorded already, or a forward or backward is running.
@@ -332,12 +334,12 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         return recording.last_report(self._sharding.context)
 
     def warn_non_finite(self, enabled: bool = True) -> None:
-        """Warn once, at the first gradient of the model that is inf or NaN; False: stop checking.
+        """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
 
-        It checks the gradients that autograd gives this rank, before they are averaged, so the
-        rank that warns is one where the value arose. It reads each gradient, and on an accelerator
-        waits at the end of each backward; after the warning it costs nothing. Overflows under
-        ``GradScaler`` are normal. On an inner wrapper it acts on the whole model. No communication.
+        The check reads this rank's gradients before they are averaged, so the value arose on the
+        rank that warns. The check reads each gradient, and on an accelerator waits at the end of
+        each backward; after the warning there is no cost. Overflows under ``GradScaler`` are
+        normal. On an inner wrapper this method acts on the whole model. No communication.
         """
         rank = self._sharding.settings.ranks.world.global_rank
         non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
@@ -346,41 +348,42 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
 
-        It is called once per flat parameter (one per unit, dtype and ``requires_grad``) in each
-        backward that synchronises, in one order of units on all ranks, and does the reduction and
-        the averaging itself, with collectives of its own that are over when it returns. In a
-        backward under ``no_sync`` it is not called: what that accumulates is in the next ``full``.
+        The hook is called once per flat parameter (one per unit, dtype and ``requires_grad``) in
+        each backward that synchronises, in the same order of units on all ranks. The hook itself
+        reduces and averages, and its collectives must be finished when it returns. A backward under
+        ``no_sync`` does not call the hook; the accumulated gradients are part of the next ``full``.
 
         - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
-          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without one; the hook
-          may overwrite it. ``out``: this rank's part of the average, ``(shard_numel,)``, which the
-          hook fills: elements ``[rank * shard_numel, (rank + 1) * shard_numel)``. It is NaN before.
-        - ``hook(state, grad)`` with ``NO_SHARD``: ``(padded_numel,)``, averaged in place.
+          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient.
+          The hook may overwrite ``full``. ``out``: memory for this rank's part of the average,
+          ``(shard_numel,)``, filled with NaN. The hook writes elements ``[rank * shard_numel, (rank
+          + 1) * shard_numel)`` of the average to ``out``.
+        - ``hook(state, grad)`` with ``NO_SHARD``. The hook averages ``grad``, ``(padded_numel,)``,
+          in place.
 
-        Padding in them counts as zero, whatever the hook writes there. An exception of the hook
-        leaves that rank's backward, with a note that names the unit; the other ranks wait for it
-        until the timeout of their own collective. If ranks use different parameters of a unit
-        in a backward, its hook and those after it are called at the end of backward.
+        Padding counts as zero, whatever the hook writes to it. If the hook raises, backward raises
+        the exception on this rank, with a note that names the unit; the other ranks wait until the
+        timeout of their own collective. If ranks use different parameters of a unit in a backward,
+        the hooks of this unit and of later units are called at the end of backward.
 
         torch's own hooks are not called. ``allreduce_hook`` and ``reduce_scatter_hook`` change
-        nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` (DistributedDataParallel's
-        and FullyShardedDataParallel's, and ``fp16_compress_wrapper(allreduce_hook)``) mean that
-        gradients of floating point parameters are reduced in that dtype, as with
-        ``MixedPrecision(reduce_dtype=...)``, with any strategy. ``copy.deepcopy`` gives a model
-        without hooks: register again. ``.double()`` and the like keep them.
+        nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` (from DistributedDataParallel and
+        FullyShardedDataParallel, and ``fp16_compress_wrapper(allreduce_hook)``) set the dtype in
+        which gradients of floating point parameters are reduced, like
+        ``MixedPrecision(reduce_dtype=...)``, with any strategy. ``copy.deepcopy`` returns a model
+        without hooks: register again. ``.double()`` and similar conversions keep hooks.
 
         Collective: all ranks that train the model; the same kind of hook for the same units.
 
         Raises:
             TypeError: ``hook`` is not callable, or does not accept these arguments.
-            ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state
-                for other ranks than the model's; ranks register different hooks; another rank
-                raised.
+            ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state for
+                other ranks than the model's; ranks register different hooks; another rank raised.
             NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (PowerSGD,
                 quantization and the like), or would be called for a unit of a HYBRID strategy.
-            RuntimeError: a unit has a hook already, or holds gradients of ``no_sync``; this
-                wrapper is inside another one, and a forward has run; a forward or backward of the
-                model is running.
+            RuntimeError: a unit has a hook already, or holds gradients of ``no_sync``; this wrapper
+                is inside another one, and a forward has run; a forward or backward of the model is
+                running.
         """
         context = self._sharding.check_between_steps("register_comm_hook()")
         self._sharding.check_has_all_modules("given a hook")
@@ -393,36 +396,36 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
     ) -> Any:
-        """Let ``optimizer`` step in each backward, every unit once its gradients are reduced.
+        """Let ``optimizer`` step each unit during backward, once its gradients are reduced.
 
-        The results are bitwise those of ``optimizer.step()`` and ``zero_grad()`` after backward.
-        The gradients of all units never exist together, which saves up to the size of the
-        shards. Every backward that reduces steps; a backward under ``no_sync`` does not: its
-        gradients are in the step of the first backward after. Learning rates and other options
-        are those in ``optimizer.param_groups`` when backward begins.
+        The results are bitwise equal to ``optimizer.step()`` and ``zero_grad()`` after backward.
+        The gradients of all units never exist together, which saves up to the size of the shards.
+        Every backward that reduces also steps. A backward under ``no_sync`` does not step; its
+        gradients are part of the next step. Learning rates and other options are read from
+        ``optimizer.param_groups`` when backward begins.
 
-        The training loop needs no change. ``optimizer.step()`` steps the parameters that backward
-        did not: other models' and ignored ones. Until ``optimizer.step()``, ``zero_grad()`` or the
-        next forward, ``.grad`` of a stepped parameter is a consumed gradient, which raises when it
-        is used: there is nothing to clip by a norm, to unscale or to log. A parameter's
-        post-accumulate hooks run before its step, the optimizer's step hooks only in
-        ``optimizer.step()``.
+        The training loop needs no change. ``optimizer.step()`` steps only the remaining parameters:
+        other models' and ignored ones. Until ``optimizer.step()``, ``zero_grad()`` or the next
+        forward, ``.grad`` of a stepped parameter is a consumed gradient, which raises when used:
+        gradients cannot be clipped by norm, unscaled or logged. A parameter's post-accumulate hooks
+        run before its step. The optimizer's step hooks run only in ``optimizer.step()``.
 
-        Some units are stepped only at the end of backward, with the same result but without the
-        saving, since they may get more gradients or be needed again: the root, and units none of
-        whose inputs has a gradient; units with parameters that this rank did not use, or that have
-        post-accumulate hooks; all units in a backward over checkpoints with ``use_reentrant=True``
-        or a penalty on parameters outside of forward, and often in the first backward, which finds
-        the order of units. A backward that fails may leave some units stepped and others not; the
-        next step warns. On an inner wrapper it acts on the whole model. ``copy.deepcopy`` gives a
-        model without it.
+        Some units are stepped only at the end of backward, with the same result but without saving
+        memory, because they may get more gradients or be needed again: the root; units whose inputs
+        have no gradient; units with parameters that this rank did not use, or that have
+        post-accumulate hooks. All units are stepped at the end in a backward over checkpoints with
+        ``use_reentrant=True`` or with a penalty on parameters outside of forward, and often in the
+        first backward, which records the order of units. If a backward fails, some units may be
+        stepped and others not; the next step warns. On an inner wrapper this method acts on the
+        whole model. ``copy.deepcopy`` returns a model that does not step in backward.
 
         Collective: all ranks that train the model; the same optimizer on each.
 
         Args:
-            optimizer: over any of the model's parameters, made before or after wrapping. It must be
-                element-wise: update every element from that element's own gradient and state, as
-                most of torch's do, and those given to ``declare_elementwise``.
+            optimizer: an optimizer over any of the model's parameters, made before or after
+                wrapping. It must be element-wise: it updates every element from the element's own
+                gradient and state only. Most of torch's optimizers are, and optimizers given to
+                ``declare_elementwise`` count as element-wise.
             scaler: the scaler of the loss; it must be disabled, since gradients cannot be unscaled.
 
         Returns:
@@ -430,8 +433,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         Raises:
             TypeError: not an optimizer.
-            ValueError: ``scaler`` is enabled; the optimizer is not element-wise, or holds no
-                parameter of the model, or some that are stepped in backward already; ranks pass
+            ValueError: ``scaler`` is enabled; the optimizer is not element-wise, holds no parameter
+                of the model, or holds parameters that are stepped in backward already; ranks pass
                 different optimizers.
             RuntimeError: a forward or backward of the model is running.
         """
@@ -448,17 +451,17 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     ) -> Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``.
 
-        The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, from one
-        all-reduce per process group. On an inner wrapper: the gradients below it. Ignored
-        parameters count with this rank's gradients: if those differ between ranks, so does the
-        norm; then clip them separately. Collective: all ranks.
+        The result equals ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, and costs one
+        all-reduce per process group. On an inner wrapper, only gradients within this wrapper are
+        clipped. Ignored parameters count with this rank's gradients. If these gradients differ
+        between ranks, the norm differs, too: clip them separately. Collective: all ranks.
 
         Args:
             max_norm: the largest norm allowed.
             norm_type: the order of the norm; any number, ``inf`` and ``-inf`` too.
-            error_if_nonfinite: raise when the norm is infinite or not a number; otherwise the
-                gradients are scaled by it.
-            foreach: one kernel for many tensors; None: if it is supported.
+            error_if_nonfinite: raise if the norm is infinite or NaN; if False, gradients are scaled
+                with this norm.
+            foreach: use one kernel for many tensors; None: if supported.
 
         Returns:
             The total norm before clipping; 0-dimensional, in the dtype to which the gradients'
@@ -466,8 +469,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; a
-                unit inside trains on fewer ranks.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; a unit
+                inside trains on fewer ranks.
         """
         context, world = self._sharding.context, self._sharding.settings.topology.world
         for extension in context.extensions:
@@ -492,11 +495,12 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     ) -> AbstractContextManager[None]:
         """Let the modules of ``module`` hold full plain parameters, under the unwrapped names.
 
-        At the end, also after an exception, each rank keeps its own slice of its own values:
-        all ranks must write the same, or the model is a mixture. Values and ``requires_grad`` are
-        kept, and gradients with ``with_grads``; hooks and other attributes are not. Forwards inside
-        communicate nothing, in the parameters' own dtype; backwards to parameters, copies of the
-        model, and a summon of the same parameters inside the context raise.
+        At the end, also after an exception, each rank keeps its own slice of its own values: all
+        ranks must write the same values, or the model becomes inconsistent. Edits of values and
+        ``requires_grad`` are kept, and of gradients with ``with_grads``; hooks and other attributes
+        are lost. Forwards inside the context do not communicate, and compute in the parameters' own
+        dtype. Backwards to the parameters, copies of the model, and a nested summon of the same
+        parameters raise.
 
         Collective: all ranks, at entry.
 
@@ -508,14 +512,14 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
                 their sharded ones, and at most one unsharded unit in memory. Needs
                 ``writeback=False``. Call nothing collective inside.
             offload_to_cpu: the full parameters are in CPU memory, copied there unit by unit.
-            with_grads: ``p.grad`` is the full reduced gradient, None if there is none. Setting
-                it to None drops it, assigning one adds or replaces it.
+            with_grads: ``p.grad`` is the full reduced gradient, None if there is none. Setting it
+                to None drops it, assigning one adds or replaces it.
 
         Raises:
             ValueError: ``rank0_only`` with ``writeback``.
-            RuntimeError: a forward or backward of the model is running; ``module`` holds
-                parameters of a unit that contains it; gradients are not reduced yet or only some
-                ranks have them (``with_grads``). At the end: something written cannot be kept.
+            RuntimeError: a forward or backward of the model is running; ``module`` holds parameters
+                of a unit that contains it; gradients are not reduced yet or only some ranks have
+                them (``with_grads``). At the end: something written cannot be kept.
         """
         request = Request(writeback, rank0_only, offload_to_cpu, with_grads)
         return summon(module, request, recurse=recurse)
