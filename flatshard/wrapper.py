@@ -66,87 +66,93 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     dicts together.
 
     Args:
-        module: any module; it is changed in place and stays available as ``.module``.
+        module: any module. The module is changed in place and stays available as ``.module``.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
-            group, replicate group). A module inside that was wrapped by hand with some of these
-            ranks is trained on those alone, as an expert of theirs; every rank needs a group of the
-            same size for it. None: the default group; without one, and with no other rank started,
-            the wrapper runs like the unwrapped module and warns once.
+            group, replicate group). A module inside may be wrapped by hand with a subset of these
+            ranks: then only these ranks train it, as their expert. Every rank needs a group of the
+                same size for such a module. None: the default group. Without a default group, if no
+                other rank was started, the wrapper runs like the unwrapped module and warns once.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
-            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID without
-            either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
+            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. A HYBRID
+            strategy with neither shards within each node; ``LOCAL_WORLD_SIZE`` is the node's size.
         cpu_offload: see ``CPUOffload``.
-        auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
+        auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. None: one unit.
         backward_prefetch: when the next unit's all-gather starts in backward, see
             ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
-        device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
-            (replicate, shard), in either order if its dimensions are named so. Parameters may be
-            DTensors over another dimension (tensor parallelism): their local parts are sharded.
-        reshard_after_forward: None: as the strategy says. True or False: reshard parameters between
+        device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
+            (replicate, shard). If its dimensions have these names, their order does not matter.
+            Parameters may be DTensors over another dimension (tensor parallelism): their local
+            parts are sharded.
+        reshard_after_forward: None: the strategy decides. True or False: reshard parameters between
             forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
             size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
-        device_id: where to put and train the parameters; an accelerator's index or a device.
-            None: where they are, or the current accelerator if the process group has no CPU
-                backend.
-        param_init_fn: gives modules on the meta device memory and values. It is called with every
-            module of a unit that has tensors there, from the unit's root down, and initialises the
-            module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
-            then values); never with ignored modules. Or ``flatshard.leave_empty``. None: modules'
-            ``reset_parameters()``, in the order in which constructors call it, then what a module
-            around them has as ``_init_weights(module)`` (transformers). Either way, at most one
-            unit has full parameters at any time.
-        sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be on
-            the meta device, and rank 0 sends each its part. None: if they differ, with a warning.
-            False: never, with a warning if they differ.
+        device_id: device on which parameters are kept and trained; an accelerator's index or a
+            device. None: the parameters' present device, or the current accelerator if the process
+            group has no CPU backend.
+        param_init_fn: gives modules on the meta device memory and values. The function is called
+            with every module of a unit that has tensors on the meta device, from the unit's root
+            down, but never with ignored modules. It initialises the module's own parameters and
+            buffers (``module.to_empty(device=..., recurse=False)``, then values). Or
+            ``flatshard.leave_empty``. None: calls the modules' ``reset_parameters()``, in the order
+            in which constructors call it, and then ``_init_weights(module)`` of a module around
+            them, if there is one (transformers). In each case, at most one unit has full parameters
+            at any time.
+        sync_module_states: whether all ranks take rank 0's weights. True: other ranks' weights may
+            be on the meta device, and rank 0 sends each rank its part. None: take rank 0's weights
+            if the ranks' weights differ, and warn. False: keep each rank's weights, and warn if
+            they differ.
         forward_prefetch: start the next unit's all-gather before this unit computes, in the order
             of the last forward. None: yes.
         limit_all_gathers: accepted; buffers in flight are always bounded.
-        coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
-            have at most this many bytes: small collectives are latency-bound. 0: never. None: 4
-            MiB.
-        broadcast_buffers: give all ranks rank 0's buffers before a forward, as
-            DistributedDataParallel does: before the first one, and before every one that follows a
-            forward with gradients outside of ``no_sync``. Buffers whose shapes differ between ranks
-            are left alone.
-        collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
-            gloo, send and receive even if ranks on one host could read each other's memory;
-            ``"native"``: one collective of the backend per unit and purpose, for comparison; gloo's
-            ranks first tell one another which unit they are about to all-gather.
+        coalesce_bytes: join neighbouring units of a policy into one as long as their parameters
+            have at most this many bytes in total, because small collectives are latency-bound. 0:
+            never. None: 4 MiB.
+        broadcast_buffers: broadcast rank 0's buffers before a forward, as in
+            DistributedDataParallel: before the first forward, and before every forward that follows
+            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
+            ranks are not broadcast.
+        collectives: the transport. ``"auto"``: the best transport for the backend; ``"sockets"``:
+            on gloo, send and receive even if ranks on one host could read each other's memory;
+            ``"native"``: one collective of the backend per unit and purpose, for comparison. On
+            gloo, ranks then compare the name of the unit before each all-gather.
         wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
-            rounded to it before an all-gather, alike on all ranks, and gradients before they are
-            sent; shards, computation and sums stay in their own dtypes, and state dicts are exact.
-            Ranks on one host then use sockets too. None: nothing is rounded.
-        ignored_modules: modules whose parameters and buffers are neither sharded nor moved,
-            compared or synchronised between ranks; their gradients are this rank's own. A parameter
-            that another module shares is ignored there too. One list may serve several
-            wrappers: what is not in ``module`` has no effect. Ignored too are the tensors that
-                DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names
-                (under all their names).
-        ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
+            rounded to bfloat16 before an all-gather, in the same way on all ranks, and gradients
+            before they are sent. Shards, computation and sums keep their own dtypes, and state
+            dicts are exact. Ranks on one host then use sockets, too. None: no rounding.
+        ignored_modules: modules whose parameters and buffers are neither sharded nor moved, nor
+            compared or synchronised between ranks; their gradients stay local. A parameter that
+            another module shares is ignored there, too. Modules that are not in ``module`` have no
+            effect, so several wrappers can share one list. Tensors that DistributedDataParallel's
+            attribute ``_ddp_params_and_buffers_to_ignore`` names (under all their names) are
+            ignored as well.
+        ignored_states: parameters or modules to ignore; not together with ``ignored_modules``.
         allow_divergence: units that some ranks skip in a step, or run in another order: experts
-            that a rank chooses, layers that are dropped at random, a tower for images that not
-            every batch has. A list of classes, of names in the unwrapped model, or of modules: the
-            units that these are or contain; True: all units. They stay unsharded from the beginning
-            of the outermost forward until backward is over, and every rank needs that memory.
+            that a rank chooses, layers that are dropped at random, a tower for images that only
+            some batches contain. A list of classes, of names in the unwrapped model, or of modules:
+            the units that these modules are or contain. True: all units. These units stay unsharded
+            from the beginning of the outermost forward to the end of backward, and every rank needs
+            the memory.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
-            of its outermost dimension in memory; ``"tensor"``: nowhere, so that each is whole on
-            one rank; an int: at multiples of so many elements from its start, as optimizers with
-            8-bit states in blocks need. It costs padding, see ``unit_report()``.
+            of its outermost dimension in memory; ``"tensor"``: nowhere, so that each parameter is
+            whole on one rank; an int: at multiples of this many elements from the parameter's
+            start, for optimizers with 8-bit state in blocks. A boundary costs padding, see
+            ``unit_report()``.
         extra: other keywords of DistributedDataParallel and ``fully_shard`` (``mesh``,
-            ``mp_policy``, ``offload_policy``, ``ignored_params``): accepted if they have a meaning
-            here, otherwise ignored with one warning, or they raise; see docs/migration.md.
+            ``mp_policy``, ``offload_policy``, ``ignored_params``). A keyword with a meaning here is
+            accepted; other keywords are ignored with one warning, or raise; see docs/migration.md.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
-        ValueError: parameters on several devices, ranks that build different models, an
-            ``auto_wrap_policy`` over a model that already contains units, a module or parameter to
-            ignore that is sharded already, a ``boundary`` that needs more than 25 % padding, two
-            keywords of one meaning that contradict each other.
-        NotImplementedError: options that parameters which are DTensors cannot have.
-        RuntimeError: several ranks were started, but there is no process group.
-        OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
+        ValueError: parameters are on several devices; ranks build different models;
+            ``auto_wrap_policy`` is given for a model that already contains units; a module or
+            parameter to ignore is sharded already; ``boundary`` needs more than 25 % padding; two
+            keywords with the same meaning contradict each other.
+        NotImplementedError: a parameter is a DTensor, and an option does not support DTensors.
+        RuntimeError: several ranks were started, but no process group exists.
+        OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is too
+            full.
     """
 
     _sharding: Sharding
@@ -356,8 +362,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
           ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient.
           The hook may overwrite ``full``. ``out``: memory for this rank's part of the average,
-          ``(shard_numel,)``, filled with NaN. The hook writes elements ``[rank * shard_numel, (rank
-          + 1) * shard_numel)`` of the average to ``out``.
+          ``(shard_numel,)``, filled with NaN. The hook writes elements
+          ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the average to ``out``.
         - ``hook(state, grad)`` with ``NO_SHARD``. The hook averages ``grad``, ``(padded_numel,)``,
           in place.
 
@@ -506,37 +512,38 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         Args:
             module: a wrapper, or any module that contains some.
-            recurse: nested units too. False: only the outermost ones.
+            recurse: also summon nested units. False: only the outermost units.
             writeback: keep edits. False: edits are undone, for every strategy.
-            rank0_only: only rank 0 holds full parameters, and can run forwards; the others keep
-                their sharded ones, and at most one unsharded unit in memory. Needs
-                ``writeback=False``. Call nothing collective inside.
-            offload_to_cpu: the full parameters are in CPU memory, copied there unit by unit.
-            with_grads: ``p.grad`` is the full reduced gradient, None if there is none. Setting it
-                to None drops it, assigning one adds or replaces it.
+            rank0_only: only rank 0 holds full parameters and can run forwards. Other ranks keep
+                their sharded parameters, and at most one unsharded unit in memory. Needs
+                ``writeback=False``. Run no collective operation inside the context.
+            offload_to_cpu: copy the full parameters to CPU memory, unit by unit.
+            with_grads: ``p.grad`` is the full reduced gradient, or None if ``p`` has no gradient.
+                Setting it to None drops the gradient; assigning a tensor adds or replaces the
+                gradient.
 
         Raises:
             ValueError: ``rank0_only`` with ``writeback``.
-            RuntimeError: a forward or backward of the model is running; ``module`` holds parameters
-                of a unit that contains it; gradients are not reduced yet or only some ranks have
-                them (``with_grads``). At the end: something written cannot be kept.
+            RuntimeError: a forward or backward of the model is running; ``module`` is only a part
+                of a unit whose parameters it holds; gradients are not reduced yet or exist only on
+                some ranks (``with_grads``). At the end: an edit cannot be kept.
         """
         request = Request(writeback, rank0_only, offload_to_cpu, with_grads)
         return summon(module, request, recurse=recurse)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
+        """Call ``fn`` on all modules of the unwrapped module, children first, but not on wrappers.
 
-        It sees full plain parameters, and its edits are kept, also when it raises. It must
-        write the same on all ranks: seed them alike before it draws random numbers. A unit and
-        those around it are unsharded at one time; units further in are resharded when ``fn`` is
-        called on the module that contains them, and edits of them through ``parameters()`` are
-        right or raise.
+        ``fn`` sees full plain parameters, and its edits are kept, even if ``fn`` raises. ``fn``
+        must write the same values on all ranks: use the same seed on all ranks if it draws random
+        numbers. Only a unit and the units around it are unsharded at the same time. When ``fn`` is
+        called on a module, nested units are sharded again; edits of their parameters through
+        ``parameters()`` either have the right result or raise.
 
         Collective: all ranks.
 
         Raises:
-            RuntimeError: as ``summon_full_params``.
+            RuntimeError: see ``summon_full_params``.
         """
         if self._sharding.is_initialising:
             return self
@@ -545,28 +552,31 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Full tensors under the unwrapped module's names, on every rank.
+        """Return full tensors under the unwrapped module's names, on every rank.
 
-        What is written into them in place reaches the model, at its next use or when they are
-        dropped, as in an unwrapped model; not where ``set_state_dict_type`` asks for CPU memory or
-        rank 0 alone. RuntimeError then if the model had changed since.
+        As in an unwrapped model, writes into the tensors in place reach the model: at the model's
+        next use, or when the tensors are dropped. This raises RuntimeError if the model has changed
+        since the call. Writes do not reach the model if ``set_state_dict_type`` asks for CPU memory
+        or only rank 0.
 
-        ``flatshard.checkpoint.full_state_dict`` and ``set_state_dict_type`` have it on rank 0
-        alone, in CPU memory. Collective: all ranks, also those that get nothing.
+        To get the state dict only on rank 0, in CPU memory, use
+        ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
+        including ranks that get nothing.
         """
         self._sharding.context.recover()
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """What ``state_dict()`` has, of parameters this rank's part alone; no communication.
+        """Return the state dict with only this rank's part of each parameter; no communication.
 
         Names, shapes and dtypes are the unwrapped module's. Sharded values share memory with the
-        model: ``torch.distributed.checkpoint`` saves them, and loads into them in place what any
-        number of ranks has saved. Parameters that this rank holds whole, empty ones and buffers are
-        plain tensors. ``load_state_dict`` takes the dict, on the same rank of the same model.
+        model: ``torch.distributed.checkpoint`` saves them, and loads checkpoints from any number of
+        ranks into them in place. Buffers, empty parameters and parameters that this rank holds
+        whole are plain tensors. ``load_state_dict`` accepts the dict, on the same rank of the same
+        model.
 
         Raises:
-            RuntimeError: in a forward.
+            RuntimeError: a forward of the model is running.
         """
         with ShardedWrapper.state_dict_type(self, "SHARDED_STATE_DICT"):
             return self.state_dict()
@@ -574,13 +584,13 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
-        Dtypes are cast. DistributedDataParallel's ``module.`` prefix is accepted. No
-        communication: every rank passes the same dict. If some ranks did not load at all, the end
-        of the next backward raises. Returns missing and unexpected keys.
+        Dtypes are cast. DistributedDataParallel's ``module.`` prefix is accepted. No communication:
+        every rank passes the same dict. If some ranks did not load at all, the end of the next
+        backward raises. Returns missing and unexpected keys.
 
         Raises:
             RuntimeError: keys or shapes do not fit.
-            TypeError: no dict.
+            TypeError: the state dict is not a dict.
             ValueError: ``assign=True``.
         """
         if not isinstance(state_dict, Mapping):
@@ -604,13 +614,14 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         rank0_only: bool | None = None,
         offload_to_cpu: bool | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's full state, by the names of the unwrapped model.
+        """Return the optimizer's full state, keyed by the names of the unwrapped model.
 
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: tensors with one
-        value per element of a parameter have its shape, strides and the state's dtype; ``step``,
-        options and other entries are kept. A tied parameter has its first name. The result does
-        not depend on ranks or units, so it loads into any of them, and into an optimizer of the
-        unwrapped model: see ``optim_state_dict_to_load``.
+        value per element of a parameter have the parameter's shape and strides, and the state's
+        dtype. ``step``, options and other entries are kept. A tied parameter has its first name.
+        The result does not depend on ranks or units, so it can be loaded with any number of ranks
+        and any units, and into an optimizer of the unwrapped model: see
+        ``optim_state_dict_to_load``.
 
         Collective: all ranks, unless ``model`` contains no wrapper. All-gathers unit by unit.
 
@@ -619,14 +630,14 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             optim: an optimizer over its parameters, made before or after wrapping.
             optim_state_dict: the result of ``optim.state_dict()``; None: calls it.
             group: accepted; units know their ranks.
-            rank0_only: only rank 0 gets the state, other ranks an empty dict. None: as
-                ``set_state_dict_type`` said, otherwise False.
-            offload_to_cpu: its tensors are in CPU memory, copied there unit by unit. None: as
-                ``set_state_dict_type`` said, otherwise True.
+            rank0_only: only rank 0 gets the state, other ranks an empty dict. None: the setting of
+                ``set_state_dict_type``, by default False.
+            offload_to_cpu: copy the tensors to CPU memory, unit by unit. None: the setting of
+                ``set_state_dict_type``, by default True.
 
         Raises:
-            ValueError: on all ranks: the optimizer has a parameter that ``model`` lacks, state
-                that is neither one value per element nor a number, or ranks have different state.
+            ValueError: on all ranks: the optimizer has a parameter that ``model`` lacks, state that
+                is neither one value per element nor a number, or ranks have different state.
             RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
                 another rank's.
         """
@@ -654,27 +665,28 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         """Convert an ``optim_state_dict`` for ``optim.load_state_dict`` on this rank.
 
         ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
-        of the unwrapped model, whose positions count the parameters in the order of ``optim``'s
-        groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains no wrapper,
-        names only become positions.
+        of the unwrapped model. In the second case, positions count parameters in the order of
+        ``optim``'s groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains
+        no wrapper, this function only replaces names by positions.
 
-        Collective: all ranks, unless ``model`` contains no wrapper; compares what they load.
+        Collective: all ranks, unless ``model`` contains no wrapper. Ranks compare the state that
+        they load.
 
         Args:
             model: a wrapper, a module that contains some, or an unwrapped model.
             optim: an optimizer over its parameters.
-            optim_state_dict: the same on every rank; it is not changed.
+            optim_state_dict: the state, the same on every rank. It is not changed.
             is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
             load_directly: also load the result.
             group: accepted; units know their ranks.
 
         Returns:
-            This rank's part, by position.
+            This rank's part of the state, keyed by position.
 
         Raises:
-            ValueError: on all ranks: parameters are missing or unexpected, a shape is another, an
-                ``optim.state_dict()`` of one rank was passed, parameters of one group have
-                different options, or ranks passed different state.
+            ValueError: on all ranks: parameters are missing or unexpected, a shape differs, one
+                rank's ``optim.state_dict()`` was passed, parameters of one group have different
+                options, or ranks passed different state.
             RuntimeError: a forward or backward of the model is running.
         """
         units = units_between_steps(model, "optim_state_dict_to_load()")
@@ -692,27 +704,27 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Any:
-        """Set what ``state_dict()`` and ``optim_state_dict()`` return; call it on all ranks alike.
+        """Set the format of ``state_dict()`` and ``optim_state_dict()``; call it on all ranks.
 
         Args:
-            module: a wrapper, or any module that contains some; it sets all of them.
+            module: a wrapper, or any module that contains wrappers. All of them are set.
             state_dict_type: ``FULL_STATE_DICT``, or ``SHARDED_STATE_DICT`` for
                 ``torch.distributed.checkpoint``, see ``sharded_state_dict``, which takes no
                 communication; torch's enum or its name.
-            state_dict_config: torch's ``FullStateDictConfig`` or ``ShardedStateDictConfig``, as
-                the type is. ``rank0_only``: ``state_dict()``,
-                which all ranks call, is empty on other ranks. ``offload_to_cpu``: tensors are in
-                CPU memory, copied there unit by unit. None: on every rank and device.
+            state_dict_config: torch's ``FullStateDictConfig`` or ``ShardedStateDictConfig``, as the
+                type is. ``rank0_only``: ``state_dict()``, which all ranks call, is empty on other
+                ranks. ``offload_to_cpu``: tensors are in CPU memory, copied there unit by unit.
+                None: on every rank and device.
             optim_state_dict_config: torch's ``FullOptimStateDictConfig``, the default of
                 ``optim_state_dict``'s keywords of the same names. None: on every rank, in CPU
                 memory.
 
         Returns:
-            The setting before, as torch's ``StateDictSettings``.
+            The previous setting, as torch's ``StateDictSettings``.
 
         Raises:
-            NotImplementedError: another type.
-            TypeError: a config that does not belong to it.
+            NotImplementedError: another type was passed.
+            TypeError: a config does not belong to the type.
             RuntimeError: units inside had different settings.
         """
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -723,7 +735,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> Any:
-        """The ``StateDictSettings`` of torch, as set. Raises RuntimeError if units differ."""
+        """Return the setting as torch's ``StateDictSettings``. RuntimeError if units differ."""
         return as_torch(model_state.options_of(state_dicts_in(module)))
 
     @staticmethod
@@ -733,18 +745,18 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> AbstractContextManager[None]:
-        """``set_state_dict_type`` inside the context; then every unit has its own setting back."""
+        """Set the state dict type inside the context; afterwards restore each unit's setting."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         return model_state.options_set(state_dicts_in(module), options)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """How this unit is sharded."""
+        """The sharding strategy of this unit."""
         return self._sharding.settings.strategy
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that train this model; None when it runs alone."""
+        """The process group that trains this model; None if it runs without one."""
         return self._sharding.settings.ranks.world.group
 
     def extra_repr(self) -> str:
@@ -752,26 +764,27 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         return self._sharding.summary() if "_sharding" in self.__dict__ else ""
 
     def unit_report(self) -> str:
-        """A table of the units from this one down, outermost first. No communication.
+        """Return a table of this unit and the units inside, outermost first. No communication.
 
-        Its columns: the unit's name and class, elements of its parameters and of padding, its flat
-        parameters (dtype, and whether frozen), bytes of its unsharded parameters on every rank,
-        strategy, number of ranks that share it, transport, and why it is a unit. Below it a line
-        for each optimizer that has stepped full parameters: how, and in how many bytes more.
+        Columns: the unit's name and class, elements of parameters and of padding, flat parameters
+        (dtype, and whether frozen), bytes of unsharded parameters on every rank, strategy, number
+        of ranks that share the unit, transport, and the reason why it is a unit. Below the table is
+        a line for each optimizer that has stepped full parameters: how it steps, and how many extra
+        bytes it needs.
         """
         return unit_report.report(self._sharding)
 
     def flat_parameters(self) -> list[FlatParameter]:
-        """This rank's chunks of the flat parameters, from this unit down. No communication.
+        """This rank's chunks of flat parameters, of this unit and units inside. No communication.
 
-        A unit has one for each dtype and ``requires_grad`` of its parameters. ``print`` one to see
-        the chunks of all ranks, the padding, and where each original parameter lies. To edit
-        values, write to the parameters themselves.
+        A unit has one flat parameter for each dtype and ``requires_grad`` of its parameters.
+        ``print`` a flat parameter to see the chunks of all ranks, the padding, and where each
+        original parameter lies. To edit values, write to the parameters themselves.
         """
         return [handle.flat_param for handle in handles_in(self)]
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper contains this one."""
+        """Whether this wrapper is the outermost wrapper."""
         return self._sharding.context.root is self._sharding.unit
 
     def will_sync_module_buffers(self) -> bool:
@@ -781,7 +794,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
-        """``sharded_modules``, or only the outermost; FullyShardedDataParallel's name for it."""
+        """All wrappers in ``module``, or only the outermost: FullyShardedDataParallel's API."""
         found = outermost_shardings(module) if root_only else shardings_in(module)
         return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
 
@@ -796,19 +809,19 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             raise (error if reason is None else AttributeError(reason)) from None
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
-        # DistributedDataParallel and the like list the model's modules before they change anything.
-        # They would give all ranks the first one's shards, or shard shards.
+        """Yield the unwrapped module's names; the wrapper has the wrapped module's name."""
+        # Raise here: DistributedDataParallel and similar wrappers list the model's modules before
+        # they change anything. They would give all ranks rank 0's shards, or shard the shards.
         refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
         return super().named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; ``parallelize_module``, which begins here, raises ValueError."""
+        """Yield the children. Raises ValueError in ``parallelize_module``, which begins here."""
         refuse_foreign_wrapper()
         return super().named_children()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # `.to()`, `.double()` and the like.
+        # Called by `.to()`, `.double()` and similar conversions.
         if self._sharding.is_initialising:
             return self
         apply = super()._apply
@@ -816,7 +829,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # All ranks that train or unshard the copy must make it, in the same order of copies.
+        # All ranks that train or unshard the copy must make the copy, in the same order of copies.
         return copy_model(self._sharding, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -826,9 +839,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
-        if is_getting_shards():  # torch asks here first, on all ranks
-            self._sharding.state_dict.check_names()  # optimizers do not know
+        """Tell ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
+        if is_getting_shards():  # torch calls this first, on all ranks
+            self._sharding.state_dict.check_names()  # optimizers cannot check this
         return {"": "module"}
 
 
