@@ -244,7 +244,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False
     ) -> AbstractContextManager[None]:
-        """Accumulate gradients without reducing them: for backwards of forwards begun inside.
+        """Accumulate gradients without reducing them, in backwards of forwards begun inside.
 
         The first backward after the context reduces the sum. Until then every rank holds unsharded
         gradients of every unit. From the second backward on, they are in the parameters' own dtype
@@ -756,7 +756,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The process group that trains this model; None if it runs without one."""
+        """The process group that trains this model; None without a process group."""
         return self._sharding.settings.ranks.world.group
 
     def extra_repr(self) -> str:

@@ -108,7 +108,7 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 
 
 def _program(state: RunState) -> bytes:
-    """Bytes that are equal on all ranks that run the same program, each with its complement."""
+    """Bytes with which ranks detect different programs, each with its complement."""
     num_loads = sum(unit.num_loads for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
     return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
@@ -137,7 +137,7 @@ def _check_program(where: str, maxima: bytes) -> None:
 
 
 def gathering_groups(state: RunState) -> list[Communicator]:
-    """The groups with more than one rank over which units all-gather, including the world."""
+    """The groups of two or more ranks in which units all-gather, including the world."""
     found = [state.world]
     for topology in (unit.handles[0].topology for unit in state.units if unit.handles):
         found += topology.intra_group, topology.inter_group, topology.regather or state.world

@@ -114,7 +114,7 @@ class Backward:
 
     @untraced  # autograd may call this inside of a compiled function
     def enter(self, unit: Unit, call: Call, _: Tensor) -> None:
-        """Unshard a unit for backward: a gradient of one of its outputs has come. Collective."""
+        """Unshard a unit for backward: a gradient of an output has come. Collective."""
         self.begin()
         unit.begin_call_backward(call)
         for observer in self._observers.all:
@@ -222,7 +222,7 @@ class Backward:
                 used = self._reduce_rest()
             failed = False
         finally:
-            self._is_active = failed  # if it failed, the next step drops its remains
+            self._is_active = failed  # after a failure, the next step drops the remains
             for unit in state.units:
                 # Leave units in forward unsharded: a forward may run a backward inside (to compute
                 # forces, for example) and then continue.
@@ -232,8 +232,8 @@ class Backward:
                 if handle.lingers:
                     handle.reshard()
         is_outermost = state.depth == 0
-        # Wait after units are resharded. A forward around this backward may still need its sends:
-        # it releases them at its own end.
+        # Wait after units are resharded. Sends of a forward around this backward are released at
+        # the end of that forward.
         if is_outermost:
             with self._observers.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()

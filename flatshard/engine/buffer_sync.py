@@ -35,7 +35,7 @@ class BufferSync(Voter):
         """Keep ``buffers``, a function that lists the modules' present buffers."""
         self._world, self._observers, self._buffers = world, observers, buffers
         self.is_due = True
-        self.source = 0  # the rank that sends its buffers
+        self.source = 0  # source rank of the broadcast
         self._alike = buffers()  # buffers whose dtype, shape and device are the same on all ranks
         self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
         self._has_run = False  # whether a forward ran since the ranks last compared kinds

@@ -17,7 +17,7 @@ from flatshard.options.strategy import BackwardPrefetch
 
 
 class RunContext(RunState):
-    """Runs one tree of units: one per outermost wrapper."""
+    """Runs one tree of units. Each outermost wrapper has a ``RunContext``."""
 
     def __init__(
         self,

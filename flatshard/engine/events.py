@@ -1,6 +1,6 @@
 """Interfaces to a step: ``StepObserver`` watches, ``StepExtension`` acts, ``Voter`` compares ranks.
 
-The engine knows no observer, extension or voter by name. Observers are told what a run does, and
+The engine knows no observer, extension or voter by name. Observers receive the events of a run, and
 change nothing; reports add themselves to ``Observers``. Extensions are extras that act in a step:
 ``forward``, ``backward`` and ``reduce_queue`` (at the end of a reduction) call them. If several
 extensions act at the same moment, they act in the order of the table ``EXTRAS`` in
@@ -51,7 +51,7 @@ class Kind(enum.Enum):
 
 
 class StepObserver:
-    """Is told what a run does, and changes nothing.
+    """Receives the events of a run, and changes nothing.
 
     Subclasses override the events that they handle.
     """

@@ -79,7 +79,7 @@ class ParamGather:
         # The dtype of the unsharded buffer, and the dtype in which the shard is sent.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # An all-gather of one rank is a copy, which casts by itself. Float8 is packed from the
+        # With one rank, the all-gather is a copy, and the copy casts. Float8 is packed from the
         # shard's own dtype.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype

@@ -47,7 +47,7 @@ class GradientBuffer:
         layout: FlatLayout,
         *,
         dtypes: GradDtypes,
-        device: torch.device,  # device on which gradients arrive
+        device: torch.device,  # device of arriving gradients
         rank: int,  # index of this rank's shard
         intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
         # Size from which the transport reads a gradient in place. None: it reads one buffer.
@@ -163,7 +163,7 @@ class GradientBuffer:
         self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
 
     def forget(self, index: int) -> None:
-        """Drop one parameter's gradient that waits for a reduction over all ranks."""
+        """Drop a parameter's gradient before its reduction over all ranks."""
         self.slots.pop(index, None)
         for marks in (self._apart, self.arrived, self.used_by_rank):
             marks.discard(index)
@@ -210,7 +210,7 @@ class GradientBuffer:
             if self._chunk_plan is not None:
                 in_order = self._in_memory_order(self.slots)
                 grads = dict(zip(self.slots, in_order, strict=True))
-                # Drop all other references, so that `chunks` can free each gradient after its cast.
+                # Drop all other references: `chunks` can then free each gradient after its cast.
                 in_order.clear()
                 self._empty()
                 return self._chunk_plan.chunks(grads)

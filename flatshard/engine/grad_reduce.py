@@ -59,7 +59,7 @@ class ReducePlan:
     intra_numel: int = field(init=False)
     intra_start: int = field(init=False)
     full_bytes: int = field(init=False)  # size of the unsharded gradients
-    bytes_in_flight: int = field(init=False)  # bytes that a reduction holds until it is finished
+    bytes_in_flight: int = field(init=False)  # bytes held by an unfinished reduction
     adds_replicas: bool = field(init=False)  # whether ranks add up the replicas' averages in parts
     across: Communicator = field(init=False)  # the group of the second stage
     # Dtypes in which the first and the second stage add up.
@@ -84,7 +84,7 @@ class ReducePlan:
 
     @property
     def min_chunk_bytes(self) -> int | None:
-        """Size from which the transport reads a gradient in place; None: it reads one buffer."""
+        """Size from which the transport reads a gradient in place. None: only from one buffer."""
         if self.hook is not None:
             return None
         transport = self.topology.intra_group.transport_for(tag=self.tags[0])
@@ -310,7 +310,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """A stream on which collectives wait for the first stage, so that compute does not."""
+    """A side stream for later stages: it waits for the first stage in place of compute."""
     if tensor.device not in _side_streams:
         _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
     side = _side_streams[tensor.device]

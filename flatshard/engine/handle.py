@@ -35,7 +35,7 @@ from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
 from flatshard.tensor.shard_spec import ShardSpec
 
-# A module, the attribute under which it holds a parameter, and the parameter.
+# A module, the attribute of a parameter in the module, and the parameter.
 Place = tuple[nn.Module, str, OriginalParam]
 
 
@@ -57,7 +57,7 @@ _MOVES = {
 
 
 class FlatParamHandle:
-    """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``."""
+    """One flat parameter: the unit's parameters of one dtype and ``requires_grad``."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class FlatParamHandle:
         # parameters, and no full parameters exist beside them.
         self.is_aliased = False
         self.params = [self._original(index, info) for index, info in enumerate(owned)]
-        # Every attribute of a module that holds one of the parameters.
+        # Every place of a parameter: a module's attribute and the parameter.
         self.places: list[Place] = [
             (place.module, place.attribute, param)
             for param in self.params
@@ -138,7 +138,7 @@ class FlatParamHandle:
         if self.gather.reads_shard:
             memory = self.gather.allocate(self.layout.padded_numel)
         shown = None if memory is None else memory.shard
-        # The chunk that the optimizer updates.
+        # Keep the shard, which the optimizer updates.
         self._set_shard(self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard))
         # Memory of the unsharded buffer. If the buffer does not contain the shard, `make_buffer`
         # allocates it.
@@ -251,8 +251,8 @@ class FlatParamHandle:
     def reshard(self, *, though_held: bool = True) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication.
 
-        With ``though_held=False``, a buffer of which views exist keeps its memory (it lingers)
-        until the next call.
+        With ``though_held=False``, a buffer with views keeps its memory (lingers) until the next
+        call.
         """
         if self.state is not ShardState.SHARDED:
             self.wait_unshard()  # an all-gather may still be writing the memory
@@ -445,7 +445,7 @@ class FlatParamHandle:
         self.grad_publish.publish(used)
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were not published, after a backward that failed."""
+        """Forget unpublished gradients, after a failed backward."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
             # Wait first: a collective under way may still write the memory that is dropped next.
@@ -461,6 +461,6 @@ class FlatParamHandle:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients outside of ``.grad``, including memory that other ranks still read."""
+        """Bytes of gradients outside of ``.grad``, including memory still read by other ranks."""
         under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
         return self.grad_buffer.nbytes + under_way + self.grad_publish.nbytes

@@ -42,12 +42,12 @@ class ReduceOrder:
     """
 
     def __init__(self, num_units: int) -> None:
-        # The first guess is the reversed registration order. The first backward corrects it. The
-        # outermost unit, numbered last, stays last: it holds the parameters that forward begins
-        # with, such as embeddings.
+        # The first guess is the reversed registration order. The first backward corrects the guess.
+        # The outermost unit, numbered last, stays last: its parameters, such as embeddings, are
+        # used first in forward.
         self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
         self.num_taken = 0  # number of units whose reduction was started
-        self._ready: dict[int, None] = {}  # ready units, in the order in which they became ready
+        self._ready: dict[int, None] = {}  # ready units, in order of readiness
 
     def adopt(self, sequence: list[int]) -> None:
         """Use another order from the next backward on; the caller ensures that all ranks agree."""
@@ -94,7 +94,7 @@ class ReduceBucket:
     unit: Unit
     handles: list[FlatParamHandle]
     index: int
-    # The bucket's unfinished reductions, and the bytes that they hold until they are finished.
+    # The bucket's unfinished reductions, and the bytes held by these reductions.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
     has_stages: bool = False  # whether one of these reductions has later stages
@@ -321,7 +321,7 @@ class ReduceQueue:
         return agreed
 
     def _finish_all(self) -> None:
-        # Start all second stages before waiting for one of them.
+        # Start all second stages before waiting for any second stage.
         for bucket in self._in_flight:
             with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                 for _, reduce in bucket.under_way:
@@ -339,8 +339,8 @@ class ReduceQueue:
         self._is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # Units that some ranks may skip come last: they are reduced at the end, and block no other
-        # unit.
+        # Units that some ranks may skip come last: their reductions start at the end, and block no
+        # other unit.
         self._order.adopt(sorted(sequence, key=lambda i: self.buckets[i].unit.may_diverge))
 
     def drop(self) -> None:

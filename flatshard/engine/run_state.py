@@ -1,6 +1,6 @@
-"""``RunState``: state that forward, backward and prefetch of one model share.
+"""``RunState``: state shared by forward, backward and prefetch of one model.
 
-``RunContext`` extends it and connects these parts.
+``RunContext`` extends ``RunState`` and connects these parts.
 """
 
 from __future__ import annotations

@@ -145,14 +145,14 @@ class SavedTensors:
                 )
             return handle.buffer.as_strided(size, stride, offset)
 
-        # Keep the hooks out of compiled graphs: Dynamo would trace them, and cannot represent the
-        # units and handles that they use.
+        # Keep the hooks out of compiled graphs: Dynamo would trace the hooks, but cannot represent
+        # units and handles.
         return torch.compiler.disable(pack), torch.compiler.disable(unpack)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    # Detach: otherwise a node that saves its own output is part of a reference cycle, which is
-    # never freed without a backward. Autograd reconnects the output by itself.
+    # Detach: otherwise a node with its own output as a saved tensor is in a reference cycle, and is
+    # never freed without a backward. Autograd reconnects the output.
     return tensor.detach(), tensor._version
 
 

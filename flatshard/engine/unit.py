@@ -114,7 +114,7 @@ class Unit:
         # Whether some call has no input whose gradient would mark the end of the call's backward.
         self._ends_unseen = False
         self._num_calls = 0  # calls in the outermost forward under way, or in the last one
-        self._calls_to_come = 0  # calls still expected in this forward, if it repeats the last one
+        self._calls_to_come = 0  # calls still expected in this forward, if like the last forward
         self.backward_follows = False  # whether a backward follows the last call or use
         # Whether backward, or the rest of the forward, starts with this unit.
         self.is_needed_soon = False
@@ -278,8 +278,8 @@ class Unit:
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
         """Whether autograd saves copies of the values instead of a view that is unsharded again."""
-        # Each rank may use a parameter of the root differently: its backward must not need an
-        # all-gather that other ranks do not start.
+        # Ranks may use a parameter of the root differently. So its backward must not start an
+        # all-gather, which other ranks might not start.
         return self.is_root and self._is_spare(handle)
 
     def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
@@ -365,7 +365,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """Count a gradient of an input of ``call``; returns whether it was the last one."""
+        """Count a gradient of an input of ``call``; returns True for the last gradient."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1
@@ -386,7 +386,7 @@ class Unit:
         )
 
     def reset(self) -> None:
-        """Return to IDLE after a step that failed; drops its gradients."""
+        """Return to IDLE after a failed step, and drop the step's gradients."""
         self.running.clear()
         self._sticky_version = -1  # no later backward uses the graph of a failed one
         self.end_iteration()

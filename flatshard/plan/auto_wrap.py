@@ -155,7 +155,7 @@ class AutoUnits:
                     continue
                 seen.add(child)
                 for kind in self._kinds(child):
-                    # A module that only wraps another module does not count as a repetition of it.
+                    # A wrapper around a single module is not a repetition of the module.
                     if kind != _shapes(parent):
                         counts[kind] += 1
                 visit(child)

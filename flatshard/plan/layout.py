@@ -82,7 +82,7 @@ class ParamSpan:
 
 @dataclass(frozen=True)
 class LocalSpan:
-    """The part of one original parameter that lies in one rank's shard; may be empty."""
+    """One rank's part of an original parameter; may be empty."""
 
     start: int  # the half-open range `[start, end)` in elements of the shard
     end: int

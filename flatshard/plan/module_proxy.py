@@ -1,4 +1,4 @@
-"""``ModuleProxy``: a module that replaces the module that it wraps, and has its attributes."""
+"""``ModuleProxy``: stands in place of a wrapped module, and has the wrapped module's attributes."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
-    """Text of the warning for a policy that chose no unit; lists classes that it could choose."""
+    """Warning for a policy without any match, with classes to choose instead."""
     tree = ModuleTree(root, ignored)
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
