@@ -36,8 +36,7 @@ class Agreement:
     # gradients arrived after the bucket was reduced, or were accumulated before the parameters were
     # frozen.
     left_over: list[tuple[Unit, FlatParamHandle]]
-    # Indices of buckets that some ranks reduced during backward and other ranks have not reduced
-    # yet.
+    # Indices of buckets reduced during backward on some ranks, and not yet reduced on others.
     uneven: list[int]
     # Units whose accumulated gradients were edited by the user, on any rank.
     edited: list[Unit]
@@ -66,7 +65,7 @@ def agree(
         # votes have a yes on some rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
-        # Vote on edited gradients instead of raising here: if only one rank raised, the other ranks
+        # Vote on edited gradients instead of raising here: if only one rank raised, all others
         # would wait for its reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],

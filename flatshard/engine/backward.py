@@ -86,8 +86,8 @@ class Backward:
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
-        # Keep only a weak reference: autograd owns the callback and drops it if the backward fails,
-        # which shows here that the backward is gone.
+        # Keep only a weak reference: autograd owns the callback, and drops the callback if the
+        # backward fails. A dead reference then shows the failure.
         callback = partial(self._end)
         self._end_callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)

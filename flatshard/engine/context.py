@@ -43,8 +43,8 @@ class RunContext(RunState):
             # Share one list between all handles: the end of a backward waits once until other ranks
             # have read this rank's memory.
             handle.link.pending_sends = self.pending_sends
-        # As in DistributedDataParallel, a model that has no buffers when it is wrapped never
-        # broadcasts any.
+        # As in DistributedDataParallel, a model without buffers at wrapping never broadcasts
+        # buffers.
         if broadcast_buffers and root_module.shared_buffers():
             self.buffers = BufferSync(world, self.observers, root_module.shared_buffers)
         self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)

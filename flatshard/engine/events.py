@@ -162,7 +162,7 @@ class Voter:
 
 
 class StepExtension(Voter):
-    """Acts in the steps of a model. Subclasses override the moments at which they act."""
+    """Acts in the steps of a model. Subclasses override some moments."""
 
     name: str
     """The extra's name in ``EXTRAS``."""

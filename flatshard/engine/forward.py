@@ -43,13 +43,13 @@ class RootModule(Protocol):
     """The outermost wrapped module, as far as a forward uses the module itself."""
 
     def recover(self) -> None:
-        """Undo an optimizer step that raised; take over values that users wrote to parameters."""
+        """Undo a failed optimizer step; take over users' writes to parameters."""
 
     def check(self) -> None:
         """Raise, on all ranks, if the module cannot be trained as it is now."""
 
     def shared_buffers(self) -> Buffers:
-        """The present module buffers that ranks share."""
+        """The present module buffers shared by the ranks."""
 
 
 class Forward:
@@ -72,7 +72,7 @@ class Forward:
 
     def recover(self) -> None:
         """Reset the model's state after a step that was left by an exception."""
-        # First restore the parameters, which an optimizer step that raised may have replaced.
+        # First restore parameters: a failed optimizer step may have replaced them.
         self._root_module.recover()
         for extension in self._state.extensions:
             extension.recover()
@@ -172,7 +172,7 @@ class Forward:
             return
         self._edits.check(unit, module)
         for depth, one in self._touched:
-            # Check only units touched at this depth; other units are checked in their own forward.
+            # Check only units touched at this depth. All others are checked in their own forward.
             if depth == self._state.depth and one.phase is Phase.FORWARD and not one.running:
                 for inner in one.modules:
                     self._edits.check(one, inner)
@@ -201,7 +201,7 @@ class Forward:
             self.end(failed)
 
     def reshard_touched(self) -> None:
-        """Reshard units that were unsharded for operations in the forward that is over."""
+        """Reshard units that operations of the finished forward unsharded."""
         while self._touched and self._touched[-1][0] > self._state.depth:
             _, unit = self._touched.pop()
             unit.backward_follows = self._state.expects_backward

@@ -40,7 +40,7 @@ class Sync(enum.Enum):
 
 
 class GradientBuffer:
-    """Collects the gradients of one flat parameter."""
+    """Collects the gradients of a flat parameter."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class GradientBuffer:
                 absent = (span for index, span in enumerate(spans) if index not in self.slots)
                 zero([buffer[span.start : span.end] for span in absent])
             if self._apart:
-                # One call makes all views, and one kernel does all copies.
+                # A single call makes all views, and a single kernel does all copies.
                 pieces = buffer.split_with_sizes(self._sizes)[1::2]
                 apart = self._in_memory_order(self._apart)
                 torch._foreach_copy_([pieces[index] for index in self._apart], apart)

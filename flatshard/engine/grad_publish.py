@@ -84,7 +84,7 @@ class UnreducedGrads:
         return grad.clone()
 
     def take_all_back(self) -> None:
-        """Remove shown gradients before the next backward; note which ones the user edited."""
+        """Remove shown gradients before the next backward; note edits by the user."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self._shown.items():
                 # The user may use the tensor in a step, as an ordinary gradient.

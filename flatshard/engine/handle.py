@@ -109,7 +109,7 @@ class FlatParamHandle:
             self.layout.local_span(index, topology.index),
             comm=topology.shard,
             replicas=topology.replicate,
-            # For a parameter that was a DTensor: its layout, set by `extras/tensor_parallel`.
+            # Layout of a former DTensor, set by `extras/tensor_parallel`.
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
             # Where optimizers keep state of the parameter's shape. None: in memory.
             state_target=self.options.targets.state,
@@ -122,7 +122,7 @@ class FlatParamHandle:
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        """The parameters that users and optimizers hold."""
+        """The sharded parameters, held by users and optimizers."""
         return [param.sharded for param in self.params]
 
     def rename(self, strip: Callable[[str], str]) -> None:
@@ -217,7 +217,7 @@ class FlatParamHandle:
             # must not pass for a current one.
             self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
-        if lingers:  # holders of views may read them before any other code waits
+        if lingers:  # holders of views may read before any other code waits
             self.wait_unshard()
         return True
 

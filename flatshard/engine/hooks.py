@@ -107,7 +107,7 @@ class UnitHooks:
     def _grad_hook(
         self, handle: FlatParamHandle, original: OriginalParam
     ) -> Callable[[Tensor], None]:
-        """Make the hook that the full parameter calls after autograd has filled its ``.grad``."""
+        """Make the full parameter's hook, called after autograd has filled ``.grad``."""
         # Hold all objects weakly: Python's garbage collector does not see references from autograd,
         # so a cycle through the hook would never be freed.
         this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)

@@ -89,7 +89,7 @@ class ReduceOrder:
 
 @dataclass(eq=False, slots=True)
 class ReduceBucket:
-    """The flat parameters of a unit that are reduced together: usually all of them."""
+    """Flat parameters of a unit with a common reduction: usually all of them."""
 
     unit: Unit
     handles: list[FlatParamHandle]
@@ -162,7 +162,7 @@ class ReduceBucket:
 
 
 class ReduceQueue:
-    """The reductions of one model, which start in the same order on all ranks."""
+    """The reductions of a model. All ranks start them in the same order."""
 
     def __init__(self, state: RunState) -> None:
         self._state, self._observers = state, state.observers
@@ -304,7 +304,7 @@ class ReduceQueue:
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        # These buckets reduce their gradients in their turn, on all ranks.
+        # These buckets reduce their gradients in their turn, on every rank.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
@@ -346,8 +346,8 @@ class ReduceQueue:
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # All ranks started these reductions. If one rank skipped a second stage, its next
-            # collective would match the second stage of the others.
+            # All ranks started these reductions. If a rank skipped a second stage, its next
+            # collective would match the second stage of other ranks.
             self._finish_all()
         finally:
             for bucket in self._in_flight:

@@ -127,7 +127,7 @@ class Touch(ParamOwner):
         copies = {}
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
-                # A parameter is brought to the device and the dtype in which it computes.
+                # Bring a parameter to its compute device and compute dtype.
                 like = self._places[t.spec][2].full if t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._flat = self._flat, None

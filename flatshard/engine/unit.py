@@ -125,7 +125,7 @@ class Unit:
         self._sticky_version = -1
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
-        """Make ``twin`` a unit like this one, of copied modules, that owns nothing yet."""
+        """Make ``twin`` a copy of this unit, with copied modules and without parameters."""
         twin.__dict__.update(self.__dict__)
         twin.casts = {memo[id(module)]: casts for module, casts in self.casts.items()}
         twin.names = list(self.names)

@@ -28,7 +28,7 @@ class Ignored:
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the ignored parameters and buffers that exist now."""
+        """Yield the present ignored parameters and buffers."""
         for module in self.modules:
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
@@ -115,7 +115,7 @@ def find_ignored(
 
 
 def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Check and return the objects of one keyword."""
+    """Check and return the objects of a keyword."""
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)

@@ -111,8 +111,8 @@ class FlatLayout:
     """Offsets, padding and shard ranges of one flat parameter."""
 
     spans: tuple[ParamSpan, ...]  # in ascending order and disjoint; each start is aligned
-    world_size: int  # ranks that share the flat parameter
-    shard_numel: int  # elements that each rank holds, padding included
+    world_size: int  # number of ranks that share the flat parameter
+    shard_numel: int  # elements per rank, padding included
 
     @classmethod
     def build(

@@ -58,7 +58,7 @@ class ModuleTree:
         return visit(self.root)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The children that have parameters and may contain units, with their attribute names."""
+        """Children with parameters that may contain units, with their attribute names."""
         return [
             (name, child)
             for name, child in module.named_children()

@@ -39,7 +39,7 @@ class StateDictOptions:
 
 
 class UnitStateDict:
-    """One unit's part in state dicts of its modules, of their submodules and of modules around."""
+    """A unit's part in the state dicts of its modules, of submodules and of modules around."""
 
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
