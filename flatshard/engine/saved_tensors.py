@@ -1,7 +1,7 @@
 """``SavedTensors``: autograd saves places in the unsharded buffers instead of their memory.
 
 A unit's buffer is resharded between forward and backward, while autograd keeps views of it.
-Saved-tensor hooks around the outermost forward turn each such view into a ``SavedView``. When
+Saved-tensor hooks, active during every forward, turn each such view into a ``SavedView``. When
 autograd asks for the view, the unit is unsharded again. So no saved tensor can dangle, whatever the
 order of backward is.
 
