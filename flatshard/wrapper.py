@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.engine.hooks import surround
-from flatshard.module import torch_names, unit_report
+from flatshard.module import unit_report
 from flatshard.module.construction import Construction, local_parts
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import find_device, read_ignored
@@ -39,7 +39,7 @@ from flatshard.module.sharding import (
 )
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
-from flatshard.options.extras import extra
+from flatshard.options.extras import default_extra, extra
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
@@ -49,12 +49,20 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.policies import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
-from flatshard.state.model_state import as_torch, read_options
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.shard_spec import refuse_foreign_wrapper
 
 
-class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
+class _NamesMissing(type):
+    """Metaclass: says why a method of torch's wrappers is missing, where the class is asked."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        torch_names = default_extra("torch_names")
+        reason = torch_names and torch_names.why_missing(name)
+        raise AttributeError(reason or f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
+class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
@@ -139,7 +147,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             whole on one rank; an int: at multiples of this many elements from the parameter's
             start, for optimizers with 8-bit state in blocks. A boundary costs padding, see
             ``unit_report()``.
-        extra: other keywords of DistributedDataParallel and ``fully_shard`` (``mesh``,
+        others: other keywords of DistributedDataParallel and ``fully_shard`` (``mesh``,
             ``mp_policy``, ``offload_policy``, ``ignored_params``). A keyword with a meaning here is
             accepted; other keywords are ignored with one warning, or raise; see docs/migration.md.
 
@@ -182,10 +190,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         allow_divergence: Any = False,
         boundary: str | int = "element",
-        **extra: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
-        own = {
+        own: dict[str, Any] = {
             "broadcast_buffers": broadcast_buffers,
             "sync_module_states": sync_module_states,
             "device_id": device_id,
@@ -194,8 +202,11 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             "cpu_offload": cpu_offload,
             "ignored_states": ignored_states,
         }
-        known = ShardedWrapper.__init__.__annotations__
-        given, without_effect = torch_names.read_keywords(extra, own, known)
+        given, without_effect = own, []
+        if others:  # keywords of torch's wrappers, or a misspelled keyword
+            torch_names = extra("torch_names", f"the keyword {next(iter(others))!r}")
+            known = ShardedWrapper.__init__.__annotations__
+            given, without_effect = torch_names.read_keywords(others, own, known)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
@@ -727,7 +738,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             TypeError: a config does not belong to the type.
             RuntimeError: units inside had different settings.
         """
-        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
+        names = extra("torch_names", "ShardedWrapper.set_state_dict_type()")
+        options = names.read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         before = ShardedWrapper.get_state_dict_type(module)
         for part in state_dicts_in(module):
             part.options = options
@@ -736,7 +748,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> Any:
         """Return the setting as torch's ``StateDictSettings``. RuntimeError if units differ."""
-        return as_torch(model_state.options_of(state_dicts_in(module)))
+        names = extra("torch_names", "ShardedWrapper.get_state_dict_type()")
+        return names.as_torch(model_state.options_of(state_dicts_in(module)))
 
     @staticmethod
     def state_dict_type(
@@ -746,7 +759,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         optim_state_dict_config: Any = None,
     ) -> AbstractContextManager[None]:
         """Set the state dict type inside the context; afterwards restore each unit's setting."""
-        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
+        names = extra("torch_names", "ShardedWrapper.state_dict_type()")
+        options = names.read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         return model_state.options_set(state_dicts_in(module), options)
 
     @property
@@ -802,11 +816,11 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            torch_names = default_extra("torch_names")
+            if torch_names is None:
+                raise
             # Without `_sharding` the wrapper is still being built or copied.
-            if name in torch_names.ATTRIBUTES and "_sharding" in self.__dict__:
-                return torch_names.ATTRIBUTES[name](self._sharding)
-            reason = torch_names.why_missing(name)
-            raise (error if reason is None else AttributeError(reason)) from None
+            return torch_names.attribute(name, self.__dict__.get("_sharding"), error)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the unwrapped module's names; the wrapper has the wrapped module's name."""

@@ -23,6 +23,7 @@ EXTRAS = {
     "shared_memory": "lets ranks on one host read one another's memory",
     "overrides": "gives modules and parameters another dtype by name or by function",
     "meta_init": "initialises models that are built on the meta device",
+    "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
     "plan": "predicts the memory of a model",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",

@@ -53,6 +53,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "shared_memory": None,
     "overrides": lambda _: MixedPrecision(overrides={"*": torch.float32}),
     "meta_init": lambda _: ShardedWrapper(nn.Linear(2, 2, device="meta")),
+    "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
     "recording": lambda model: model.record_steps(),

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
-from flatshard.module import torch_names
+from flatshard.extras import torch_names
 from tests.harness import allow_warnings, run_ranks
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
 OURS = inspect.signature(ShardedWrapper.__init__).parameters
 

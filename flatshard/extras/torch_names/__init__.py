@@ -1,15 +1,20 @@
-"""Names of torch's wrappers that differ here (DistributedDataParallel, FSDP1, FSDP2).
+"""An extra: names of torch's wrappers that differ here (DistributedDataParallel, FSDP1, FSDP2).
 
-A test compares them with the tables of docs/migration.md and, to notice new names, with torch.
+``ShardedWrapper`` accepts the keywords of these wrappers, has their attributes, and says what to
+use instead of a method that it lacks. Without this folder a keyword that ``ShardedWrapper`` does
+not name raises ``MissingExtraError``, and missing attributes raise Python's ``AttributeError``.
+
+A test compares the names with the tables of docs/migration.md and, to notice new names, with torch.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from flatshard.module.sharding import Sharding
+from flatshard.state.model_state import StateDictOptions
 
 
 class Keyword(NamedTuple):
@@ -118,12 +123,19 @@ ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
 }
 
 
-class NamesMissing(type):
-    """Of a class that lacks names of torch's: says why, also where they are called on it."""
+def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> Any:
+    """Value of an attribute that torch's wrappers have and ``ShardedWrapper`` does not define.
 
-    def __getattr__(cls, name: str) -> NoReturn:
-        reason = why_missing(name)
-        raise AttributeError(reason or f"type object {cls.__name__!r} has no attribute {name!r}")
+    ``sharding`` is None while the wrapper is being built or copied.
+
+    Raises:
+        AttributeError: the reason why the method of torch's wrappers is missing here, or ``error``
+            where no wrapper of torch has the name.
+    """
+    if name in ATTRIBUTES and sharding is not None:
+        return ATTRIBUTES[name](sharding)
+    reason = why_missing(name)
+    raise (error if reason is None else AttributeError(reason)) from None
 
 
 def why_missing(name: str) -> str | None:
@@ -176,3 +188,52 @@ def _only(device_ids: Sequence[Any]) -> Any:
             "one index, or device_id"
         )
     return device_ids[0]
+
+
+# For each name of a state dict type in torch: the prefix of the config classes' names.
+_CONFIGS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
+
+
+def read_options(
+    state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
+) -> StateDictOptions:
+    """Read torch's enum and configs; raises for types that lack the originals' shapes."""
+    name = getattr(state_dict_type, "name", state_dict_type)
+    if name not in _CONFIGS:
+        raise NotImplementedError(
+            f"state_dict_type: expected {' or '.join(_CONFIGS)}, got {name}: state dicts "
+            "hold tensors of the unwrapped model's shapes under its names."
+        )
+    options = {"is_sharded": name == "SHARDED_STATE_DICT"}
+    for prefix, config in (("", state_dict_config), ("optim_", optim_state_dict_config)):
+        if config is None:
+            continue
+        keyword = f"{prefix}state_dict_config"
+        kind = f"{_CONFIGS[name]}{'Optim' if prefix else ''}StateDictConfig"
+        # Compare by name, because torch's package is slow to import.
+        if kind not in (base.__name__ for base in type(config).__mro__):
+            raise TypeError(
+                f"state_dict_type: {keyword}: expected torch's {kind}, which goes with "
+                f"{name}, got {config!r}"
+            )
+        options[f"{prefix}offload_to_cpu"] = config.offload_to_cpu
+        options[f"{prefix}rank0_only"] = getattr(config, "rank0_only", False)
+    return StateDictOptions(**options)
+
+
+def as_torch(options: StateDictOptions) -> Any:
+    """Convert the options to torch's ``StateDictSettings``."""
+    # Import here, because the package is slow to import.
+    from torch.distributed.fsdp import api
+
+    if options.is_sharded:
+        return api.StateDictSettings(
+            api.StateDictType.SHARDED_STATE_DICT,
+            api.ShardedStateDictConfig(options.offload_to_cpu),
+            api.ShardedOptimStateDictConfig(options.optim_offload_to_cpu),
+        )
+    return api.StateDictSettings(
+        api.StateDictType.FULL_STATE_DICT,
+        api.FullStateDictConfig(options.offload_to_cpu, options.rank0_only),
+        api.FullOptimStateDictConfig(options.optim_offload_to_cpu, options.optim_rank0_only),
+    )
