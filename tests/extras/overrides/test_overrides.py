@@ -14,7 +14,7 @@ from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Mlp
-from tests.precision.test_precision import (
+from tests.precision.masters import (
     BF16,
     FP32,
     NORMS,
