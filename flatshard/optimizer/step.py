@@ -21,6 +21,7 @@ from flatshard.optimizer.stepper import (
     BucketStepper,
     Closure,
     Optimizer,
+    all_params,
     extensions,
     step_groups,
     stepper_of,
@@ -104,17 +105,13 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_params(optimizer: Optimizer) -> None:
     """Raise for a step on unreduced gradients, or on gradients that the optimizer rejects."""
-    takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        _refuse_sharded(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             if STAMP in group:
                 check_state(optimizer)
             for param in group["params"]:
-                if takes_sparse_alone and isinstance(param, FlatShardTensor):
-                    raise RuntimeError(
-                        "SparseAdam: gradients of sharded parameters are dense, also those of "
-                        "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
-                    )
                 if "flattened_as" in param.__dict__:
                     raise RuntimeError(
                         "step(): the optimizer was made before wrapping, and its parameter "
@@ -128,13 +125,20 @@ def _check_params(optimizer: Optimizer) -> None:
                     check_dtype(optimizer, group, param, _name_of(param))
                 # A reduced gradient is also in UNREDUCED while a further part of the gradient waits
                 # for its reduction.
-                unit = UNREDUCED.get(grad) if UNREDUCED else None
-                if unit is not None:
+                if UNREDUCED and grad in UNREDUCED:
                     raise RuntimeError(
-                        f"{unit_text(unit)}: step() on gradients that were accumulated under "
-                        "no_sync and not reduced. Run the last backward before a step outside of "
-                        "no_sync."
+                        f"{unit_text(UNREDUCED[grad])}: step() on gradients that were accumulated "
+                        "under no_sync and not reduced. Run the last backward before a step "
+                        "outside of no_sync."
                     )
+
+
+def _refuse_sharded(optimizer: torch.optim.SparseAdam) -> None:
+    if any(isinstance(param, FlatShardTensor) for param in all_params(optimizer)):
+        raise RuntimeError(
+            "SparseAdam: gradients of sharded parameters are dense, also those of "
+            "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
+        )
 
 
 class StepPart(NamedTuple):

@@ -260,9 +260,7 @@ class BucketStepper(Stepper):
         self._undo = ExitStack()  # restores the groups
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
-        stepped: Collection[int] = ()
-        for extension in extensions:
-            stepped = {*stepped, *extension.step_first(optimizer)}
+        stepped = {ident for one in extensions for ident in one.step_first(optimizer)}
         self.swap_in(optimizer, optimizer.param_groups, stepped)
         return optimizer
 

@@ -87,7 +87,7 @@ def norms(
 
     Collective: all ranks that hold parts of ``tensors``; one reduction per communicator.
     """
-    results = list(tensors)
+    results: dict[int, Tensor] = {}
     positions_of: dict[tuple[Communicator, ...], list[int]] = {}
     for position, tensor in enumerate(tensors):
         comms = tensor.spec.comms if isinstance(tensor, FlatShardTensor) else ()
@@ -102,9 +102,8 @@ def norms(
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
-        for position, norm in zip(positions, found, strict=True):
-            results[position] = norm
-    return results
+        results.update(zip(positions, found, strict=True))
+    return [results[position] for position in range(len(tensors))]
 
 
 def _sharded_norms(
@@ -131,24 +130,21 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
     first = tensors[0].described
     if len(tensors) == 1:
         return f"norm of order {order:g} of {first}"
-    roles = ", ".join(sorted({tensor.role for tensor in tensors}))
-    names = ", ".join(tensor.spec.name for tensor in tensors)
-    which = zlib.crc32(f"{roles}: {names}".encode())
+    which = zlib.crc32(", ".join(f"{one.role} {one.spec.name}" for one in tensors).encode())
     return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, set {which:08x}"
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
     # An empty part contributes the neutral element.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
-    found = [nothing] * len(parts)
+    found = dict.fromkeys(range(len(parts)), nothing)
     for dtype in {part.dtype for part in parts}:
         some = {i: p for i, p in enumerate(parts) if p.dtype == dtype and p.numel() > 0}
         # The kernels reject an empty list.
         local = torch._foreach_norm([*some.values()], order, _sum_dtype(dtype)) if some else []
-        for position, norm in zip(some, local, strict=True):
-            found[position] = norm.to(device)
+        found.update(zip(some, (norm.to(device) for norm in local), strict=True))
     # float64, because powers of the norms are summed: float32 could not square 1e20, for example.
-    return torch.stack(found).to(torch.float64)
+    return torch.stack([*found.values()]).to(torch.float64)
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

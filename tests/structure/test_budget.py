@@ -11,8 +11,8 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 17_202,
-    "core_lines": 10_992,
+    "code_lines": 17_198,
+    "core_lines": 10_988,
     "modules": 124,
     "strict_zips_in_core": 35,
 }
@@ -21,7 +21,7 @@ REPEATED_NAMES: set[str] = set()
 """Names that several files of the package have; no name may be added."""
 
 STEP = {
-    "native": {"files": 37, "functions": 265, "lines": 1206},
+    "native": {"files": 37, "functions": 265, "lines": 1199},
     "sockets": {"files": 36, "functions": 282, "lines": 1301},
     "auto": {"files": 37, "functions": 277, "lines": 1298},
 }
