@@ -823,7 +823,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             return torch_names.attribute(name, self.__dict__.get("_sharding"), error)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the unwrapped module's names; the wrapper has the wrapped module's name."""
+        """Yield (name, module) pairs under the names that the model had before it was wrapped."""
         # Raise here: DistributedDataParallel and similar wrappers list the model's modules before
         # they change anything. They would give all ranks rank 0's shards, or shard the shards.
         refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)

@@ -113,7 +113,8 @@ class Training:
 
     Attributes:
         shards: the units of the model; None if the model is unwrapped.
-        plain: the model whose parameters have the unwrapped model's names.
+        plain: the model, or the module inside a DistributedDataParallel: its parameters have the
+            names of the unwrapped model.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """The group and the device to exchange a few numbers that the host needs.
+    """The group, and the device of its tensors, for exchanges of a few numbers that the host needs.
 
     Collective at the first call for a group without a backend for host memory.
     """

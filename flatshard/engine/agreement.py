@@ -56,7 +56,8 @@ def agree(
     handles = state.handles
     # Parts of the engine that compare bytes between ranks, in the same order on all ranks.
     voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
-    # Ask the voters before any other exchange: some voters communicate in `votes()`.
+    # Ask the voters first. A voter may run a collective of its own in `votes()`, and all ranks must
+    # run that collective before the exchange below.
     theirs = [one.votes() for one in voters]
     own: list[Sequence[int]] = [
         _program(state),

@@ -222,7 +222,9 @@ class SecondaryShard:
             self.drop()
 
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
-        """Start to refresh the part over the inter group. Collective: all ranks of the inter group.
+        """Start the all-gather that refreshes this rank's kept part of the unsharded parameters.
+
+        Collective: all ranks of the inter group.
 
         ``source``: this rank's shard in the dtype to keep. It must not be written until it is sent.
         """

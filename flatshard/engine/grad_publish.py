@@ -250,7 +250,7 @@ class GradPublish:
     # ------------------------------------------------------------ conversion
 
     def take_off(self) -> list[Tensor | None]:
-        """Remove every ``.grad`` before the sharded parameters show other memory.
+        """Remove and return every ``.grad``, before the sharded parameters get other memory.
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` were edited.

@@ -109,7 +109,7 @@ class ModuleProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the unwrapped module's names; the wrapper has the wrapped module's name."""
+        """Yield (name, module) pairs under the names that the model had before it was wrapped."""
         memo = set() if memo is None else memo
         if self in memo:
             return

@@ -230,8 +230,8 @@ class OriginalParam:
             unsharded.name(self.full, self.spec)
         # Integer parameters never require a gradient.
         self.full.requires_grad_(self.requires_grad)
-        # If ``full`` is ``sharded``, a conversion of the model changes nothing: ``full`` is the
-        # same object and has its hooks.
+        # Without a buffer, ``full`` and ``sharded`` are one object. `model.to()` then keeps this
+        # object with its hooks, and there are no hooks to move.
         if before is not None and before is not self.full:
             # The new parameter shares the dictionary itself, so that handles can still remove
             # hooks.

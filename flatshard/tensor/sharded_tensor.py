@@ -241,8 +241,8 @@ class FlatShardTensor(torch.Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The values without autograd.
 
-        Assigning copies the new values into the shard. Tensors that were read before from ``data``
-        keep the old values.
+        Assigning copies the new values into the shard. Tensors that were read from ``data`` before
+        are first moved to memory of their own, so they keep the old values.
         """
         return self.detach()
 

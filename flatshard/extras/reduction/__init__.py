@@ -57,8 +57,8 @@ def register(
     """Give a hook to every flat parameter of some units; see ``ShardedWrapper``.
 
     Collective: all ranks that train the model. If a rank raises, the other ranks raise ValueError,
-    which names this rank and its error, and no unit has the hook. ``units`` are outermost first;
-    ``is_late`` if they are inside a model that has run a forward.
+    which names the rank that raised and its error, and no unit has the hook. ``units`` are
+    outermost first; ``is_late`` if they are inside a model that has run a forward.
     """
     outermost, _ = units[0]
     world = outermost.topology.world

@@ -222,7 +222,8 @@ class SteppedInBackward(StepExtension):
 
     def end_backward(self, has_gradients: bool) -> None:
         """Step what is left; users' hooks have run. Raises what an early step raised, too."""
-        if self.state.depth > 0:  # a backward inside a forward, which another one follows
+        # This backward runs inside a forward, whose own backward will step what is left.
+        if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
         has_outside, self._outside_uses = OutsideUse.count != self._outside_uses, OutsideUse.count
