@@ -148,10 +148,12 @@ class _Inert:
 
 
 def load_torch(path: Path, library: str = "") -> Any:
-    """What a file holds, mapped where it can be; of classes of ``library`` only what made them.
+    """Load a file of ``torch.save``, with tensors mapped from the file where possible.
+
+    Objects of classes of ``library`` become inert stand-ins, which run no code of the library.
 
     Raises:
-        ValueError: it is corrupt, or holds objects that only unsafe loading would read.
+        ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
     """
     is_zip = zipfile.is_zipfile(path)
     try:

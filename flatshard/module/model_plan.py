@@ -77,10 +77,10 @@ class PlannedUnit:
 
 
 class ModelPlan:
-    """One module, and the units that it becomes.
+    """The plan of a model's construction: the module, and the units to make of the module.
 
     Raises:
-        TypeError: a tensor that cannot be flattened, or no policy.
+        TypeError: a tensor cannot be flattened, or ``auto_wrap_policy`` is no policy.
         ValueError: parameters that cannot be sharded, or a policy that sets a keyword in which
             units of one model cannot differ.
     """

@@ -197,8 +197,8 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
 
 def _check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # What the host does in a step would run once, at the capture, and never again. Asked of
-    # another device than the current one, torch would begin to use that.
+    # The host's part of a step would run once, during the capture, and not in replays. Ask only
+    # for the current device: asking for another device would make torch initialise that device.
     is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -94,7 +94,7 @@ class UnitCasts:
 
 
 class ModuleCasts:
-    """Hooks of one module that computes in another dtype than what is around it; see the note."""
+    """Hooks of one module that computes in another dtype than its parent module; see the note."""
 
     def __init__(self, dtype: torch.dtype | None, outside: torch.dtype | None) -> None:
         # None: the dtype that its parameters, or else buffers, have.
@@ -209,7 +209,7 @@ def check_dtype(
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
             return
-    # Whose step it runs: a subclass may have one of its own, which raises errors of its own.
+    # The class whose `step` runs. A subclass may define its own `step`, with its own errors.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
     why = _REFUSALS.get(kind)
@@ -268,8 +268,8 @@ class PrecisionPlan:
     def __init__(
         self,
         root: nn.Module,
-        # Of every unit that is to be made, the root too. A unit inside another one with a policy of
-        # its own takes no overrides from around it.
+        # The policy of every planned unit, including the root. An inner unit with its own policy
+        # takes no overrides from the policy of an outer unit.
         policies: Mapping[nn.Module, MixedPrecision],
         left_alone: Collection[int],  # ids of parameters and buffers: ignored, or another unit's
     ) -> None:

@@ -194,8 +194,9 @@ def fetch(*tensors: Tensor) -> None:
 
 def release(*tensors: Tensor) -> None:
     """Give back the pages of ordinary tensors, those in files, and of what shares their memory."""
-    # What is touched takes memory. The system's cache of files gets it, and writes it when it needs
-    # the room: releasing costs little, and what is used again soon comes from that cache.
+    # Pages of a mapped file occupy memory once they are touched. Released pages go to the system's
+    # file cache, which writes them to disk when memory is short. So releasing costs little, and
+    # pages that are soon used again come from the file cache.
     for address in _addresses(tensors):
         mapped_files.drop_pages(address, _mapped[address])
 

@@ -120,7 +120,7 @@ class OverridesPlan(PrecisionPlan):
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # Parameters that get the dtype that they have share a flat parameter with those that keep
-    # their own dtype.
+    # An override with the dtype that the parameters already have is no override. So these
+    # parameters share a flat parameter with parameters without an override.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)
