@@ -26,7 +26,26 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links that are right in the repository, as they are on the site."""
     if page.file.src_uri in ("CONTRIBUTING.md", "CHANGELOG.md"):
         return re.sub(r"\]\(docs/", "](", markdown)
+    if page.file.src_uri == "api.md":
+        markdown = "".join(
+            map(_with_docstrings, re.split(r"^(?=## )", markdown, flags=re.MULTILINE))
+        )
     return markdown.replace("](../", "](")
+
+
+def _with_docstrings(section: str) -> str:
+    """A module's section of docs/api.md: its table links to the docstrings, which follow it.
+
+    Of a class only the members that the table has are shown.
+    """
+    module = section.partition("\n")[0].removeprefix("## ")
+    names = re.findall(r"^\| `([\w.]+)", section, re.MULTILINE)
+    section = re.sub(r"^\| (`([\w.]+)[()]*`)", rf"| [\1][{module}.\2]", section, flags=re.MULTILINE)
+    for name in names:
+        if name.rpartition(".")[0] not in names:
+            members = [one.rpartition(".")[2] for one in names if one.startswith(f"{name}.")]
+            section += f"\n::: {module}.{name}\n    options: {{members: {members or False}}}\n"
+    return section
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
