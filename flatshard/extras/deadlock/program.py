@@ -1,14 +1,14 @@
-"""The user's program in a wait: the program's lines, collectives and other threads.
+"""Finds the user's program in a wait: the program's line, its collectives and its other threads.
 
 [Note: collectives of the program]
 A thread in ``dist.barrier()`` waits in a Python frame of ``torch.distributed``. The frame's local
 variables hold the group and the work, so torch needs no patch. torch's flight recorder numbers the
-collectives of each gloo group in the same way on all ranks. The sequence number of a group differs
-between ranks, because sends and receives also raise the number. A collective without a record takes
-part in no deadlock. For a group without records, a rank publishes the sequence number, which is
-never smaller than the recorder's number. The rank then seems to have begun at least as many
-collectives as it really has. So a deadlock may be missed, but a wait that will end is never taken
-for a deadlock.
+collectives of each gloo group in the same way on all ranks. The backend's sequence number of a
+group differs between ranks, because sends and receives also raise the number. The detector ignores
+a wait in a collective without a record. For a group without records, a rank publishes the sequence
+number, which is never smaller than the recorder's number. The rank then seems to have begun at
+least as many collectives as it really has. So the detector may miss a deadlock, but never takes a
+wait that will end for a deadlock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Threads of torch with a frame in these folders begin no collective: they read data or compile.
+# Code of torch that begins no collective, because it reads data or compiles.
 _HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
 _LIBRARIES = (
     f"{Path(__file__).parents[2]}{os.sep}",
@@ -48,7 +48,7 @@ _LINE_LENGTH = 80  # quoted characters of a source line
 
 
 class OwnCollective(NamedTuple):
-    """A synchronous collective of ``torch.distributed`` in which a thread waits."""
+    """A collective that the program called, without ``async_op``, and in which a thread waits."""
 
     name: str
     work: Any
@@ -65,7 +65,7 @@ class OwnCollective(NamedTuple):
 
 
 def own_collective(thread: int) -> OwnCollective | None:
-    """The collective in whose frame the thread is now, or None."""
+    """The collective of ``torch.distributed`` that a thread waits in; None without a collective."""
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _C10D:
         return None
@@ -74,15 +74,15 @@ def own_collective(thread: int) -> OwnCollective | None:
     group = local_variables.get("group") or dist.group.WORLD
     if work is None or not isinstance(group, dist.ProcessGroup):
         return None
-    # Collectives of objects call collectives of tensors. The outermost function names the
-    # collective.
+    # Collectives of objects call collectives of tensors. The user called the outermost function, so
+    # the message gives the name of the outermost function.
     in_torch = takewhile(lambda one: one.f_code.co_filename.startswith(_TORCH), _outwards(frame))
     names = [one.f_code.co_name for one in in_torch if one.f_code.co_filename == _C10D]
     return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
 
 
 def begun(thread: int) -> dict[str, int]:
-    """Number of collectives that this rank has begun, by process group.
+    """Number of collectives that this rank's program has begun, keyed by process group name.
 
     {} if a thread other than ``thread`` may begin a collective.
     """
@@ -107,8 +107,12 @@ def is_member(rank: int, group: str) -> bool:
 
 
 def line_of(thread: int) -> str:
-    """The innermost line of the program in a thread's stack, with its text; "" without a line."""
-    # An accelerator's backward runs in autograd's thread, while the main thread waits for it.
+    """Innermost line of the program in a thread's stack: file, line number and source text.
+
+    "" if neither the thread nor the main thread runs code of the program.
+    """
+    # On an accelerator, backward runs in a thread of autograd, whose stack has no line of the
+    # program. The main thread waits in `backward()` meanwhile, and its stack has the line.
     for one in (thread, threading.main_thread().ident):
         for frame in _outwards(sys._current_frames().get(one or 0)):
             path, number = frame.f_code.co_filename, frame.f_lineno
@@ -121,22 +125,27 @@ def line_of(thread: int) -> str:
 
 
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
-    """Whether no other thread can begin a collective.
+    """Whether ``thread`` is the only thread that can begin a collective.
 
     True if no other thread has begun a collective so far, and no other thread runs code of the
-    program or of torch.
+    program or of torch, except ``_HARMLESS`` code.
     """
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     for other, frame in sys._current_frames().items():
         if other == thread or other in ours:
             continue
-        paths = [one.f_code.co_filename for one in _outwards(frame)]
-        may_begin = (_is_program(p) or p.startswith(_TORCH) for p in paths)
-        is_harmless = any(path.startswith(_HARMLESS) for path in paths)
-        if other in began or (any(may_begin) and not is_harmless):
+        # Look at every frame. A thread of the program that is now in a DataLoader may begin a
+        # collective later, in the function that called the DataLoader.
+        paths = (one.f_code.co_filename for one in _outwards(frame))
+        if other in began or any(map(_may_begin, paths)):
             return False
     return True
+
+
+def _may_begin(path: str) -> bool:
+    """Whether code in a file may begin a collective."""
+    return _is_program(path) or (path.startswith(_TORCH) and not path.startswith(_HARMLESS))
 
 
 def _is_program(path: str) -> bool:
@@ -155,7 +164,7 @@ def _sequence_number(group: dist.ProcessGroup) -> int:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """The last collectives on gloo in this process, oldest first; takes some 70 ms."""
+    """The flight recorder's gloo collectives, oldest first. Reading them takes about 70 ms."""
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):
         dump: Any = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
         records: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])

@@ -261,8 +261,15 @@ def _no_alarm(rank: int, world_size: int) -> None:
                 slow()
             (dist.send if rank == 1 else dist.recv)(numbers, 3 - rank)
         model(inputs)
-        # A second thread comes to the barrier for which the others wait.
-        thread = threading.Thread(target=lambda: (slow(), dist.barrier(other)))
+
+        # A second thread comes to the barrier for which the other ranks wait. Before the barrier,
+        # the thread computes, and then reads from a DataLoader.
+        def read_and_meet() -> None:
+            slow()
+            list(DataLoader([1.2], collate_fn=lambda items: slow(items[0])))
+            dist.barrier(other)
+
+        thread = threading.Thread(target=read_and_meet)
         if rank == 0:
             thread.start()
         else:
@@ -343,7 +350,7 @@ def _survives(rank: int, world_size: int, port: int) -> None:
     ):
         model.state_dict() if rank == 0 else model(inputs)
     (line,) = lines.lines
-    assert line == "looking for deadlocks failed, and goes on: Connection reset by peer"
+    assert line == "a check for deadlocks failed, and is tried again: Connection reset by peer"
 
 
 def test_a_second_thread_that_lives_is_said() -> None:
