@@ -5,8 +5,8 @@ names still raise. Ranks that wait in different collectives wait until the timeo
 group, and errors do not name lines of the program.
 
 One thread per process looks at the process's waits each second (``Watchdog``). The thread logs a
-long wait once (logger ``flatshard``, level WARNING), with the program's line and the ranks without
-a known wait. The thread ends a wait only if the wait would certainly never end (``detector``).
+long wait once (logger ``flatshard``, level WARNING), with the program's line and the ranks that
+report no wait. The thread ends a wait only if the wait would certainly never end (``detector``).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from flatshard.extras.deadlock.program import OwnCollective
 PATIENCE_SECONDS = 60.0
 
 _REMEDY = (
-    "If another rank is only slow, this wait ends by itself. If another rank is past this call, it "
-    "never ends: call forward, backward, state_dict() and every other collective on every rank, "
-    "not under `if rank == 0:`"
+    "If another rank is only slow, this wait ends by itself. If another rank is past this call, "
+    "the wait never ends: call forward, backward, state_dict() and every other collective on every "
+    "rank, not under `if rank == 0:`"
 )
 
 _END_SECONDS = 5.0  # longest wait for the thread at the end of the program
@@ -57,12 +57,13 @@ class Watchdog(CollectiveWatch):
 
     def __init__(self) -> None:
         self._pid = 0  # no thread runs before the first group
-        self._waits: dict[watched, BlockedWait] = {}  # the waits that the last look found
+        self._waits: dict[watched, BlockedWait] = {}  # the waits that the last `look` found
         self._users: set[int] = set()  # threads that communicate
         self._thread: threading.Thread | None = None
         self._looking = threading.Lock()  # held while the thread may be in a backend's code
         self._deadlock = Deadlock()
-        # The wait in a collective of the program, if the last look found one.
+        # The wait that the last `look` found in a collective of the program; None if there was no
+        # such wait.
         self._own: _OwnWait | None = None
         self._failure = ""
 
@@ -100,7 +101,7 @@ class Watchdog(CollectiveWatch):
             except Exception as error:  # mostly an error of the store, which may recover
                 if str(error) != self._failure:
                     self._failure = str(error)
-                    _logger.warning("looking for deadlocks failed, and goes on: %s", error)
+                    _logger.warning("a check for deadlocks failed, and is tried again: %s", error)
 
     def look(self) -> None:
         """Look once at all waits."""
@@ -112,8 +113,9 @@ class Watchdog(CollectiveWatch):
 
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
-        # Autograd has one thread per accelerator, which Python did not start. The thread that
-        # called backward does nothing meanwhile. So autograd's threads do not count.
+        # Do not count autograd's threads (one per accelerator; Python did not start them). While
+        # autograd's thread runs, the thread that called backward only waits, so the two threads
+        # never begin collectives at the same time.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {
@@ -126,12 +128,12 @@ class Watchdog(CollectiveWatch):
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
-        # If several threads communicate, another thread may begin the collective for which other
-        # ranks wait. So only the waits of a single thread are judged.
+        # If several threads communicate, another thread may still begin the collective that other
+        # ranks wait for. So look for deadlocks only if a single thread communicates.
         if len(self._users) == 1:
             (user,) = self._users
-            # The waits of the user's thread come first: a thread of autograd begins its waits
-            # inside of these.
+            # Put the waits of the user's thread first, because a thread of autograd begins its
+            # waits inside the waits of the user's thread.
             waits = chain(stacks.pop(user), *stacks.values())
             self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
 
@@ -152,14 +154,14 @@ class Watchdog(CollectiveWatch):
         lines = [wait.text()]
         if len(self._users) > 1:
             lines.append(
-                f"{len(self._users)} threads of this process communicate, so that it is not "
-                "looked whether ranks wait for one another"
+                f"{len(self._users)} threads of this process communicate, so flatshard cannot "
+                "check whether the ranks wait for one another"
             )
         elsewhere = ", ".join(map(str, self._deadlock.ranks_elsewhere(wait)))
         if elsewhere:
             lines.append(
-                f"No wait is known of rank {elsewhere}, which computes, has ended, or waits for a "
-                "message or an asynchronous work of the program itself"
+                f"No wait is known of rank {elsewhere}, which computes, has ended, or waits in "
+                "send(), recv() or an asynchronous work of the program"
             )
         return ". ".join([*lines, _REMEDY])
 
@@ -180,7 +182,7 @@ class _OwnWait(BlockedWait):
         self._was_asked = False
 
     def is_known(self, found: OwnCollective) -> bool:
-        """Whether ``need`` is known. Looked up once, after the wait has lasted some seconds."""
+        """Whether ``need`` is known. Looks ``need`` up once, after the wait has lasted seconds."""
         is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
         if is_long and not self._was_asked:
             self._was_asked = True
@@ -198,10 +200,10 @@ class _OwnWait(BlockedWait):
 
 
 def tell_of_end() -> None:
-    """Let this program tell the other ranks when and how it ends, without delay."""
-    # Otherwise the other ranks would notice only when the process has ended, and exit handlers may
-    # take long. An exception is reported only if nothing catches it: a program that catches the
-    # exception continues.
+    """Make this process tell the other ranks at once when and how its program ends."""
+    # Otherwise the other ranks would notice the end only after the process's exit handlers, which
+    # may take long. Report an exception only if the program does not catch the exception, because a
+    # program that catches the exception continues.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
     # Register last, because exit handlers run in reverse order. So `_tell` runs before the exit
@@ -216,12 +218,12 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
 
 
 def _tell(how: str) -> None:
-    if WATCH._pid != os.getpid():  # a forked process, for example, is not a rank
+    if WATCH._pid != os.getpid():  # a forked process is not a rank
         return
-    # If the store has ended, the other ranks notice the end anyway.
+    # Ignore an error of the store: if the store is gone, the other ranks fail too.
     with contextlib.suppress(Exception):
-        if WATCH._own is not None:  # the last look found a wait in a collective of the program
-            WATCH.look()  # logs why a collective of the program failed
+        if WATCH._own is not None:  # a thread was in a collective of the program
+            WATCH.look()  # logs why the collective failed
         detector.tell_end(how)
 
 

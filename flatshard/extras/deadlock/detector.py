@@ -1,24 +1,27 @@
 """``Deadlock``: finds ranks that wait for one another for ever in different collectives.
 
-After a wait of some seconds, a rank publishes a report in the process group's store: where the rank
-waits, and how many collectives the rank has begun. Then the rank reads the reports of some other
-ranks. Shorter waits publish and read nothing.
+After a wait of some seconds, a rank publishes a report in the process group's store. The report
+says where the rank waits, and how many collectives the rank has begun. Then the rank reads the
+reports of some of the ranks that it waits for. During a shorter wait, a rank publishes and reads
+nothing.
 
 [Note: proof]
-A collective needs every rank to begin it. Take a set of ranks that all wait at the same moment.
-Each rank needs another rank of the set, and the needed rank has not begun its part. Then no rank of
-the set continues, because a waiting rank begins nothing. The same moment is certain if each rank
-published the same wait before and after the moment: a rank publishes a wait again, with a later
-time, as long as the wait lasts. A wait is a wait in a collective of flatshard, or in a collective
-of the program (see the note in ``program``). A rank that computes publishes nothing, so ranks that
-wait only for a slow rank are not in a deadlock. A process with several communicating threads
-publishes nothing.
+A collective ends only after every rank has begun the collective. Take a set of ranks that all wait
+at the same moment. If each rank waits for another rank of the set, and the awaited rank has not
+begun the collective, no rank of the set ever continues, because a waiting rank begins nothing.
+
+All ranks wait at the same moment if each rank published the same wait before and after the moment.
+A rank therefore publishes a wait again, with a later time, as long as the wait lasts.
+
+The proof covers waits in collectives of flatshard and of the program (see the note in ``program``).
+A rank that computes publishes nothing, so ranks that wait only for a slow rank are not in a
+deadlock. A process with several communicating threads publishes nothing.
 
 [Note: traffic]
-The number of ranks in the job does not change the bytes that a rank publishes or reads. A report
-names at most ``_ASKED`` of the needed ranks, and a rank reads at most ``_READ`` reports. A rank
-publishes a deadlock under the names of the groups concerned. All ranks that wait in a collective of
-these groups look there.
+The number of bytes that a rank publishes and reads does not grow with the number of ranks. A report
+names at most ``_ASKED`` of the awaited ranks, and a rank reads at most ``_READ`` reports. A rank
+that finds a deadlock publishes the finding under the name of each process group concerned, and
+every rank that waits in a collective of the group reads the finding.
 """
 
 from __future__ import annotations
@@ -48,20 +51,22 @@ _ENDED = -1  # value of ``_Report.wait`` that means that the program has ended
 FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-_ASKED = 16  # at most so many ranks are asked per wait; one rank in a deadlock is enough
-_READ = 4 * _ASKED  # at most so many reports are read per look
-# Looks between a finding about collectives of the program and the end of the wait.
+# Maximum number of awaited ranks whose reports a rank reads per wait. To prove a deadlock, one
+# awaited rank in the deadlock is enough.
+_ASKED = 16
+_READ = 4 * _ASKED  # maximum number of reports that a rank reads per look
+# Number of looks between a finding about collectives of the program and the end of the wait.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # characters of a wait's description that are published
 
-PROGRAM = "the program's own"  # kind of collectives begun by the program
+PROGRAM = "the program's own"  # kind of the collectives that the program begins
 
-# Number of collectives that a rank has begun, by group and kind, with the most recent collectives
-# in order.
+# Keyed by group and kind: the number of collectives that a rank has begun, and the most recent of
+# these collectives in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
-# The need of a wait whose end condition is not known.
+# Used as ``BlockedWait.need`` if flatshard does not know the condition that ends the wait.
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
@@ -70,7 +75,8 @@ histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictiona
 
 
 def _known_histories() -> list[History]:
-    known = [one() for one in histories.valuerefs()]  # other threads may add some meanwhile
+    # `valuerefs` copies, because other threads may add histories meanwhile.
+    known = [one() for one in histories.valuerefs()]
     return [history for history in known if history is not None]
 
 
@@ -83,8 +89,8 @@ class BlockedWait:
     number: int = 0  # identifies the wait to other ranks; 0: not published yet
     thread: int = 0  # the waiting thread
     verdict: str | None = None  # why the wait will not end; None: the wait may end
-    is_given_up: bool = False  # whether the waiting thread must leave
-    published: str = ""  # the text in the last report
+    is_given_up: bool = False  # whether the waiting thread must stop waiting
+    published: str = ""  # the wait's text in the last report
     was_logged: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -109,7 +115,8 @@ class _Report(NamedTuple):
     text: str  # the wait in words
     need: WaitCondition
     begun: AllBegun
-    # `need` lists only the first ranks, and the wait needs all other ranks of the group.
+    # True if `need` lists only the first awaited ranks. Then the wait needs all other ranks of the
+    # group.
     has_more: bool = False
 
     def to_json(self) -> str:
@@ -118,15 +125,15 @@ class _Report(NamedTuple):
         return json.dumps(self._replace(need=need, has_more=has_more))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
-        """Whether the wait needs ``rank``, whose history ``begun`` lacks the needed collective."""
+        """Whether the wait lasts because ``rank``, which has begun ``begun``, is still missing."""
         need = self.need
         is_for = rank in need.ranks or (self.has_more and program.is_member(rank, need.group))
         return is_for and _missing(need, begun) > 0
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # JSON, not pickle: with pickle, anybody who can reach the store could run code in every
-        # rank.
+        # Use JSON, not pickle: with pickle, anybody who can write to the store could run code on
+        # every rank.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
@@ -136,7 +143,7 @@ _Reports = dict[int, _Report]  # keyed by rank
 
 
 class Deadlock:
-    """Checks whether a wait of this rank can ever end. Only one thread may use an object."""
+    """Checks whether a wait of this rank can ever end. Not thread-safe."""
 
     def __init__(self) -> None:
         self._wait: BlockedWait | None = None
@@ -147,7 +154,7 @@ class Deadlock:
         self._world: Any = None  # the default group that `_store` belongs to
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish this rank's ``wait`` again; set the wait's ``verdict`` if the wait never ends."""
+        """Publish this rank's ``wait`` again, and set ``wait.verdict`` if the wait never ends."""
         if not dist.is_initialized():
             return
         if wait is not self._wait:
@@ -179,15 +186,16 @@ class Deadlock:
             # collective.
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A collective of the program raises only the backend's error. Ranks in a collective of
-            # the program need time to log the reason: launchers kill all ranks after an error.
+            # A collective of the program raises only the backend's error, so each rank in such a
+            # collective logs the reason. Give these ranks time to log the reason before this rank
+            # raises, because a launcher kills all ranks after the first error.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
                 self._give_up(wait)
             return
-        # Keep the older reports while the ranks and waits stay the same, so that all ranks have
-        # time to publish again.
+        # Keep the older reports while the ranks and waits stay the same, so that each rank has time
+        # to publish its wait a second time (see [Note: proof]).
         if _ids(stuck) != _ids(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
@@ -196,7 +204,7 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # The call raises the backend's error, which does not have the reason.
+        # Log the reason, because a collective of the program raises only the backend's error.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
@@ -208,9 +216,9 @@ class Deadlock:
 
     @staticmethod
     def _compare(now: float) -> None:
-        """Compare histories of collectives that no backward compares.
+        """Compare this rank's collectives with other ranks' if no backward has compared them.
 
-        In evaluation ranks may begin different collectives without waiting for one another.
+        In evaluation, ranks may begin different collectives and still not block one another.
         """
         for history in _known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
@@ -224,7 +232,7 @@ class Deadlock:
                 _logger.error("%s", history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Ranks that a published wait needs but that publish no wait themselves."""
+        """Ranks that ``wait`` needs and that have published no wait of their own."""
         if wait is not self._wait or not wait.number:
             return []
         waiting = [rank for rank, report in self._heard.items() if report.wait]
@@ -235,9 +243,9 @@ class Deadlock:
         wait, self._wait, self._before = self._wait, None, {}
         if wait is None or not wait.number:
             return
-        if self._world() is not dist.group.WORLD:  # the store of an older default group is gone
+        if self._world() is not dist.group.WORLD:  # the older default group's store is gone
             return
-        with contextlib.suppress(Exception):  # the store may end before this process
+        with contextlib.suppress(Exception):  # the store's process may have ended
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
             # Another rank ended the wait.
@@ -291,8 +299,8 @@ class Deadlock:
 def explain(wait: BlockedWait) -> str | None:
     """Why a failed wait could not end; None if the reason is not known.
 
-    A rank that the wait needs may have given up an earlier wait, and left, before this wait was
-    published.
+    Also reads findings about other waits in the same group: an awaited rank may have given up an
+    earlier wait, and left, before this rank published ``wait``.
     """
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
@@ -307,14 +315,14 @@ def explain(wait: BlockedWait) -> str | None:
 
 def _missing(need: WaitCondition, begun: AllBegun) -> int:
     """Number of collectives that a rank must still begin for ``need``, having begun ``begun``."""
-    # Numbers of the program's collectives are published only by a waiting rank with a single
-    # communicating thread. Without a number, assume that the rank has begun enough.
+    # A rank publishes numbers of the program's collectives only while the rank waits, and only if a
+    # single thread communicates. Without a number, assume that the rank has begun the collective.
     unsaid = need.number if need.kind == PROGRAM else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """The last reports of the ranks that a wait needs, at most `_ASKED`."""
+    """The last reports of the first `_ASKED` ranks that a wait needs."""
     return _read(store, need.ranks[:_ASKED])
 
 
@@ -339,7 +347,7 @@ def _all_begun() -> AllBegun:
 
 
 def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
-    begun, recent = history.begun.copy(), history.recent()  # other threads may add some meanwhile
+    begun, recent = history.begun.copy(), history.recent()  # copies: other threads may add entries
     return {
         str(kind): (number, recent if kind == history.described else [])
         for kind, number in begun.items()
@@ -347,7 +355,7 @@ def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
 
 
 def tell_end(how: str) -> None:
-    """Publish the end of this rank's program, and ``how``: ranks that wait for it raise at once."""
+    """Publish that this rank's program has ended, and how. Ranks that wait for this rank raise."""
     text = f"rank {dist.get_rank()} ended by {how}"
     _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, _all_begun()))
 
@@ -361,7 +369,8 @@ def _circle(reports: _Reports) -> _Reports:
 
     {} if this rank is not in the subset.
     """
-    # Drop ranks that wait for no rank of the set, until every rank of the set waits for another.
+    # Drop ranks that wait for no rank of the set, until every rank of the set waits for another
+    # rank of the set.
     while True:
         stuck = {
             rank: report
@@ -419,7 +428,7 @@ def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding
 
 
 def _read(store: Any, ranks: Iterable[int]) -> _Reports:
-    """The last reports of these ranks; ranks that never published a report are left out."""
+    """Last report of each of ``ranks``, without ranks that never published a report."""
     known = sorted(ranks)
     if known and not store.check([_key(rank) for rank in known]):
         known = [rank for rank in known if store.check([_key(rank)])]
