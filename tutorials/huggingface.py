@@ -345,4 +345,4 @@ print(complete(adapted, "THE "))
 #
 # Checkpoints, `save_model`, LoRA adapters, `bf16`, gradient checkpointing and accumulation work as
 # usual: see [frameworks](../docs/frameworks.md), which also has Accelerate, TRL and Lightning.
-# [models](../docs/models.md) lists the architectures of `transformers` that were tried.
+# [models](../docs/evidence.md) lists the architectures of `transformers` that were tried.

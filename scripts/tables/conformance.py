@@ -1,6 +1,6 @@
 """What DistributedDataParallel users write, run with flatshard and torch's FSDP: right or not?
 
-    python scripts/tables/conformance.py > docs/conformance.md
+    python scripts/tables/conformance.py --page docs/evidence.md
     python scripts/tables/conformance.py --idiom tied --impl ddp "flatshard FULL_SHARD"
     python scripts/tables/conformance.py --list
 
@@ -30,7 +30,7 @@ from conformance_idioms import IDIOMS, Idiom
 from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
 from lib.command_line import Parser, at_least, positive_number
 from lib.rank_processes import Ranks, Said
-from table_cells import GOOD, VERDICTS, Cell, Notes, failure
+from table_cells import GOOD, VERDICTS, Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor
 
 SECTIONS = {
@@ -44,6 +44,14 @@ SECTIONS = {
 }
 FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
 SLOW_FACTOR = 6
+# Idioms of DistributedDataParallel that FSDP's documentation does not promise: it broadcasts no
+# buffers, every forward and state dict is collective, and it has no join(). FSDP1 also has its own
+# clipping and GradScaler, and prefixes in the names of parameters.
+_FSDP = {
+    *("batch_norm", "buffer_in_place", "buffer_reassigned", "buffer_replaced", "buffer_no_sync"),
+    *("evaluation_on_one_rank", "state_on_rank_0", "join"),
+}
+RULED_OUT = {"fsdp1": _FSDP | {"clip_grad_norm", "grad_scaler", "walked"}, "fsdp2": _FSDP}
 PRELOAD = ("conformance_idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
 
@@ -157,65 +165,59 @@ def _joined(cells: dict[str, Cell], notes: Notes) -> str:
 
 
 def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str:
-    """The page; the strategies of flatshard share a column."""
+    """The tables; the strategies of flatshard share a column."""
     present = next(iter(table.values()))
     ours = [name for name in FLATSHARD if name in present]
     others = [name for name in present if name not in ours]
     columns = [name for name in ("ddp",) if name in others] + (["flatshard"] if ours else [])
     columns += [name for name in others if name != "ddp"]
-    notes = Notes(longest=140)
-    lines = ["# Conformance", "", *_explanation(world, command), *_summary(table, present)]
+    notes = Notes("idioms", longest=140)
+    lines = [*_explanation(world, command), *_summary(table, present), ""]
     for section, title in SECTIONS.items():
         names = [name for name in table if IDIOMS[name].section == section]
         if not names:
             continue
         heads = " | ".join(name.upper() if name != "flatshard" else name for name in columns)
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            f"| idiom | | {heads} |",
-            "|---" * (len(columns) + 2) + "|",
-        ]
+        part = [f"| idiom | | {heads} |", "|---" * (len(columns) + 2) + "|"]
         for name in names:
             cells = {key: cell for key, cell in table[name].items() if key in ours}
             texts = [
-                _joined(cells, notes) if column == "flatshard" else notes.of(table[name][column])
+                _joined(cells, notes)
+                if column == "flatshard"
+                else _marked(notes.of(table[name][column]), name, column)
                 for column in columns
             ]
-            lines.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
-    lines += ["", "## Notes", "", *notes.lines()]
-    return "\n".join(lines)
+            part.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
+        lines += folded(f"{title}: {len(names)} idioms", part)
+    return "\n".join([*lines, *notes.lines()])
+
+
+def _marked(text: str, name: str, implementation: str) -> str:
+    """The cell's text, with a star where the implementation does not promise the idiom."""
+    is_ruled_out = name in RULED_OUT.get(implementation, ()) and text != "right"
+    return text.replace(" ", "\\* ", 1) if is_ruled_out else text
 
 
 def _explanation(world: int, command: str) -> list[str]:
     return [
-        "What DistributedDataParallel (DDP) scripts do, each idiom written once and run with DDP,"
-        " flatshard, and torch's FSDP1 and FSDP2. What a rank gets (losses, gradients, the state"
-        " dict at the end) must be what it gets under DDP; where that raises or is itself wrong,"
-        " what an unwrapped model gets whose gradients are averaged after each backward.",
-        "",
-        "*right*: the same numbers. *raises*: an error, on some rank at least. *wrong*: other"
-        " numbers, and no error. *crashes*: the process ends without a Python error. *hangs*: no"
-        " end within the limit. Notes have the beginning of an error's message.",
-        "",
-        f"- {datetime.date.today().isoformat()}, torch {torch.__version__}, {world} ranks on gloo"
-        f" and CPUs: `{command}`.",
-        f"- flatshard has each layer as a unit, with {', '.join(STRATEGIES)} (the HYBRID ones on"
-        ' two nodes), and `auto`: `auto_wrap_policy="auto"` and all defaults. Its column names the'
-        " strategies that differ from the others.",
-        "- FSDP1 has the same units and `use_orig_params=True`; FSDP2 is `fully_shard` on them.",
-        "- DDP has `find_unused_parameters=True` where an idiom needs it.",
+        f"{datetime.date.today().isoformat()}, torch {torch.__version__}, {world} ranks on gloo"
+        f" and CPUs: `{command}`. The HYBRID strategies run as on two nodes; `auto` is"
+        ' `auto_wrap_policy="auto"` and every other default.',
         "",
     ]
 
 
 def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[str]:
-    lines = [f"| {len(table)} idioms | {' | '.join(VERDICTS)} |", "|---" * 6 + "|"]
+    heads = [f"{len(table)} idioms", *VERDICTS, "silent, crash or hang", "of these not promised"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for implementation in present:
-        counts = collections.Counter(cells[implementation].verdict for cells in table.values())
+        cells = {name: row[implementation] for name, row in table.items()}
+        counts = collections.Counter(cell.verdict for cell in cells.values())
+        bad = [name for name, cell in cells.items() if cell.verdict not in GOOD]
+        starred = sum(name in RULED_OUT.get(implementation, ()) for name in bad)
         name = implementation.upper() if " " not in implementation else implementation
-        lines.append(f"| {name} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
+        numbers = [*(counts[verdict] for verdict in VERDICTS), len(bad), starred]
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     return lines
 
 
@@ -233,6 +235,7 @@ def main() -> int:
     parser.add_argument("--world-size", type=at_least(1), default=2)
     parser.add_argument("--timeout", type=positive_number, default=20.0, help="seconds, at most")
     parser.add_argument("--jobs", type=at_least(1), default=3, help="idioms that run at once")
+    parser.add_argument("--page", type=page_file, help="write into this page instead")
     parser.add_argument("--list", action="store_true", help="print the names of the idioms")
     options = parser.parse_args()
     if options.list:
@@ -241,7 +244,7 @@ def main() -> int:
     idioms = [IDIOMS[name] for name in options.idiom]
     table = run_table(idioms, options.impl, options.world_size, options.timeout, options.jobs)
     command = " ".join(["python scripts/tables/conformance.py", *sys.argv[1:]])
-    print(markdown(table, options.world_size, command))
+    write_table(options.page, "idioms", markdown(table, options.world_size, command))
     ours = (cells.get(name, Cell("right")) for cells in table.values() for name in FLATSHARD)
     return int(any(cell.verdict not in GOOD for cell in ours))
 

@@ -26,12 +26,11 @@ import table_cells  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser
-from table_cells import page_file, write_section
+from table_cells import page_file, write_table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 STEPS, ROWS = 20, 2
-MARK = "## What was tried"
 SIDES = {"ddp": "DDP", "flatshard": "flatshard", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
 
 
@@ -318,13 +317,13 @@ def table(names: list[str]) -> str:
         "DistributedDataParallel (DDP). *runs DDP*: asked for FSDP, the framework takes that on "
         "CPUs, without a word."
     )
-    return "\n".join([MARK, "", about, "", *lines, ""])
+    return "\n".join([about, "", *lines])
 
 
 def main() -> None:
     parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, help="these programs")
-    parser.add_argument("--page", type=page_file, help="write the section of this page instead")
+    parser.add_argument("--page", type=page_file, help="write into this page instead")
     for hidden in ("--program", "--side", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -335,7 +334,7 @@ def main() -> None:
             torch.save(tuple(seen), Path(args.folder) / "seen.pt")
         return
     installed = [n for n in PROGRAMS if importlib.util.find_spec(n.partition("-")[0])]
-    write_section(args.page, table(args.only or installed))
+    write_table(args.page, "frameworks", table(args.only or installed))
 
 
 if __name__ == "__main__":

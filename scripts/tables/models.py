@@ -1,6 +1,6 @@
-"""Real models with flatshard and FullyShardedDataParallel: is their training DDP's?
+"""Architectures with flatshard and FullyShardedDataParallel: is their training DDP's?
 
-    python scripts/tables/models.py > docs/models.md
+    python scripts/tables/models.py --page docs/evidence.md
     python scripts/tables/models.py --model timm/test_vit transformers/LlamaForCausalLM
     python scripts/tables/models.py --list
 
@@ -13,6 +13,7 @@ have to be those under DistributedDataParallel. A cell is *right*, *raises* (an 
 from __future__ import annotations
 
 import datetime
+import statistics
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from lib.command_line import Parser, positive_number
 from lib.rank_processes import Ranks, Said
 from model_zoo.families import FAMILIES, models_of
 from model_zoo.trial import POLICIES, train
-from table_cells import GOOD, VERDICTS, Cell, Notes, failure
+from table_cells import GOOD, VERDICTS, Cell, Notes, failure, folded, page_file, write_table
 
 WORLD = 2
 SIDES = ("flatshard", "fsdp1")
@@ -70,34 +71,31 @@ def try_model(ranks: Ranks, name: str, policy: str, sides: list[str], seconds: f
 
 
 def markdown(rows: list[Row], sides: list[str], command: str) -> str:
-    notes = Notes(longest=200)
+    notes = Notes("architectures", longest=200)
     tried = [row for row in rows if row.cells]
-    about = " ".join(__doc__.split("\n\n", 2)[2].split())
     lines = [
-        *("# Models", "", about, ""),
-        f"{datetime.date.today().isoformat()}, torch {torch.__version__}: `{command}`. Policies "
-        "take turns: `auto`, by size (an eighth of the model), by the class of the blocks; "
-        "FullyShardedDataParallel has the last for `auto`, and `use_orig_params=True`. "
-        "flatshard has `coalesce_bytes=0`, since all of a small model would be one unit.",
+        f"{datetime.date.today().isoformat()}, torch {torch.__version__}: `{command}`. The median "
+        f"model has {statistics.median_high(row.numel for row in tried):,} parameters.",
         "",
-        f"| {len(tried)} models | {' | '.join(VERDICTS)} |",
+        f"| {len(tried)} architectures | {' | '.join(VERDICTS)} |",
         "|---" * (len(VERDICTS) + 1) + "|",
     ]
     for side in sides:
         counts = Counter(row.cells[side].verdict for row in tried)
         lines.append(f"| {side} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
+    heads = ["architecture", "parameters", "policy", *sides]
     for family in FAMILIES:
-        own = [row for row in tried if row.name.startswith(f"{family}/")]
-        if own:
-            lines += ["", f"## {family}", ""]
-            lines += [f"| model | parameters | policy | {' | '.join(sides)} |"]
-            lines += ["|---" * (len(sides) + 3) + "|"]
-        for row in own:
+        table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        for row in tried:
+            if not row.name.startswith(f"{family}/"):
+                continue
             cells = " | ".join(notes.of(row.cells[side]) for side in sides)
             dtype = "" if row.dtype == "float64" else f", {row.dtype}"
             name = row.name.partition("/")[2]
-            lines.append(f"| `{name}` | {row.numel:,}{dtype} | {row.policy} | {cells} |")
-    return "\n".join([*lines, "", "## Notes", "", *notes.lines()])
+            table.append(f"| `{name}` | {row.numel:,}{dtype} | {row.policy} | {cells} |")
+        if len(table) > 2:
+            lines += ["", *folded(f"{family}: {len(table) - 2} architectures", table)]
+    return "\n".join([*lines, *notes.lines()])
 
 
 def main() -> int:
@@ -107,6 +105,7 @@ def main() -> int:
     parser.add_argument("--policy", choices=POLICIES, help="for all models, instead of by turns")
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds, at most")
+    parser.add_argument("--page", type=page_file, help="write into this page instead")
     parser.add_argument("--list", action="store_true", help="print the names of the models")
     options = parser.parse_args()
     names = [name for family in options.family for name in models_of(family)]
@@ -129,7 +128,7 @@ def main() -> int:
             spent = time.monotonic() - begin
             print(f"{name} ({policy}): {said or row.problem} ({spent:.0f} s)", file=sys.stderr)
     command = " ".join(["python scripts/tables/models.py", *sys.argv[1:]])
-    print(markdown(rows, options.side, command))
+    write_table(options.page, "architectures", markdown(rows, options.side, command))
     ours = (row.cells.get("flatshard", Cell("right")) for row in rows)
     return int(any(cell.verdict not in GOOD for cell in ours))
 

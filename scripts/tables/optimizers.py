@@ -1,8 +1,8 @@
 """Optimizers of several packages on a sharded model: the numbers of the unwrapped model or not?
 
-    python scripts/tables/optimizers.py --page docs/optimizers.md
+    python scripts/tables/optimizers.py --page docs/evidence.md
     python scripts/tables/optimizers.py --only Muon SOAP --impl flatshard fsdp2 --world-size 4
-    python scripts/tables/optimizers.py --strategies --page docs/optimizers.md
+    python scripts/tables/optimizers.py --strategies --page docs/evidence.md
 
 Each takes five steps on gloo ranks, in processes of its own. All ranks have the same rows, so that
 the averaged gradients are, bit for bit, those of the unwrapped model: what differs is the
@@ -26,7 +26,7 @@ import torch
 from conformance_idioms.side import STRATEGIES, Side
 from lib.command_line import Parser, at_least, positive_number
 from lib.rank_processes import Ranks, Said
-from table_cells import Cell, Notes, failure, page_file, write_section
+from table_cells import Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor, nn
 
 STEPS = 5
@@ -35,8 +35,6 @@ IMPLEMENTATIONS = {"flatshard": "flatshard FULL_SHARD", "fsdp1": "fsdp1", "fsdp2
 IMPLEMENTATIONS["ddp"] = "ddp"
 TITLES = {"flatshard": "flatshard", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP"}
 DEFAULT = {"lr": 0.01}
-MARK = "## What was tried"
-STRATEGIES_MARK = "## Strategies and numbers of ranks"
 WORLDS = (1, 2, 3, 4)
 
 Cells = dict[tuple[str, str], dict[str, Cell]]
@@ -202,14 +200,14 @@ def markdown(cells: Cells, about: str) -> str:
     implementations = list(next(iter(cells.values())))
     header = ["optimizer", "package", "flatshard steps it on", *map(TITLES.get, implementations)]
     lines = ["| " + " | ".join(map(str, header)) + " |", "|---" * len(header) + "|"]
-    notes = Notes(longest=160)
+    notes = Notes("optimizers", longest=160)
     for (package, name), row in cells.items():
         verdict, mode = row.get("flatshard", Cell(""))
         shown = [f"`{name}`", package, mode if verdict.startswith("right") else ""]
         for cell in row.values():
             shown.append(cell.verdict if cell.verdict.startswith("right") else notes.of(cell))
         lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join([MARK, "", about, "", *lines, "", "### Notes", "", *notes.lines(), ""])
+    return "\n".join([about, "", *folded(f"{len(cells)} optimizers", lines), *notes.lines()])
 
 
 def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
@@ -239,9 +237,9 @@ def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
     lines[0] = lines[0].replace("1 ranks", "1 rank")
     lines.append("|---" * (len(WORLDS) + 1) + "|")
     lines += [f"| {strategy} | {' | '.join(cells)} |" for strategy, cells in rows.items()]
-    text = [STRATEGIES_MARK, "", about, "", *lines, ""]
+    text = [about, "", *lines, ""]
     notes = [f"- {what}, with {', '.join(some)}" for what, some in others.items()]
-    return "\n".join([*text, *(["The others:", "", *notes, ""] if notes else [])])
+    return "\n".join([*text, *(["The others:", "", *notes] if notes else [])])
 
 
 def main() -> None:
@@ -253,21 +251,22 @@ def main() -> None:
         "--timeout", type=positive_number, default=60.0, help="seconds for one cell"
     )
     parser.add_argument("--strategies", action="store_true", help="flatshard's, on 1 to 4 ranks")
-    parser.add_argument("--page", type=page_file, help="write the section of this page instead")
+    parser.add_argument("--page", type=page_file, help="write into this page instead")
     args = parser.parse_args()
     names = [key for key in OPTIMIZERS if not args.only or key[1] in args.only]
     if not names:
         parser.error(f"--only: expected some of {sorted({name for _, name in OPTIMIZERS})}")
     if args.strategies:
-        text = by_strategy(names, args.timeout)
+        text, title = by_strategy(names, args.timeout), "optimizers by strategy"
     else:
         about = (
             f"Five steps of a small model on {args.world_size} gloo ranks with equal rows, torch "
             f"{torch.__version__.partition('+')[0]}; *right*: no value differs from the unwrapped "
             f"model's by more than {RIGHT:g}, *to the bit*: none differs."
         )
-        text = markdown(table(names, args.impl, args.world_size, args.timeout), about)
-    write_section(args.page, text)
+        cells = table(names, args.impl, args.world_size, args.timeout)
+        text, title = markdown(cells, about), "optimizers"
+    write_table(args.page, title, text)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Prints which strategy does what, tried on gloo ranks: the table of docs/support.md.
+"""Prints which strategy does what, tried on gloo ranks: a table of docs/evidence.md.
 
-    python scripts/tables/support.py [--only NAME...] [--page docs/support.md]
+    python scripts/tables/support.py [--only NAME...] [--page docs/evidence.md]
 
 Four ranks that say to be two nodes train a small model for three steps under each strategy with
-each feature. A cell is *yes* where weights are those of the unwrapped model on all rows, else
-*raises* with what it says, *wrong*, *crashes* or *hangs*.
+each feature. A cell is *yes* where weights are those of the unwrapped model on all rows, and
+otherwise *raises* with the error, *wrong*, *crashes* or *hangs*.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lib.command_line import Parser, positive_number
 from lib.rank_processes import Ranks, Said
-from table_cells import Cell, Notes, failure, page_file, write_section
+from table_cells import Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,7 +36,6 @@ from flatshard.wrap import ModuleWrapPolicy
 STRATEGIES = [one.name for one in ShardingStrategy]
 WORLD, PER_NODE, STEPS = 4, 2, 3
 EXACT, ROUNDED = 1e-5, 2e-2
-MARK = "## Strategies and features"
 
 
 class Block(nn.Module):
@@ -361,13 +360,13 @@ def main() -> None:
     parser.add_argument(
         "--timeout", type=positive_number, default=60.0, help="seconds for one cell"
     )
-    parser.add_argument("--page", type=page_file, help="write the section of this page instead")
+    parser.add_argument("--page", type=page_file, help="write into this page instead")
     args = parser.parse_args()
     names = [name for name in FEATURES if not args.only or any(one in name for one in args.only)]
     if not names:
         parser.error(f"--only: expected some of {', '.join(FEATURES)}")
     text = markdown(table(names, args.timeout))
-    write_section(args.page, text)
+    write_table(args.page, "features", text)
 
 
 Cells = dict[str, dict[str, Cell]]
@@ -388,9 +387,9 @@ def table(names: list[str], seconds: float) -> Cells:
 
 
 def markdown(cells: Cells) -> str:
-    """The section: a row for each feature, and the reasons below."""
-    lines = ["| | yes | else | test |", "|---|---|---|---|"]
-    reasons = Notes(longest=400)
+    """A row for each feature, and the reasons below."""
+    lines = ["| feature | yes | otherwise | test |", "|---|---|---|---|"]
+    reasons = Notes("features", longest=400)
     for name, row in cells.items():
         good = [strategy for strategy, (verdict, _) in row.items() if verdict == "yes"]
         others: dict[str, list[str]] = {}
@@ -406,12 +405,11 @@ def markdown(cells: Cells) -> str:
     version = torch.__version__.partition("+")[0]
     about = (
         f"`python scripts/tables/support.py`, {WORLD} gloo ranks as {WORLD // PER_NODE} nodes of "
-        f"{PER_NODE}, torch {version}: *yes*, where weights after {STEPS} steps are those of the "
-        "unwrapped model to 1e-5 (LBFGS 1e-4, where something is rounded 2e-2, float8 0.1; of "
-        "DistributedDataParallel for `allow_divergence`); *raises* an error that says why. *All* "
-        f"are {', '.join(STRATEGIES)}. The last column names a file in `tests/` that shows more."
+        f"{PER_NODE}, torch {version}. *All* strategies are {', '.join(STRATEGIES)}. The last "
+        "column names a file in `tests/` that shows more."
     )
-    return "\n".join([MARK, "", about, "", *lines, "", "### Notes", "", *reasons.lines(), ""])
+    table = folded(f"{len(cells)} features by {len(STRATEGIES)} strategies", lines)
+    return "\n".join([about, "", *table, *reasons.lines()])
 
 
 if __name__ == "__main__":

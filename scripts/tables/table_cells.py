@@ -43,9 +43,13 @@ def failure(said: Sequence[Said]) -> Cell | None:
 
 
 class Notes:
-    """Footnotes: the reasons of cells, each once, and no longer than so many characters."""
+    """Footnotes: the reasons of cells, each once, and no longer than so many characters.
 
-    def __init__(self, longest: int) -> None:
+    ``subject`` is what the cells are about: a page has the footnotes of several tables.
+    """
+
+    def __init__(self, subject: str, longest: int) -> None:
+        self._title = f"Notes on {subject}"
         self._longest = longest
         self._numbers: dict[str, int] = {}
 
@@ -54,7 +58,7 @@ class Notes:
         if not cell.why:
             return cell.verdict
         number = self._numbers.setdefault(self._shortened(cell.why), len(self._numbers) + 1)
-        return f"{cell.verdict} [{number}](#notes)"
+        return f"{cell.verdict} [{number}](#{self._title.lower().replace(' ', '-')})"
 
     def _shortened(self, why: str) -> str:
         text = " ".join(why.replace("`", "'").split())
@@ -64,10 +68,17 @@ class Notes:
         return text[: self._longest].rsplit(" ", 1)[0] + " …"
 
     def lines(self) -> list[str]:
-        return [f"{number}. `{text}`" for text, number in self._numbers.items()]
+        notes = [f"{number}. `{text}`" for text, number in self._numbers.items()]
+        return folded(self._title, [f"#### {self._title}", "", *notes])
 
 
 # ---------------------------------------------------------------- pages
+
+
+def folded(title: str, lines: Sequence[str]) -> list[str]:
+    """A part of a page that opens when the reader selects its title."""
+    head = f'<details markdown="1"><summary>{title}</summary>'
+    return [head, "", *lines, "", "</details>", ""]
 
 
 def page_file(text: str) -> Path:
@@ -78,12 +89,21 @@ def page_file(text: str) -> Path:
     return path
 
 
-def write_section(page: Path | None, text: str) -> None:
-    """Put a section in the place of the one with its heading, or at the end; or print it."""
+def split_page(page: Path, name: str) -> tuple[str, str, str]:
+    """The page up to a table, the table, and the rest. Two comments with its name enclose it."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, mark, after = page.read_text().partition(begin)
+    table, end_mark, rest = after.partition(end)
+    if not (mark and end_mark):
+        raise SystemExit(f"{page}: expected the lines {begin.strip()} and {end}")
+    return before + begin, table, end + rest
+
+
+def write_table(page: Path | None, name: str, text: str) -> None:
+    """Put a table in its place on a page; or print the table."""
     if page is None:
         print(text)
         return
-    before, mark, after = page.read_text().partition(text.partition("\n")[0] + "\n")
-    _, next_mark, rest = after.partition("\n## ")
+    before, _, rest = split_page(page, name)
     with writing(page) as part:
-        part.write_text((before if mark else before + "\n") + text + next_mark + rest)
+        part.write_text(f"{before}\n{text.strip()}\n\n{rest}")

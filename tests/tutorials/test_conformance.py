@@ -8,11 +8,11 @@ import pytest
 import torch
 from conformance_idioms import IDIOMS
 from lib.rank_processes import Raised, Said
-from table_cells import GOOD
+from table_cells import GOOD, Cell, split_page
 
 from tests.combinations import THOROUGH
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
 SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow]
 SAMPLE = SAMPLE[:: 12 if THOROUGH else 36]
 
@@ -28,10 +28,20 @@ def test_a_sample() -> None:
 
 
 def test_page_has_all_idioms() -> None:
-    names = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    names = re.findall(r"^\| `(\w+)` \|", split_page(PAGE, "idioms")[1], re.MULTILINE)
     assert sorted(names) == sorted(IDIOMS), (
-        "python scripts/tables/conformance.py > docs/conformance.md"
+        "python scripts/tables/conformance.py --page docs/evidence.md"
     )
+
+
+def test_stars_are_of_idioms() -> None:
+    """A star marks what the documentation of an implementation does not promise."""
+    assert all(names <= set(IDIOMS) for names in conformance.RULED_OUT.values())
+    cells = {"ddp": Cell("right"), "fsdp1": Cell("wrong", "why"), "fsdp2": Cell("right")}
+    page = conformance.markdown({"clip_grad_norm": cells, "tied": cells}, 2, "command")
+    assert "right | wrong\\* [1](#notes-on-idioms) | right |" in page
+    assert "right | wrong [1](#notes-on-idioms) | right |" in page
+    assert "| FSDP1 | 0 | 0 | 2 | 0 | 0 | 2 | 1 |" in page
 
 
 def test_verdicts() -> None:

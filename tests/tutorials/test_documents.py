@@ -312,6 +312,7 @@ def test_quickstart(tmp_path: Path) -> None:
 
 SHORTER = {
     "bash scripts/demo.sh": "--world-size 1 --max-steps 1 --data digits",
+    "python scripts/tables/conformance.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
     "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
 }
@@ -429,7 +430,7 @@ def test_site(tmp_path: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/support.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/evidence.md", "CONTRIBUTING.md"])
 def test_paths_exist(page: str) -> None:
     """Every path of this repository that a page names, in backquotes or in a block."""
     named = re.findall(

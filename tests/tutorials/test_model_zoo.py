@@ -57,7 +57,7 @@ def test_verdicts() -> None:
     assert judge([Said("died", -11), hangs]) == Cell("crashes", "rank 0 ends with exit code -11")
     cells = {"flatshard": Cell("right"), "fsdp1": Cell("raises", "ValueError: no")}
     page = markdown([Row("timm/a", "auto", 7, "float32", cells)], list(cells), "command")
-    assert "| `a` | 7, float32 | auto | right | raises [1](#notes) |" in page
+    assert "| `a` | 7, float32 | auto | right | raises [1](#notes-on-architectures) |" in page
     assert "| fsdp1 | 0 | 1 | 0 | 0 | 0 |" in page
 
 

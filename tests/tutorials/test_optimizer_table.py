@@ -5,11 +5,12 @@ from pathlib import Path
 import optimizers
 import pytest
 from optimizers import OPTIMIZERS, PACKAGES
+from table_cells import split_page
 
 from tests.combinations import THOROUGH
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
 SAMPLE = {
     ("torch", "Muon"): "owners",
     ("torch", "LBFGS"): "every rank",
@@ -32,7 +33,7 @@ def test_a_sample() -> None:
 
 def test_the_page_has_all() -> None:
     rows = {("torch", "Muon"), *((p, n) for p, (_, kinds) in PACKAGES.items() for n in kinds)}
-    text = PAGE.read_text()
+    text = split_page(PAGE, "optimizers")[1]
     assert [f"`{name}`" for p, name in rows if f"| `{name}` | {p} |" not in text] == []
     assert "| wrong" not in "".join(
         line.split("|")[4] for line in text.splitlines() if "| `" in line
