@@ -1,24 +1,31 @@
-"""``Backward``: the order of a backward, from the first gradient of an output to ``.grad``.
+"""``Backward``: the second half of a step, from the first gradient of an output to ``.grad``.
 
-1.  ``enter``, from the hook of a unit's output: the unit is unsharded again, and the all-gather of
-    the unit whose backward is expected next starts.
-2.  ``receive``, from the hook of a parameter: its gradient goes into the buffer of the flat
-    parameter.
-3.  When a bucket's gradients are complete, its reduction starts, in one order on all ranks
-    (``reduce_queue``).
-4.  When the gradients of the unit's inputs have arrived too, no more computation needs the unit's
-    parameters, and the unit is resharded.
-5.  ``_end``, a callback that autograd runs after the last node: see the note.
+Autograd runs the hooks that ``hooks`` registered on outputs, parameters and inputs of units. The
+hooks call this class:
 
-Observers are told of each step and change nothing. Extensions (``StepExtension``) may act in the
-places that call them.
+1.  The gradient of a unit's output is computed. ``enter`` unshards the unit again and waits,
+    because the next nodes of the graph read the parameters. Then the all-gather of the unit whose
+    backward is expected next starts, and overlaps with this unit's backward. The first call in a
+    backward also begins the backward (``begin``).
+2.  The gradient of a parameter is computed. ``receive`` moves the gradient from the parameter to
+    the gradient buffer of the flat parameter.
+3.  All gradients of a reduce bucket have arrived. The reduction of the bucket starts, in one order
+    on all ranks (``reduce_queue``), and overlaps with the rest of backward. Only if too many
+    reductions are unfinished does this rank wait for the oldest, for a limited time.
+4.  The gradients of the unit's inputs have arrived too. Now no computation needs the unit's
+    parameters, and the unit is resharded. Steps 1 to 4 repeat for every unit.
+5.  Autograd has run the last node, and calls ``_end``. The ranks reduce the remaining gradients,
+    this rank waits for all reductions, and ``.grad`` gets the averages; see the note.
+
+Observers (``StepObserver``) are told of each event and change nothing. Extensions
+(``StepExtension``) may act at the places that call them.
 
 [Note: the end of backward]
-At the end of a backward ranks may differ: a parameter may be used on one rank and unused on
-another. Every rank tells the other ranks which parameters it used. All ranks reduce the units that
-any rank used, in one order. Parameters that no rank used keep their ``.grad``. Only at the end may
-a rank wait for a reduction without a time limit: earlier, a peer may be unable to start the
-reduction until its own backward is over.
+At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
+another. So the ranks exchange which parameters each rank used (``agreement``). If any rank used a
+unit, all ranks reduce the unit, in one order. Parameters that no rank used keep their ``.grad``.
+Only here may a rank wait for a reduction without a time limit. Before the end, the wait could be a
+deadlock: a peer that lacks a gradient starts the reduction only at the end of its own backward.
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ from flatshard.engine.unit import Call, Moment, Phase, Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
-# Backwards of all models that are running or have failed.
+# The ``Backward`` of each model whose backward is running or has failed.
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
@@ -66,18 +73,17 @@ class Backward:
         )
 
     def begin(self) -> bool:
-        """Register the end of the present backward, once; returns False outside of a backward."""
+        """Begin this model's backward, unless it has begun. Returns False outside of a backward."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
             return False
         if self._is_active:
-            if graph_task == self._graph_task:  # the usual case: this runs for every gradient
+            if graph_task == self._graph_task:  # the usual case: `begin` runs for every gradient
                 return True
             if self._end_callback() is not None:
                 self._state.has_inner_backward = True
                 return True
-            # The earlier backward failed, and autograd dropped its callback. This is another
-            # backward.
+            # The earlier backward failed, so autograd dropped its callback. A new backward begins.
             self._drop()
         for extension in self._state.extensions:
             extension.begin_backward()
@@ -86,8 +92,8 @@ class Backward:
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
-        # Keep only a weak reference: autograd owns the callback, and drops the callback if the
-        # backward fails. A dead reference then shows the failure.
+        # Autograd calls `_end` after the last node, or drops the callback if the backward fails.
+        # Keep only a weak reference to the callback: a dead reference shows the failure.
         callback = partial(self._end)
         self._end_callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -101,47 +107,52 @@ class Backward:
     def _may_reduce_early(self) -> bool:
         """Whether reductions that start now match this model's reductions on all ranks.
 
-        If a transport matches reductions by their order, this model's reductions must not start
-        between those of another model whose backward is running: some ranks start the other model's
-        at the end of this backward. In that case this model's reductions wait for the end, and its
-        end comes after the other model's end.
+        One backward may compute gradients of two models. If a transport matches reductions by
+        order, the second model's reductions must not start between the first model's reductions:
+        a rank that lacks a gradient starts the first model's reductions only at the end of the
+        backward. So the second model's reductions start at its own end, which comes after the first
+        model's end.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for _, handle in self._state.handles
         )
 
-    # ------------------------------------------------------------ a unit, in the order of events
+    # ------------------------------------------------------------ a unit's backward
 
     @untraced  # autograd may call this inside of a compiled function
     def enter(self, unit: Unit, call: Call, _: Tensor) -> None:
-        """Unshard a unit for backward: a gradient of an output has come. Collective."""
+        """Unshard a unit, because the gradient of an output of ``call`` has arrived. Collective."""
         self.begin()
         unit.begin_call_backward(call)
         for observer in self._observers.all:
             observer.enter_backward(unit)
         self.unshard(unit)
-        # Prefetch only after this unit's own all-gather, which needs the full bandwidth.
+        # Prefetch only after this unit's all-gather is complete, which needs the full bandwidth.
         self._prefetch.before_backward(unit)
 
     def unshard(self, unit: Unit) -> None:
-        """Unshard the parameters that a unit's backward needs, if not unsharded. Collective."""
+        """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
         if torch.is_grad_enabled() and not unit.running and self.is_running:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # All ranks come here, so users' hooks can reduce the buckets that all ranks have.
+            # The all-gather below needs every rank, so all ranks come here. Users' communication
+            # hooks, which need every rank too, can therefore reduce complete buckets here.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
             self._state.unshard(unit, "backward")
         else:
-            unit.wait_unshard()  # recomputed forwards use the modules' parameters
+            # Backward reads no parameter of the unit (embedding tables), but a recomputed forward
+            # does: let the modules hold the unsharded parameters.
+            unit.wait_unshard()
         unit.enter(Phase.BACKWARD)
 
     def unshard_again(self, unit: Unit) -> None:
-        """Unshard all parameters again, for a saved view or to recompute a forward.
+        """Unshard all parameters of a unit, and wait for them.
 
-        Collective, unless they are unsharded.
+        A saved view needs the parameters, or a recomputed forward. Collective, unless all
+        parameters are unsharded.
         """
         if unit.is_current:
             return
@@ -150,9 +161,10 @@ class Backward:
             unit.enter(Phase.BACKWARD)
 
     def bring_back(self, unit: Unit) -> bool:
-        """Unshard parameters again that backward was expected not to use, but did use.
+        """Unshard parameters that backward turns out to read, and return True.
 
-        Returns whether the unit's backward is running, so that this was done.
+        An example is an embedding table that another operation than a lookup used. If the unit's
+        backward is not running, do nothing and return False.
         """
         if unit.phase is not Phase.BACKWARD or not self.is_running:
             return False
@@ -162,12 +174,12 @@ class Backward:
     def receive(
         self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
     ) -> None:
-        """Take the gradient in ``full.grad``, and start the reduction if its bucket is complete."""
+        """Take the gradient in ``full.grad``, and start the reduction if the bucket is complete."""
         if full.grad is None:
             return
         grad = handle.grad_publish.unreduced.take_back(param, full.grad)
-        # Remove the gradient from the parameter: autograd would add the next gradient to it, but
-        # the buffer may keep it without a copy.
+        # Remove the gradient from the parameter. Autograd would add the next gradient in place, but
+        # the gradient buffer may keep the same tensor without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
@@ -177,8 +189,8 @@ class Backward:
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        # Call `begin` before the buffer receives the gradient: `begin` clears the marks of the last
-        # backward.
+        # Begin the backward before the buffer receives the gradient: `begin` clears the buffer's
+        # list of gradients that arrived in the last backward.
         self.begin()
         handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
         for observer in self._observers.all:
@@ -201,6 +213,7 @@ class Backward:
         if not unit.ends_backward:
             return
         unit.reshard(Moment.AFTER_BACKWARD)
+        # Views of buffers that were resharded earlier may be gone by now: free these buffers too.
         for handle in self._lingering:
             if handle.lingers:
                 handle.reshard(though_held=False)
@@ -211,7 +224,7 @@ class Backward:
             extension.between_units()
         self._prefetch.after_backward(unit)
 
-    # ------------------------------------------------------------ it ends
+    # ------------------------------------------------------------ the end of backward
 
     @untraced
     def _end(self) -> None:
@@ -222,18 +235,18 @@ class Backward:
                 used = self._reduce_rest()
             failed = False
         finally:
-            self._is_active = failed  # after a failure, the next step drops the remains
+            self._is_active = failed  # after a failure, the next step calls `_drop`
             for unit in state.units:
-                # Leave units in forward unsharded: a forward may run a backward inside (to compute
-                # forces, for example) and then continue.
+                # Leave a unit in phase FORWARD unsharded: a forward may run a backward inside (to
+                # compute forces, for example) and then continue.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(Moment.AFTER_BACKWARD)
             for _, handle in state.handles:
                 if handle.lingers:
                     handle.reshard()
         is_outermost = state.depth == 0
-        # Wait after units are resharded. Sends of a forward around this backward are released at
-        # the end of that forward.
+        # Wait until the other ranks have received this rank's data, because the optimizer may write
+        # the shards next. If a forward runs around this backward, the end of the forward waits.
         if is_outermost:
             with self._observers.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
@@ -246,14 +259,19 @@ class Backward:
         for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
                 handle.grad_publish.show_unreduced()
-        # Call observers last: if a warning is raised as an error, no other rank waits for this one.
+        # Call observers last: an observer's warning may be raised as an error, and then no other
+        # rank must be waiting for this rank.
         for observer in self._observers.all:
             observer.end_backward()
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
-        """Reduce and publish the rest; returns which original parameters any rank used."""
+        """Reduce all remaining gradients, and publish the averages in ``.grad``. Collective.
+
+        Returns, for each flat parameter, which original parameters any rank used.
+        """
         agreed = self.queue.reduce_rest()
-        if agreed.edited:  # no collective is under way here that another rank would wait for
+        # All ranks raise here, and no collective is under way, so no rank is left waiting.
+        if agreed.edited:
             raise edited(agreed.edited[0].name)
         for unit, handle in self._state.handles:
             if unit.sync is Sync.ALL:
@@ -277,7 +295,7 @@ class Backward:
                     handle.give_hooks_back()
 
     def recover(self) -> None:
-        """Drop the remains of a failed backward, unless a backward is running."""
+        """Drop the gradients and reductions of a failed backward, unless a backward is running."""
         if self._is_active and torch._C._current_graph_task_id() == -1:
             self._drop()
 
@@ -285,8 +303,8 @@ class Backward:
         self._is_active = False
         if self._had_accumulated:
             warnings.warn(
-                "a backward failed, and gradients accumulated before it are lost with it. "
-                "Accumulate them again.",
+                "a backward failed, and the gradients that were accumulated before this backward "
+                "are lost, too. Accumulate the gradients again.",
                 stacklevel=4,
             )
         try:

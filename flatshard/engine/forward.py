@@ -1,23 +1,30 @@
-"""``Forward``: the order of a forward, from the outermost module's call to its return.
+"""``Forward``: the first half of a step, from the call of the outermost module to its return.
 
-1.  ``begin``, for the outermost module only: the remains of a failed step are dropped, the model is
-    checked, and its buffers are broadcast.
-2.  ``enter``: the unit is unsharded, unless a prefetch has started its all-gather already, and its
-    modules hold unsharded parameters. The all-gather of the next unit starts.
-3.  The module computes.
-4.  ``check``: the module has not edited its unsharded parameters.
-5.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the strategy
-    reshards after forward.
-6.  ``end``, for the outermost module only: this rank waits until no message of it is under way.
+Torch's module hooks (``hooks``) call this class around the forward of every unit:
 
-Observers are told of each step and change nothing. Extensions (``StepExtension``) may act in the
-places that call them.
+1.  The outermost module is called. ``begin`` drops whatever a failed step left behind and checks
+    the model. Then rank 0's buffers are broadcast.
+2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has started
+    the all-gather already, and waits: the module is about to read the parameters. Then the unit's
+    modules hold unsharded parameters, and the all-gather of the next unit starts.
+3.  The module computes, while the next all-gather is under way. Where autograd saves a view of an
+    unsharded buffer, ``saved_tensors`` saves the place of the view instead.
+4.  The module returns. ``check`` raises if the module edited its unsharded parameters, because
+    resharding would lose the edit.
+5.  ``leave`` lets the modules hold sharded parameters again, and reshards the unit if the strategy
+    reshards after forward. Steps 2 to 5 repeat for every unit; units may be nested.
+6.  The outermost module returns. ``end`` waits until no other rank reads this rank's shards,
+    because an optimizer may write the shards next.
+
+Observers (``StepObserver``) are told of each event and change nothing. Extensions
+(``StepExtension``) may act at the places that call them.
 
 [Note: recomputation]
-Checkpointing runs forwards inside backward. Such a forward unshards, but reshards nothing and
-records no order, because backward then uses the tensors that this forward saved. Non-reentrant
-checkpointing stops such a forward early, with an exception. So the forward starts no prefetch,
-unless a reentrant checkpoint recomputes the full model.
+Activation checkpointing runs forwards inside backward. Such a forward unshards its unit, but does
+not reshard the unit, because backward needs the parameters next, and does not record the order of
+units. A non-reentrant checkpoint stops the forward with an exception once all saved tensors are
+recomputed, and later units do not run. So nothing is prefetched, unless a reentrant checkpoint
+recomputes the full model: then every unit runs.
 """
 
 from __future__ import annotations
@@ -40,16 +47,16 @@ from flatshard.memory.buffers import POOL
 
 
 class RootModule(Protocol):
-    """The outermost wrapped module, as far as a forward uses the module itself."""
+    """The methods of the outermost wrapped module that a forward calls."""
 
     def recover(self) -> None:
-        """Undo a failed optimizer step; take over users' writes to parameters."""
+        """Undo a failed optimizer step, and apply values that users wrote into state dicts."""
 
     def check(self) -> None:
         """Raise, on all ranks, if the module cannot be trained as it is now."""
 
     def shared_buffers(self) -> Buffers:
-        """The present module buffers shared by the ranks."""
+        """The module buffers that all ranks share, as the modules hold them now."""
 
 
 class Forward:
@@ -59,27 +66,27 @@ class Forward:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
         self._root_module, self._edits = root_module, ForwardEdits()
-        # Units unsharded for operations outside of their own forward, each with the depth of the
-        # forward around the operation; the innermost comes last.
+        # Units that were unsharded for an operation outside of their own forward, in order. Each
+        # unit has the depth (number of nested forwards) at which the operation ran.
         self._touched: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
         """Recompute cached storages and lists after the units' buffers were reallocated."""
         units, handles = self._state.units, self._state.handles
         self.saved = SavedTensors(handles, self._backward)
-        self._of_several = [unit for unit in units if len(unit.modules) > 1]
-        self._crossing = [h for _, h in handles if h.topology.inter_group.size > 1]
+        self._units_of_several = [unit for unit in units if len(unit.modules) > 1]
+        self._handles_across_nodes = [h for _, h in handles if h.topology.inter_group.size > 1]
 
     def recover(self) -> None:
-        """Reset the model's state after a step that was left by an exception."""
-        # First restore parameters: a failed optimizer step may have replaced them.
+        """Drop whatever a step that an exception ended has left behind."""
+        # Restore the parameters first: a failed optimizer step may have replaced parameters.
         self._root_module.recover()
         for extension in self._state.extensions:
             extension.recover()
         self._backward.recover()
 
     def give_back(self) -> None:
-        """Free memory that is cached for the next step."""
+        """Free the memory that is cached for the gradients and buffers of the next step."""
         for _, handle in self._state.handles:
             handle.reduce_plan.give_back()
         POOL.give_back()
@@ -87,16 +94,17 @@ class Forward:
     # ------------------------------------------------------------ the outermost forward begins
 
     def begin(self, unit: Unit | None = None) -> None:
-        """Begin the outermost forward, in a module of ``unit``. Collective."""
+        """Begin the outermost forward. ``unit`` owns the called module. Collective."""
         state = self._state
         self.recover()
-        # Check before any communication. If these checks raise, they raise on all ranks.
+        # Check before any communication. A failing check raises on all ranks, so no rank is left
+        # waiting in a collective.
         self._root_module.check()
         for extension in state.extensions:
             extension.begin_forward(of_root=unit is state.root)
         for observer in self._observers.all:
             observer.begin_forward()
-        state.has_run = True  # after the checks, some of which look at the first forward only
+        state.has_run = True  # set after the checks: some checks run only in the first forward
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
@@ -104,21 +112,22 @@ class Forward:
         if state.expects_backward:
             state.plan_syncs()
         else:
-            # Evaluation needs no memory for gradients, and its batches are often larger.
+            # Evaluation needs no memory for gradients, and often runs larger batches.
             self.give_back()
-        # All-gathers across nodes are slow: start those of all units now, to overlap with the
-        # forward.
+        # All-gathers across nodes are slow. Start them for all units now, so that they overlap with
+        # the forward.
         with self._observers.span(Kind.STARTING, purpose="forward"):
-            for handle in self._crossing:
+            for handle in self._handles_across_nodes:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
 
     # ------------------------------------------------------------ a module's forward
 
     def enter(self, unit: Unit) -> Call:
-        """Unshard the unit, and wait for it, before a module's forward. Collective."""
+        """Unshard a unit before the forward of a module of the unit. Collective."""
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
-            # A recomputation of the full model begins the model's backward here.
+            # If a checkpoint recomputes the full model, this call begins the model's backward, and
+            # not a new outermost forward.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
@@ -138,27 +147,28 @@ class Forward:
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            if not unit.may_diverge:  # predictions would differ between ranks
+            if not unit.may_diverge:  # ranks may skip the unit, and would predict different orders
                 self._prefetch.order.record(unit.index)
             self.unshard(unit)
             if len(unit.running) == 1:
                 self._edits.begin(unit)
-            # Prefetch after the wait: this unit's all-gather gets the full bandwidth, and the next
-            # all-gather overlaps with this unit's computation.
+            # Prefetch only after this unit's all-gather is complete. The all-gather had the full
+            # bandwidth, and the next all-gather overlaps with this unit's computation.
             self._prefetch.in_forward()
         return call
 
     def unshard(self, unit: Unit) -> None:
-        """Unshard a unit for use in the forward under way, and wait for it. Collective."""
+        """Unshard a unit for the forward under way, and wait for the all-gather. Collective."""
         self._state.unshard(unit, "forward")
-        if unit.phase is Phase.BACKWARD:  # a backward inside the running forward failed
+        if unit.phase is Phase.BACKWARD:  # left over from a backward that failed in this forward
             unit.enter(Phase.IDLE)
         unit.enter(Phase.FORWARD)
 
     def touch(self, unit: Unit) -> None:
-        """Unshard a unit for an operation outside of its forward, until the enclosing forward ends.
+        """Unshard a unit for an operation outside of the unit's own forward.
 
-        Collective, unless the unit is unsharded.
+        The unit stays unsharded until the forward around the operation ends. Collective, unless the
+        unit is unsharded.
         """
         if unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.running:
@@ -167,23 +177,28 @@ class Forward:
             self._edits.begin(unit)
 
     def check(self, unit: Unit, module: nn.Module) -> None:
-        """Raise if a module's finished forward edited unsharded parameters."""
+        """Raise if the forward of ``module``, which is over, edited unsharded parameters."""
         if unit.phase is not Phase.FORWARD or unit.running:
             return
         self._edits.check(unit, module)
-        for depth, one in self._touched:
-            # Check only units touched at this depth. All others are checked in their own forward.
-            if depth == self._state.depth and one.phase is Phase.FORWARD and not one.running:
-                for inner in one.modules:
-                    self._edits.check(one, inner)
+        for depth, touched in self._touched:
+            # Check the units that operations of this forward unsharded. Operations at other depths
+            # belong to other forwards.
+            is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
+            if is_ours and not touched.running:
+                for touched_module in touched.modules:
+                    self._edits.check(touched, touched_module)
 
     def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
-        """Reshard after a module's forward, even if it raised, as the strategy says."""
+        """End the forward of a module, and reshard the unit if the strategy says so.
+
+        ``has_output`` is False if the forward raised an exception or returned None.
+        """
         state = self._state
         if unit.phase is Phase.FORWARD and not unit.running:
-            # Under a reentrant checkpoint gradients are disabled here, although a backward follows.
-            follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
-            if unit.end_call(backward_follows=follows) or not has_output:
+            # A reentrant checkpoint disables gradients in its forward, although a backward follows.
+            backward_follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
+            if unit.end_call(backward_follows=backward_follows) or not has_output:
                 unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         if state.depth == 0:
             return
@@ -201,16 +216,18 @@ class Forward:
             self.end(failed)
 
     def reshard_touched(self) -> None:
-        """Reshard units that operations of the finished forward unsharded."""
+        """Reshard the units that operations of a finished forward unsharded."""
         while self._touched and self._touched[-1][0] > self._state.depth:
             _, unit = self._touched.pop()
             unit.backward_follows = self._state.expects_backward
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
 
     def begins_recomputation(self) -> bool:
-        """Whether a reentrant checkpoint around the full model starts to recompute the model."""
-        # If so, no part of the model's backward has run yet, and the model's own forward ran
-        # without gradients.
+        """Whether a reentrant checkpoint around the full model starts to recompute the model.
+
+        If so, begin the model's backward: no part of the backward has run yet.
+        """
+        # The model's own forward ran without gradients and planned no reductions, so plan now.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
         self._state.plan_syncs()
@@ -222,29 +239,31 @@ class Forward:
         """End the outermost forward. Collective."""
         for extension in self._state.extensions:
             extension.end_forward(failed)
-        for unit in self._of_several:
+        for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
-        # If the forward ran in the recorded order, an all-gather under way is for the first units
-        # of backward: keep it.
+        # If the forward ran the units in the recorded order, an all-gather under way is for the
+        # first units of backward, and is kept. Otherwise it is for a unit that did not run.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
-        # Wait until no other rank reads this rank's shards: the optimizer may write them next.
+        # Wait until no other rank reads this rank's shards, because the optimizer may write the
+        # shards next. The wait is here, not at each unit: a rank that is ahead can then continue.
         with self._observers.span(Kind.RANKS_WAIT):
-            for handle in self._crossing:
+            for handle in self._handles_across_nodes:
                 if handle.gather.secondary is not None:
                     handle.gather.secondary.finish_refresh()
-            if not failed:  # otherwise this error would hide the first one
+            if not failed:  # an error of this wait would hide the error that ended the forward
                 self._state.pending_sends.wait_sends()
         for observer in self._observers.all:
             observer.end_forward()
 
     def _drop_prefetched(self, failed: bool) -> None:
-        """Wait for all-gathers of units that did not run, and reshard these units."""
+        """Reshard units that were prefetched but did not run."""
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:
+                    # Resharding waits for the all-gather, which still writes into the buffer.
                     with self._observers.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
-                    if not failed:  # otherwise this error would hide the first one
+                    if not failed:  # this error would hide the error that ended the forward
                         raise

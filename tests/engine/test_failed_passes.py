@@ -69,7 +69,7 @@ def _lost(rank: int, world_size: int) -> None:
         bad = sharded.loss(1)
     with pytest.raises(ValueError, match="bad backward"):
         bad.backward()
-    with pytest.warns(UserWarning, match="accumulated before it are lost"):
+    with pytest.warns(UserWarning, match="accumulated before this backward are lost"):
         sharded.loss(2)
     sharded.optimizer.zero_grad()
     for run in (sharded, plain):
