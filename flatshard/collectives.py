@@ -31,7 +31,17 @@ class Event(NamedTuple):
 
 @contextlib.contextmanager
 def record() -> Iterator[list[Event]]:
-    """List the collectives that this rank starts inside the context, in order."""
+    """List the collectives that this rank starts inside the context, in order.
+
+    Example:
+        ```python
+        from flatshard import collectives
+
+        with collectives.record() as events:
+            model(inputs)
+        print(sum(event.nbytes for event in events if event.kind == "gather"))
+        ```
+    """
     events: list[Event] = []
 
     def listen(*facts: Any) -> None:

@@ -73,32 +73,33 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     Collective: all ranks of the process group construct, run forward and backward, and take state
     dicts together.
 
+    Example:
+        ```python
+        from flatshard import ShardedWrapper
+        from flatshard.wrap import ModuleWrapPolicy
+
+        model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loss_fn(model(inputs), labels).backward()
+        optimizer.step()
+        ```
+
     Args:
         module: any module. The module is changed in place and stays available as ``.module``.
-        process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
-            group, replicate group). A module inside may be wrapped by hand with a subset of these
-            ranks: then only these ranks train it, as their expert. Every rank needs a group of the
-                same size for such a module. None: the default group. Without a default group, if no
-                other rank was started, the wrapper runs like the unwrapped module and warns once.
+        auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
+            ``flatshard.wrap``. None: one unit.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. A HYBRID
             strategy with neither shards within each node; ``LOCAL_WORLD_SIZE`` is the node's size.
-        cpu_offload: see ``CPUOffload``.
-        auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
-            ``flatshard.wrap``. None: one unit.
-        backward_prefetch: when the next unit's all-gather starts in backward, see
-            ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
-        device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
-            (replicate, shard). If its dimensions have these names, their order does not matter.
-            Parameters may be DTensors over another dimension (tensor parallelism): their local
-            parts are sharded.
-        reshard_after_forward: None: the strategy decides. True or False: reshard parameters between
-            forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
-            size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
+        cpu_offload: see ``CPUOffload``.
         device_id: device on which parameters are kept and trained; an accelerator's index or a
             device. None: the parameters' present device, or the current accelerator if the process
             group has no CPU backend.
+        sync_module_states: whether all ranks take rank 0's weights. True: other ranks' weights may
+            be on the meta device, and rank 0 sends each rank its part. None: take rank 0's weights
+            if the ranks' weights differ, and warn. False: keep each rank's weights, and warn if
+            they differ.
         param_init_fn: gives modules on the meta device memory and values. The function is called
             with every module of a unit that has tensors on the meta device, from the unit's root
             down, but never with ignored modules. It initialises the module's own parameters and
@@ -107,28 +108,26 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             in which constructors call it, and then ``_init_weights(module)`` of a module around
             them, if there is one (transformers). In each case, at most one unit has full parameters
             at any time.
-        sync_module_states: whether all ranks take rank 0's weights. True: other ranks' weights may
-            be on the meta device, and rank 0 sends each rank its part. None: take rank 0's weights
-            if the ranks' weights differ, and warn. False: keep each rank's weights, and warn if
-            they differ.
+        process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
+            group, replicate group). A module inside may be wrapped by hand with a subset of these
+            ranks: then only these ranks train it, as their expert. Every rank needs a group of the
+                same size for such a module. None: the default group. Without a default group, if no
+                other rank was started, the wrapper runs like the unwrapped module and warns once.
+        device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
+            (replicate, shard). If its dimensions have these names, their order does not matter.
+            Parameters may be DTensors over another dimension (tensor parallelism): their local
+            parts are sharded.
+        reshard_after_forward: None: the strategy decides. True or False: reshard parameters between
+            forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
+            size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
+        backward_prefetch: when the next unit's all-gather starts in backward, see
+            ``BackwardPrefetch``; None: when the unit needs it.
         forward_prefetch: start the next unit's all-gather before this unit computes, in the order
             of the last forward. None: yes.
         limit_all_gathers: accepted; buffers in flight are always bounded.
         coalesce_bytes: join neighbouring units of a policy into one as long as their parameters
             have at most this many bytes in total, because small collectives are latency-bound. 0:
             never. None: 4 MiB.
-        broadcast_buffers: broadcast rank 0's buffers before a forward, as in
-            DistributedDataParallel: before the first forward, and before every forward that follows
-            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
-            ranks are not broadcast.
-        collectives: the transport. ``"auto"``: the best transport for the backend; ``"sockets"``:
-            on gloo, send and receive even if ranks on one host could read each other's memory;
-            ``"native"``: one collective of the backend per unit and purpose, for comparison. On
-            gloo, ranks then compare the name of the unit before each all-gather.
-        wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
-            rounded to bfloat16 before an all-gather, in the same way on all ranks, and gradients
-            before they are sent. Shards, computation and sums keep their own dtypes, and state
-            dicts are exact. Ranks on one host then use sockets, too. None: no rounding.
         ignored_modules: modules whose parameters and buffers are neither sharded nor moved, nor
             compared or synchronised between ranks; their gradients stay local. A parameter that
             another module shares is ignored there, too. Modules that are not in ``module`` have no
@@ -136,6 +135,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             attribute ``_ddp_params_and_buffers_to_ignore`` names (under all their names) are
             ignored as well.
         ignored_states: parameters or modules to ignore; not together with ``ignored_modules``.
+        broadcast_buffers: broadcast rank 0's buffers before a forward, as in
+            DistributedDataParallel: before the first forward, and before every forward that follows
+            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
+            ranks are not broadcast.
         allow_divergence: units that some ranks skip in a step, or run in another order: experts
             that a rank chooses, layers that are dropped at random, a tower for images that only
             some batches contain. A list of classes, of names in the unwrapped model, or of modules:
@@ -147,6 +150,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             whole on one rank; an int: at multiples of this many elements from the parameter's
             start, for optimizers with 8-bit state in blocks. A boundary costs padding, see
             ``unit_report()``.
+        collectives: the transport. ``"auto"``: the best transport for the backend; ``"sockets"``:
+            on gloo, send and receive even if ranks on one host could read each other's memory;
+            ``"native"``: one collective of the backend per unit and purpose, for comparison. On
+            gloo, ranks then compare the name of the unit before each all-gather.
+        wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
+            rounded to bfloat16 before an all-gather, in the same way on all ranks, and gradients
+            before they are sent. Shards, computation and sums keep their own dtypes, and state
+            dicts are exact. Ranks on one host then use sockets, too. None: no rounding.
         others: other keywords of DistributedDataParallel and ``fully_shard`` (``mesh``,
             ``mp_policy``, ``offload_policy``, ``ignored_params``). A keyword with a meaning here is
             accepted; other keywords are ignored with one warning, or raise; see docs/migration.md.
@@ -262,6 +273,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if the reduce dtype is narrower, because sums are rounded only before they are sent. Two
         arguments limit this memory.
 
+        Example:
+            ```python
+            with model.no_sync():
+                for inputs, labels in micro_batches[:-1]:
+                    loss_fn(model(inputs), labels).backward()
+            inputs, labels = micro_batches[-1]
+            loss_fn(model(inputs), labels).backward()  # reduces the sum of all gradients
+            optimizer.step()
+            ```
+
         Args:
             max_bytes: accumulate unsharded gradients only for the smallest units, up to this many
                 bytes in total. The other units reduce in every backward, and accumulate sharded
@@ -293,6 +314,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         costs a small exchange; once a rank has no input, each all-gather costs another exchange.
 
         Collective: all ranks, at entry and at the end; on the outermost wrapper.
+
+        Example:
+            ```python
+            with model.join():
+                for inputs, labels in batches[: 1 + dist.get_rank()]:  # fewest on rank 0
+                    optimizer.zero_grad()
+                    loss_fn(model(inputs), labels).backward()
+                    optimizer.step()
+            ```
 
         Args:
             divide_by_initial_world_size: average gradients over all ranks. False: over the ranks
@@ -328,6 +358,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         writes its own file. All reports stay in memory until then, so record only a few steps.
 
         Collective: all ranks that train the model, at entry, and at the end to write a file.
+
+        Example:
+            ```python
+            with model.record_steps() as reports:
+                for inputs, labels in batches:
+                    optimizer.zero_grad()
+                    loss_fn(model(inputs), labels).backward()
+                    optimizer.step()
+            print(reports[-1])  # time, bytes sent and memory of each unit
+            ```
 
         Args:
             memory: file for a plot of memory over the last step, of at most 8 ranks; needs
@@ -392,6 +432,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Collective: all ranks that train the model; the same kind of hook for the same units.
 
+        Example:
+            ```python
+            def average(state, full, out):
+                dist.all_reduce(full)
+                part = full.chunk(dist.get_world_size())[dist.get_rank()]
+                torch.div(part, dist.get_world_size(), out=out)
+
+            model.register_comm_hook(None, average)
+            ```
+
         Raises:
             TypeError: ``hook`` is not callable, or does not accept these arguments.
             ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state for
@@ -438,6 +488,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Collective: all ranks that train the model; the same optimizer on each.
 
+        Example:
+            ```python
+            model.step_in_backward(optimizer)
+            for inputs, labels in batches:
+                loss_fn(model(inputs), labels).backward()  # also steps each unit
+                optimizer.step()
+                optimizer.zero_grad()
+            ```
+
         Args:
             optimizer: an optimizer over any of the model's parameters, made before or after
                 wrapping. It must be element-wise: it updates every element from the element's own
@@ -472,6 +531,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         all-reduce per process group. On an inner wrapper, only gradients within this wrapper are
         clipped. Ignored parameters count with this rank's gradients. If these gradients differ
         between ranks, the norm differs, too: clip them separately. Collective: all ranks.
+
+        Example:
+            ```python
+            loss_fn(model(inputs), labels).backward()
+            norm = model.clip_grad_norm_(1.0)
+            optimizer.step()
+            ```
 
         Args:
             max_norm: the largest norm allowed.
@@ -521,6 +587,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Collective: all ranks, at entry.
 
+        Example:
+            ```python
+            with ShardedWrapper.summon_full_params(model), torch.no_grad():
+                print(model.head.weight.norm())  # a plain parameter in its full shape
+                model.head.weight[0] = 0  # the same edit on every rank
+            ```
+
         Args:
             module: a wrapper, or any module that contains some.
             recurse: also summon nested units. False: only the outermost units.
@@ -553,6 +626,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Collective: all ranks.
 
+        Example:
+            ```python
+            def init(module):
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.02)
+
+            torch.manual_seed(0)  # the same seed on every rank
+            model.apply(init)
+            ```
+
         Raises:
             RuntimeError: see ``summon_full_params``.
         """
@@ -573,6 +656,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
         including ranks that get nothing.
+
+        Example:
+            ```python
+            state = model.state_dict()  # on all ranks
+            plain = Model()
+            plain.load_state_dict(state)
+            ```
         """
         self._sharding.context.recover()
         return self.module.state_dict(*args, **kwargs)
@@ -586,6 +676,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         whole are plain tensors. ``load_state_dict`` accepts the dict, on the same rank of the same
         model.
 
+        Example:
+            ```python
+            import torch.distributed.checkpoint as dcp
+
+            dcp.save({"model": model.sharded_state_dict()}, checkpoint_id="step-1")
+            dcp.load({"model": model.sharded_state_dict()}, checkpoint_id="step-1")  # in place
+            ```
+
         Raises:
             RuntimeError: a forward of the model is running.
         """
@@ -598,6 +696,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Dtypes are cast. DistributedDataParallel's ``module.`` prefix is accepted. No communication:
         every rank passes the same dict. If some ranks did not load at all, the end of the next
         backward raises. Returns missing and unexpected keys.
+
+        Example:
+            ```python
+            if dist.get_rank() == 0:
+                torch.save(Model().state_dict(), "model.pt")
+            dist.barrier()
+            model.load_state_dict(torch.load("model.pt", map_location="cpu", mmap=True))
+            ```
 
         Raises:
             RuntimeError: keys or shapes do not fit.
@@ -635,6 +741,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ``optim_state_dict_to_load``.
 
         Collective: all ranks, unless ``model`` contains no wrapper. All-gathers unit by unit.
+
+        Example:
+            ```python
+            # The call is collective: make it on all ranks, also on ranks that get no state.
+            state = ShardedWrapper.optim_state_dict(model, optimizer, rank0_only=True)
+            if dist.get_rank() == 0:
+                torch.save(state, "optimizer.pt")
+            ```
 
         Args:
             model: a wrapper, a module that contains some, or an unwrapped model.
@@ -683,6 +797,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Collective: all ranks, unless ``model`` contains no wrapper. Ranks compare the state that
         they load.
 
+        Example:
+            ```python
+            state = ShardedWrapper.optim_state_dict(model, optimizer)
+
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            state = ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
+            optimizer.load_state_dict(state)
+            ```
+
         Args:
             model: a wrapper, a module that contains some, or an unwrapped model.
             optim: an optimizer over its parameters.
@@ -716,6 +839,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         optim_state_dict_config: Any = None,
     ) -> Any:
         """Set the format of ``state_dict()`` and ``optim_state_dict()``; call it on all ranks.
+
+        Example:
+            ```python
+            from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+
+            on_rank_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            ShardedWrapper.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, on_rank_0)
+            state = model.state_dict()  # empty on all ranks but rank 0
+            ```
 
         Args:
             module: a wrapper, or any module that contains wrappers. All of them are set.
@@ -785,6 +917,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         of ranks that share the unit, transport, and the reason why it is a unit. Below the table is
         a line for each optimizer that has stepped full parameters: how it steps, and how many extra
         bytes it needs.
+
+        Example:
+            ```python
+            model = ShardedWrapper(model, auto_wrap_policy="auto")
+            if dist.get_rank() == 0:
+                print(model.unit_report())
+            ```
         """
         return unit_report.report(self._sharding)
 
@@ -794,6 +933,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         A unit has one flat parameter for each dtype and ``requires_grad`` of its parameters.
         ``print`` a flat parameter to see the chunks of all ranks, the padding, and where each
         original parameter lies. To edit values, write to the parameters themselves.
+
+        Example:
+            ```python
+            for flat_param in model.flat_parameters():
+                print(flat_param)
+                assert flat_param.shape == (flat_param.flat_layout.shard_numel,)
+            ```
         """
         return [handle.flat_param for handle in handles_in(self)]
 
@@ -860,5 +1006,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
 
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
-    """Every wrapper in a model, outermost first; empty for an unwrapped model."""
+    """Every wrapper in a model, outermost first; empty for an unwrapped model.
+
+    Example:
+        ```python
+        for unit in flatshard.sharded_modules(model):
+            print(type(unit.module).__name__, unit.sharding_strategy.name)
+        ```
+    """
     return [found for found in module.modules() if isinstance(found, ShardedWrapper)]

@@ -1,9 +1,11 @@
-"""Blocks of code in documents, and the names that they find: what their reader has by then."""
+"""Blocks of code in documents and docstrings, and the names that they find: what a reader has."""
 
+import ast
 import contextlib
 import copy
 import functools
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +38,21 @@ def fences(path: Path) -> list[Fence]:
         heading = title or heading
         if not title:
             found.append(Fence(path.name, language, heading, text))
+    return found
+
+
+def examples(path: Path) -> list[Fence]:
+    """The examples in the docstrings of a module."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node) or ""
+            blocks = re.findall(r"^Example:\n    ```python\n(.*?)^    ```$", text, re.M | re.S)
+            # A section with another title, or without a block, would not be rendered or not run.
+            num_sections = len(re.findall(r"^Examples?:+$", text, re.M))
+            name = getattr(node, "name", path.stem)
+            assert len(blocks) == num_sections == text.count("```") / 2, (path, name)
+            found += [Fence(path.name, "python", name, textwrap.dedent(block)) for block in blocks]
     return found
 
 
@@ -82,8 +99,10 @@ def surroundings(text: str, rank: int) -> dict[str, Any]:
     """The names that a block finds."""
     model: nn.Module = build()
     if "leave_empty" in text:
-        torch.save(model.state_dict(), "model.pt")
-        save_file(model.state_dict(), "model.safetensors")
+        if rank == 0:
+            torch.save(model.state_dict(), "model.pt")
+            save_file(model.state_dict(), "model.safetensors")
+        dist.barrier()
         with torch.device("meta"):
             model = Model()
     elif not re.search(r"ShardedWrapper\(\s*(model|planned)\b", text):

@@ -46,6 +46,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Collective: all ranks, as ``state_dict()``.
 
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        state = checkpoint.full_state_dict(model)  # on all ranks
+        if dist.get_rank() == 0:
+            torch.save(state, "model.pt")
+        ```
+
     Args:
         model: a wrapper, or a module that contains some.
 
@@ -69,6 +78,15 @@ def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     unit.
 
     Collective: all ranks.
+
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        state = checkpoint.full_optim_state_dict(model, optimizer)  # on all ranks
+        if dist.get_rank() == 0:
+            torch.save(state, "optimizer.pt")
+        ```
 
     Args:
         model: a wrapper, or a module that contains some.

@@ -36,6 +36,15 @@ def convert(
     dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard, FSDP1, FSDP2), a folder of
     DeepSpeed (ZeRO-1, 2, 3), or safetensors. Tensors are read and written one at a time.
 
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        checkpoint.save("runs/step-1", model, optimizer)
+        if dist.get_rank() == 0:
+            checkpoint.convert("runs/step-1", "model.safetensors", dtype=torch.bfloat16)
+        ```
+
     Args:
         source: a file or a folder.
         destination: a file that ends with ``.safetensors`` or ``.pt``, or a folder; must not exist.

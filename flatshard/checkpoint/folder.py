@@ -68,6 +68,15 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in ``directory`` that was completed last; None if there is none.
 
     No communication; all ranks see the same one while none of them saves.
+
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        checkpoint.save("runs/step-1", model)
+        checkpoint.save("runs/step-2", model)
+        print(checkpoint.latest("runs"))  # runs/step-2
+        ```
     """
     return max(_complete_in(Path(directory)), default=(0.0, None))[1]
 

@@ -46,6 +46,18 @@ def load(
 
     Collective: all ranks that train ``model``, between steps.
 
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        checkpoint.save("runs/step-1000", model, optimizer, extra={"step": 1000})
+
+        # When the program starts again:
+        path = checkpoint.latest("runs")  # None before the first save
+        extra = {} if path is None else checkpoint.load(path, model, optimizer)
+        step = extra.get("step", 0)
+        ```
+
     Args:
         path: the checkpoint's folder; see ``latest``.
         model: may have other units, another strategy, and may have been wrapped on the meta device.

@@ -44,6 +44,17 @@ def save_safetensors(
 
     Collective: all ranks; no tensor is sent.
 
+    Example:
+        ```python
+        import safetensors.torch
+        from flatshard import checkpoint
+
+        checkpoint.save_safetensors(model, "model.safetensors", dtype=torch.bfloat16)
+
+        if dist.get_rank() == 0:
+            weights = safetensors.torch.load_file("model.safetensors")
+        ```
+
     Args:
         model: a wrapper, or a module that contains some.
         path: a file, if it ends with ``.safetensors``; else a folder, made if there is none, for
@@ -132,6 +143,16 @@ def load_safetensors(
     overrides of the modules' ``load_state_dict`` are not called.
 
     Collective: all ranks; no tensor is sent.
+
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        with torch.device("meta"):
+            model = Model()
+        model = ShardedWrapper(model, param_init_fn=flatshard.leave_empty)
+        checkpoint.load_safetensors(model, "model.safetensors")
+        ```
 
     Args:
         model: a wrapper, or a module that contains some.

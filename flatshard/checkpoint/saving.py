@@ -63,6 +63,20 @@ def save(
 
     Collective: all ranks that train ``model``, between steps. The hosts share the file system.
 
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        step = 1000
+        checkpoint.save(
+            f"runs/step-{step:08}",
+            model,
+            optimizer,
+            extra={"step": step},
+            keep=3,
+        )
+        ```
+
     Args:
         path: the checkpoint's folder, such as ``"runs/step-00001000"``. A name is used once.
         model: a wrapper, a module that contains some, or an unwrapped model (under
@@ -189,7 +203,18 @@ def _remedy(name: str) -> str:
 
 
 class PendingSave:
-    """A checkpoint that a thread writes while training goes on."""
+    """A checkpoint that a thread writes while training goes on.
+
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        pending = checkpoint.save("runs/step-1", model, optimizer, async_=True)
+        loss_fn(model(inputs), labels).backward()  # training continues
+        optimizer.step()
+        pending.wait()
+        ```
+    """
 
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
         self.path, self._write = path, write

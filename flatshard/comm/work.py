@@ -234,7 +234,16 @@ class watched:
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because a peer died, ran different units, or missed the timeout."""
+    """A collective failed because a peer died, ran different units, or missed the timeout.
+
+    Example:
+        ```python
+        try:
+            loss_fn(model(inputs), labels).backward()
+        except flatshard.CollectiveError:
+            raise SystemExit("another rank ended: start again from the latest checkpoint") from None
+        ```
+    """
 
 
 class named(watched):

@@ -24,6 +24,14 @@ def leave_empty(module: nn.Module) -> None:
     """As or in a ``param_init_fn``: leave a module empty, since ``load_state_dict`` follows.
 
     It allocates no memory beside the shards. The first forward checks that all values were loaded.
+
+    Example:
+        ```python
+        with torch.device("meta"):
+            model = Model()
+        model = ShardedWrapper(model, param_init_fn=flatshard.leave_empty)
+        model.load_state_dict(torch.load("model.pt", mmap=True))
+        ```
     """
     module.__dict__[LEFT_EMPTY] = True
 

@@ -87,6 +87,18 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
     The optimizer's ``step`` then gets plain 1-D tensors, as torch's own optimizers do. Without the
     declaration, flatshard tries at the first step whether the optimizer works on true-shape sharded
     parameters or needs full parameters.
+
+    Example:
+        ```python
+        class SignSGD(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param.sub_(param.grad.sign(), alpha=group["lr"])
+
+        flatshard.declare_elementwise(SignSGD)
+        ```
     """
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
     for optimizer in [one for one in _steppers if is_elementwise(one)]:

@@ -18,6 +18,14 @@ class CPUOffload:
     are in host memory anyway, and nothing changes. With ``path``, they live in files, which have no
     name and disappear with the process. Setting only ``path`` offloads everything.
 
+    Example:
+        ```python
+        in_host_memory = CPUOffload(offload_params=True)
+        on_disk = CPUOffload(path="/tmp")
+        policy = ModuleWrapPolicy({Block})
+        model = ShardedWrapper(model, auto_wrap_policy=policy, cpu_offload=on_disk)
+        ```
+
     Attributes:
         offload_params: offload the shards, their gradients and the optimizer state. Each all-gather
             copies the shard to the device, each reduce-scatter copies the gradient back, and

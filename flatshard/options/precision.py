@@ -48,6 +48,14 @@ class MixedPrecision:
     dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast. See
     docs/precision.md.
 
+    Example:
+        ```python
+        bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = ModuleWrapPolicy({Block})
+        model = ShardedWrapper(model, auto_wrap_policy=policy, mixed_precision=bf16)
+        loss_fn(model(inputs).float(), labels).backward()
+        ```
+
     Attributes:
         param_dtype: dtype of the unsharded parameters: the shard is cast before the all-gather.
             None: the parameter's own dtype.

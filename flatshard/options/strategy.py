@@ -53,7 +53,17 @@ class _SameAsTorchs(enum.Enum):
 
 
 class ShardingStrategy(_SameAsTorchs):
-    """How parameters, gradients and optimizer state are placed over the ranks."""
+    """How parameters, gradients and optimizer state are placed over the ranks.
+
+    Example:
+        ```python
+        model = ShardedWrapper(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=flatshard.ShardingStrategy.SHARD_GRAD_OP,
+        )
+        ```
+    """
 
     NO_SHARD = "NO_SHARD"
     """All ranks hold everything and all-reduce gradients, as in DistributedDataParallel."""
@@ -144,7 +154,17 @@ def resharding(
 
 
 class BackwardPrefetch(_SameAsTorchs):
-    """When the next unit's all-gather starts in backward; ``None`` means never."""
+    """When the next unit's all-gather starts in backward; ``None`` means never.
+
+    Example:
+        ```python
+        model = ShardedWrapper(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            backward_prefetch=flatshard.BackwardPrefetch.BACKWARD_POST,
+        )
+        ```
+    """
 
     AUTO = "AUTO"
     """``END_OF_FORWARD`` if backward all-gathers over gloo's sockets; else ``BACKWARD_PRE``."""

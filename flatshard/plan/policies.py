@@ -67,6 +67,14 @@ def size_based_auto_wrap_policy(
 
     Set the bound with ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)``.
 
+    Example:
+        ```python
+        from flatshard.wrap import size_based_auto_wrap_policy
+
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)
+        model = ShardedWrapper(model, auto_wrap_policy=policy)
+        ```
+
     Args:
         module: the module asked about.
         recurse: whether the question is about the module's children or the module.
@@ -105,7 +113,16 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Iterable[type[nn.Module]],
 ) -> bool:
-    """Make a unit of each instance of ``transformer_layer_cls``, a set of classes."""
+    """Make a unit of each instance of ``transformer_layer_cls``, a set of classes.
+
+    Example:
+        ```python
+        from flatshard.wrap import transformer_auto_wrap_policy
+
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+        model = ShardedWrapper(model, auto_wrap_policy=policy)
+        ```
+    """
     classes = _class_tuple(transformer_layer_cls, "transformer_layer_cls")
     return recurse or isinstance(module, classes)
 
@@ -113,7 +130,18 @@ def transformer_auto_wrap_policy(
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Make a unit of each module for which ``lambda_fn(module)`` is true."""
+    """Make a unit of each module for which ``lambda_fn(module)`` is true.
+
+    Example:
+        ```python
+        from flatshard.wrap import lambda_auto_wrap_policy
+
+        policy = functools.partial(
+            lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)
+        )
+        model = ShardedWrapper(model, auto_wrap_policy=policy)
+        ```
+    """
     return recurse or lambda_fn(module)
 
 
@@ -126,6 +154,13 @@ class ModuleWrapPolicy:
     """Make a unit of each instance of the given classes.
 
     The policy is callable, so another policy can call it.
+
+    Example:
+        ```python
+        from flatshard.wrap import ModuleWrapPolicy
+
+        model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
+        ```
 
     Args:
         module_classes: the classes; subclasses count too.
@@ -148,6 +183,16 @@ class ModuleWrapPolicy:
 
 class CustomPolicy:
     """Let a function choose the units and, where it wants, their keywords.
+
+    Example:
+        ```python
+        def choose(module):
+            if isinstance(module, nn.Embedding):
+                return {"reshard_after_forward": False}  # this unit stays unsharded until backward
+            return isinstance(module, Block)
+
+        model = ShardedWrapper(model, auto_wrap_policy=CustomPolicy(choose))
+        ```
 
     Args:
         lambda_fn: called once with each module. ``True`` makes a unit with the root's keywords. A
@@ -257,9 +302,21 @@ _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> Iterator[None]:
     """Let ``wrap`` make units for the length of a ``with`` statement.
 
-    Example: ``with enable_wrap(wrapper_cls=ShardedWrapper): model = Model()``, where ``Model``
-    makes its layers by ``self.layer = wrap(nn.Linear(...))``. The same class also works outside of
-    ``enable_wrap``. A nested ``enable_wrap`` replaces all keywords of the outer one until it exits.
+    A model's constructor calls ``wrap`` on the layers that should be units. The same class also
+    works outside of ``enable_wrap``. A nested ``enable_wrap`` replaces all keywords of the outer
+    ``enable_wrap`` until the nested context ends.
+
+    Example:
+        ```python
+        from flatshard.wrap import enable_wrap, wrap
+
+        class Mlp(nn.Sequential):
+            def __init__(self):
+                super().__init__(wrap(nn.Linear(8, 16)), nn.ReLU(), wrap(nn.Linear(16, 8)))
+
+        with enable_wrap(wrapper_cls=ShardedWrapper):
+            model = ShardedWrapper(Mlp())  # each of the linear layers is a unit
+        ```
 
     Args:
         wrapper_cls: ``ShardedWrapper``, or another callable of a module and keywords.

@@ -34,6 +34,13 @@ class FlatParameter(nn.Parameter):
     The tensor's values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers update the
     chunk through the original parameters. ``print`` lists which parameters lie in which chunk.
 
+    Example:
+        ```python
+        flat_param = model.flat_parameters()[0]
+        print(flat_param)
+        print([param.name for param in flat_param.params], flat_param.flat_layout.padding_numel)
+        ```
+
     Attributes:
         flat_layout: where each original parameter lies, how much is padding, and the range of
             elements that each rank holds.

@@ -135,6 +135,14 @@ class FlatShardTensor(torch.Tensor):
 
     Shape, strides, dtype and device are those of the full parameter.
 
+    Example:
+        ```python
+        for name, param in model.named_parameters():
+            if isinstance(param, flatshard.FlatShardTensor):
+                print(name, param.shape, param.local.numel())  # full shape; elements on this rank
+                full = param.full_tensor()  # a plain tensor; collective: call it on all ranks
+        ```
+
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
         spec: the parameter, and the range of the parameter that ``local`` holds.

@@ -1,4 +1,4 @@
-"""What README and docs say runs: every block of Python and shell, and every message they quote.
+"""What README, docs and docstrings say runs: every block of Python and shell, and every message.
 
 A block of Python runs on two ranks, in a folder of its own, with the names that `surroundings`
 gives it: what its reader has by then. Recipes are besides compared with the unwrapped model.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import flatshard
-from tests.documents import Fence, Model, build, data, fences, surroundings
+from tests.documents import Fence, Model, build, data, examples, fences, surroundings
 from tests.harness import naming, run_ranks
 from tests.scripts import torchrun
 
@@ -90,6 +90,16 @@ def _alternatives(text: str) -> list[str]:
 
 def test_every_piece_runs_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(_run_pieces, 2, PIECES, str(tmp_path), timeout=200.0, fresh=True)
+
+
+MODULES = sorted((ROOT / "flatshard").rglob("*.py"))
+EXAMPLES = [fence for path in MODULES for fence in examples(path)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_example_in_a_docstring_runs(ranks: int, tmp_path: Path) -> None:
+    assert len(EXAMPLES) >= 20
+    run_ranks(_run_pieces, ranks, EXAMPLES, str(tmp_path), fresh=True)
 
 
 def _deadlock(rank: int, world_size: int, program: str, message: str) -> None:

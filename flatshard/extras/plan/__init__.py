@@ -196,6 +196,16 @@ def predict(
 
     It needs no process group and does not communicate: ``world_size`` may be any number.
 
+    Example:
+        ```python
+        from flatshard import memory_plan
+
+        with torch.device("meta"):
+            planned = Model()
+        policy = ModuleWrapPolicy({Block})
+        print(memory_plan.predict(planned, world_size=8, auto_wrap_policy=policy))
+        ```
+
     Args:
         model: the unwrapped model, on any device; built ``with torch.device("meta"):`` it needs
             no memory. It is not changed.
