@@ -463,7 +463,7 @@ print(f"the unwrapped network: {100 * right:.1f} % of the first {len(images):,} 
 # | call forward and `full_state_dict(model)` on every rank | also in evaluation |
 # | divide large models into units | `auto_wrap_policy="auto"`, by class, or by size |
 # | see where a step's time goes | `with model.record_steps(): ...`, `print(model.step_report())` |
-# | memory is still short | [offload](../docs/offload.md), [bfloat16](../docs/precision.md) |
+# | memory is still short | [bfloat16 and offload](../docs/precision-and-offload.md) |
 #
 # Next: [transformer.ipynb](transformer.ipynb) compares all strategies,
 # [memory.ipynb](memory.ipynb) computes memory, and [huggingface.ipynb](huggingface.ipynb) shards a

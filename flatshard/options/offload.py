@@ -12,11 +12,12 @@ class OffloadError(RuntimeError):
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Where shards, gradients and optimizer state live between uses; see docs/offload.md.
+    """Where shards, gradients and optimizer state live between uses.
 
-    Without ``path``, offloaded tensors live in host memory. If the model computes on the CPU, they
-    are in host memory anyway, and nothing changes. With ``path``, they live in files, which have no
-    name and disappear with the process. Setting only ``path`` offloads everything.
+    docs/precision-and-offload.md says what each choice costs. Without ``path``, offloaded tensors
+    live in host memory. If the model computes on the CPU, they are in host memory anyway, and
+    nothing changes. With ``path``, they live in files, which have no name and disappear with the
+    process. Setting only ``path`` offloads everything.
 
     Example:
         ```python

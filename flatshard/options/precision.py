@@ -46,7 +46,7 @@ class MixedPrecision:
 
     The shard, the gradient for the optimizer and the optimizer state keep the parameter's own
     dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast. See
-    docs/precision.md.
+    docs/precision-and-offload.md.
 
     Example:
         ```python

@@ -1,6 +1,6 @@
 """The policy ``"auto"``: chooses units if the user names none.
 
-docs/units.md describes the choice. All parameters of a unit are unsharded together, so a unit
+docs/choosing.md describes the choice. All parameters of a unit are unsharded together, so a unit
 should be a small part of the model. But each all-gather has a fixed cost, so units should not be
 small in absolute terms. From the root downwards, every module is either *opened* (its children are
 considered instead) or taken as one unit. Parameters that are in no unit count for the module around

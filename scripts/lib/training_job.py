@@ -120,7 +120,7 @@ def connect(init_method: str) -> torch.device:
     if os.environ.get("GROUP_WORLD_SIZE") == "1" and init_method == "env://":
         # torchrun's store outlives a restart, and has the addresses of ranks that are gone: those
         # who read one before it is overwritten would hang. (On several hosts restarts are counted
-        # apart; see docs/elastic.md.)
+        # apart; see docs/checkpoints.md.)
         store, *_ = next(dist.rendezvous(init_method))
         restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
         group["store"] = dist.PrefixStore(f"restart-{restarts}", store)

@@ -16,7 +16,7 @@ from flatshard.extras.recording.step_report import Range, StepReport
 from tests.harness import run_ranks
 from tests.models import CASES, loss_of
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "profiling.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "profiling-and-performance.md"
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
 
