@@ -1,9 +1,10 @@
 """The exchange between all ranks at the end of a backward.
 
-By then ranks may differ: a parameter may be used on one rank and unused on another. The exchange
-also compares whether ranks run the same program, and whether they have all-gathered the same units
-in the same order. If a transport matches all-gathers only by their order, ranks with different
-orders would receive each other's parameters.
+At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
+another. In one message, all ranks tell each other which parameters they used and which reductions
+they still have to do. The message also compares whether the ranks run the same program, and whether
+the ranks all-gathered the same units in the same order. Some transports match all-gathers only by
+order. With them, ranks with different orders would receive parameters of other units.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ _SYNCS = list(Sync)
 
 @dataclass
 class Agreement:
-    """What any rank used in a backward, and the reductions that all ranks still have to do."""
+    """The result of the exchange, the same on all ranks except for units that some ranks lack."""
 
-    # Per flat parameter, one flag per original parameter: whether any rank used the original.
+    # For each flat parameter, a flag for each original parameter: whether any rank that trains the
+    # unit used the original parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters with gradients that no bucket reduces in its turn in the reduce order: the
+    # Flat parameters with gradients that the reduce order does not reach, on any rank. Such
     # gradients arrived after the bucket was reduced, or were accumulated before the parameters were
     # frozen.
     left_over: list[tuple[Unit, FlatParamHandle]]
-    # Indices of buckets reduced during backward on some ranks, and not yet reduced on others.
+    # Indices of the buckets that some ranks, but not all, reduced before the end of backward.
     uneven: list[int]
-    # Units whose accumulated gradients were edited by the user, on any rank.
+    # Units with accumulated gradients that the user edited, on any rank.
     edited: list[Unit]
 
 
 def agree(
     state: RunState,
     num_buckets: int,
-    rest: Set[int],  # indices of the buckets that this rank has not reduced yet
-    to_come: Set[FlatParamHandle],  # the trainable flat parameters in those buckets
+    rest: Set[int],  # indices of the buckets whose reduction this rank has not started
+    to_come: Set[FlatParamHandle],  # the trainable flat parameters in the buckets of `rest`
 ) -> Agreement:
     """Exchange votes with the other ranks. Collective: all ranks, after each backward that reduces.
 
@@ -54,20 +56,20 @@ def agree(
         RuntimeError: the ranks do not run the same program. All ranks raise.
     """
     handles = state.handles
-    # Parts of the engine that compare bytes between ranks, in the same order on all ranks.
+    # Parts of the program that compare bytes between ranks, in the same order on all ranks.
     voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
-    # Ask the voters first. A voter may run a collective of its own in `votes()`, and all ranks must
-    # run that collective before the exchange below.
+    # Ask the voters before the exchange below: a voter may run a collective in `votes()`, and all
+    # ranks must run all collectives in the same order.
     theirs = [one.votes() for one in voters]
     own: list[Sequence[int]] = [
         _program(state),
         _order(state),
-        # Two votes per bucket: "reduced here" and "not reduced here". A bucket is uneven if both
-        # votes have a yes on some rank.
+        # Two votes per bucket: "started on this rank" and "not started on this rank". A bucket is
+        # uneven if some rank votes yes on the first, and some rank on the second.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
-        # Vote on edited gradients instead of raising here: if only one rank raised, all others
-        # would wait for its reductions.
+        # Vote on edited gradients instead of raising here. If only this rank raised, the other
+        # ranks would wait for this rank's reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
@@ -87,8 +89,9 @@ def agree(
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for _, handle in handles}
     for unit, handle in handles:
-        # The unit exists only on some ranks (an expert, for example). Other ranks have another
-        # module under the same index, so their votes say nothing about this unit.
+        # The unit trains only on some ranks, in a process group of its own (an expert, for
+        # example). At the same index, ranks outside of the group vote on another unit. So the ranks
+        # of the group repeat this vote among themselves.
         if unit.topology.world.size < state.world.size:
             used_by[handle] = _used_within(unit, handle)
     return Agreement(
@@ -100,7 +103,10 @@ def agree(
 
 
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
-    """Whether any rank that has the unit used each parameter. Collective: these ranks."""
+    """For each parameter, whether any rank that trains the unit used it.
+
+    Collective: the ranks that train the unit.
+    """
     world, used = unit.topology.world, handle.grad_buffer.used_by_rank
     flags = bytes(index in used for index in range(len(handle.params)))
     op_name = f"used parameters of {unit_text(unit.name)}"
@@ -108,7 +114,10 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 
 
 def _program(state: RunState) -> bytes:
-    """Bytes with which ranks detect different programs, each with its complement."""
+    """Bytes that are equal on all ranks if all ranks run the same program.
+
+    Each byte has its complement beside it, so that maxima over the ranks show any difference.
+    """
     num_loads = sum(unit.num_loads for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
     return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
@@ -118,26 +127,25 @@ def _check_program(where: str, maxima: bytes) -> None:
     model, loads, *reduced = differ(maxima)
     if model:
         raise RuntimeError(
-            f"{where}: another rank is at the end of the backward of another model. Where one "
-            "backward() has gradients of several ShardedWrappers, it must reach them in the same "
-            "order on all ranks: call backward() once for each."
+            f"{where}: another rank is at the end of the backward of another model. If one "
+            "backward() computes gradients of several ShardedWrappers, all ranks must reach the "
+            "ShardedWrappers in the same order. Call backward() once for each ShardedWrapper."
         )
     if loads:
         raise RuntimeError(
-            f"{where}: load_state_dict() was called on some ranks and not on others, or more "
-            "often, or tensors of a state_dict() were written there, so that the model is a "
-            "mixture of parts. Call it on every rank with the same state: torch.load(path, "
-            "mmap=True) reads what is needed alone."
+            f"{where}: ranks called load_state_dict(), or wrote to tensors of a state_dict(), "
+            "different numbers of times. The model now mixes shards of different states. Load the "
+            "same state on every rank: torch.load(path, mmap=True) reads only the needed values."
         )
     if any(reduced):
         raise RuntimeError(
-            f"{where}: ranks reduce the gradients of different parameters. requires_grad and "
-            "no_sync() must be the same on every rank."
+            f"{where}: ranks reduce the gradients of different parameters. Set requires_grad and "
+            "use no_sync() in the same way on every rank."
         )
 
 
 def gathering_groups(state: RunState) -> list[Communicator]:
-    """The groups of two or more ranks in which units all-gather, including the world."""
+    """The groups of two or more ranks in which units all-gather; always includes the world."""
     found = [state.world]
     for topology in (unit.handles[0].topology for unit in state.units if unit.handles):
         found += topology.intra_group, topology.inter_group, topology.regather or state.world
@@ -145,15 +153,16 @@ def gathering_groups(state: RunState) -> list[Communicator]:
 
 
 def _order(state: RunState) -> bytes:
-    """Bytes that show whether all ranks all-gathered the same units in the same order.
+    """Bytes that are equal on all ranks if all ranks all-gathered the same units in one order.
 
-    Collective: in each group over which units all-gather.
+    Collective in each smaller group in which units all-gather. Empty if the transport matches
+    all-gathers by tag, so that the order does not matter.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
         return b""
-    # Each smaller group compares its own digest. If the world's exchange had a field for every
-    # group, the message would grow with the number of ranks.
+    # Each smaller group compares a digest of its own. If the exchange of all ranks had a digest for
+    # every group, the message would grow with the number of ranks.
     digests = {group: group.history.to_compare() for group in gathering_groups(state)}
     own = digests.pop(world)
     comparing = "comparing the order of all-gathers"
@@ -162,7 +171,10 @@ def _order(state: RunState) -> bytes:
 
 
 def _check_order(state: RunState, where: str, maxima: bytes) -> None:
-    """Raise if ranks all-gathered different units. Collective if they did: ranks send histories."""
+    """Raise RuntimeError, on all ranks, if ranks all-gathered different units.
+
+    Collective only in this case: the ranks exchange their histories for the message.
+    """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return
     histories = [group.history for group in gathering_groups(state)]
@@ -174,8 +186,8 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
             of_group.setdefault(name, {})[rank] = recent
     known = map(first_difference, of_group.values())
     raise RuntimeError(
-        f"{where}: ranks have all-gathered different units, or asked for different norms and "
-        "sums, and what they got may be of other parameters; "
-        f"{next(filter(None, known), 'that is longer ago than was noted')}. {REMEDY} Start "
-        "again from a checkpoint. [FS-DEADLOCK]"
+        f"{where}: ranks all-gathered different units, or asked for different norms and sums, and "
+        "may have received values of other parameters; "
+        f"{next(filter(None, known), 'the first difference is too long ago to be known')}. "
+        f"{REMEDY} Start again from a checkpoint. [FS-DEADLOCK]"
     )

@@ -22,43 +22,46 @@ class BufferSync(Voter):
     """Broadcasts the same buffers as DistributedDataParallel, before the same forwards.
 
     [Note: buffers that are replaced]
-    The present buffers are broadcast, also if a forward or a user replaced some of them. Ranks must
-    know the size of the message without an exchange in every forward. So the exchange at the end of
-    each backward compares whether all ranks have buffers of the same shapes. Until the shapes
-    agree, the message contains the buffers of the last exchange in which they agreed. A table that
-    each rank makes as long as its batches need, for example, stays local.
+    A forward or a user may replace a buffer by another tensor, and then the new buffer is
+    broadcast. All ranks must know the size of the message, but an exchange in every forward would
+    be slow. So the exchange at the end of each backward compares whether the buffers have the same
+    dtypes, shapes and devices on all ranks. If ranks differ, the message keeps the size of the last
+    exchange without a difference, and buffers of other shapes are not broadcast. So a table that
+    each rank makes as long as its batches need stays local, for example.
     """
 
     def __init__(
         self, world: Communicator, observers: Observers, buffers: Callable[[], Buffers]
     ) -> None:
-        """Keep ``buffers``, a function that lists the modules' present buffers."""
+        """Keep ``buffers``, a function that returns the buffers that modules hold now."""
         self._world, self._observers, self._buffers = world, observers, buffers
         self.is_due = True
         self.source = 0  # source rank of the broadcast
-        self._alike = buffers()  # buffers whose dtype, shape and device are the same on all ranks
+        # The buffers when all ranks last had the same dtypes, shapes and devices.
+        self._alike = buffers()
         self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
-        self._has_run = False  # whether a forward ran since the ranks last compared kinds
+        # Whether a forward ran since the ranks last compared the dtypes, shapes and devices.
+        self._has_run = False
 
     def before_forward(self, name: str, recomputes: bool, under_no_sync: bool) -> None:
-        """Broadcast the buffers, if they are due, before the forward of the root, ``name``.
+        """Broadcast the buffers, if a broadcast is due, before the forward of the root ``name``.
 
-        Collective, unless the forward ``recomputes`` an earlier one for a checkpoint.
+        Collective, unless a checkpoint ``recomputes`` the forward.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._observers.span(Kind.RANKS_WAIT):
                 self.broadcast(f"{name or 'the model'}'s buffers")
         self._has_run = True
-        # As in DistributedDataParallel: if the backward of this forward leaves the ranks'
-        # parameters unchanged, the next forward does not start from rank 0's buffers either.
+        # As in DistributedDataParallel: after a forward without a reduction (in evaluation, or
+        # under no_sync), the next forward does not broadcast either.
         self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
-        """Give every rank the buffers of rank ``source``. Collective."""
+        """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
-            # The program replaced buffers between steps. All ranks run the same program, so all
-            # ranks come here and compare kinds.
+            # The user's program replaced buffers between two forwards. All ranks run the same
+            # program, so all ranks come here, and can compare dtypes, shapes and devices.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._alike.items():
@@ -67,7 +70,7 @@ class BufferSync(Voter):
         broadcast_buffers(sent, world, op_name, self.source)
 
     def votes(self) -> bytes:
-        """A digest of the buffers' kinds, to compare between ranks."""
+        """A digest of the dtypes, shapes and devices of the buffers, to compare between ranks."""
         self._voted = self._buffers()
         kinds = _kinds(self._voted)
         if kinds != self._voted_kinds or not self._digest:
@@ -91,7 +94,10 @@ def _kinds(buffers: Buffers) -> list[Any]:
 def broadcast_buffers(
     buffers: Sequence[Tensor], world: Communicator, op_name: str, source: int
 ) -> None:
-    """Give every rank rank ``source``'s buffers, one message per dtype and device. Collective."""
+    """Overwrite ``buffers`` of every rank with those of rank ``source``. Collective.
+
+    One message is sent per dtype and device.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -103,6 +109,7 @@ def broadcast_buffers(
                 continue
             pieces = flat.split([buffer.numel() for buffer in alike])
             theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, alike, strict=True)]
-            # Autograd must not see the copy as an edit in place: on rank 0 no edit takes place.
+            # Keep the version counters. Otherwise autograd would take the copy for an edit in
+            # place, and could raise on all ranks except the source.
             with _unsafe_preserve_version_counter(tuple(alike)):
                 torch._foreach_copy_(alike, theirs)

@@ -1,4 +1,4 @@
-"""``RunContext``: connects the units, the forward and the backward of one model."""
+"""``RunContext``: connects the units of one model with the model's forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatshard.options.strategy import BackwardPrefetch
 
 
 class RunContext(RunState):
-    """Runs one tree of units. Each outermost wrapper has a ``RunContext``."""
+    """The run of one tree of units. Each outermost wrapper has a ``RunContext``."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class RunContext(RunState):
         backward_prefetch: BackwardPrefetch | None,
         broadcast_buffers: bool,
     ) -> None:
-        """Take over the units of ``hooks``, the root last.
+        """Connect the units of ``hooks``, which end with the root's hooks.
 
-        ``number``, below 256 and the same on all ranks, identifies the model.
+        ``number`` identifies the model. It is below 256 and the same on all ranks.
         """
         super().__init__([one.unit for one in hooks], world, number)
         # Whether a conversion of modules to another dtype or device is under way.
@@ -40,11 +40,11 @@ class RunContext(RunState):
         for index, unit in enumerate(self.units):
             unit.index = index
         for _, handle in self.handles:
-            # Share one list between all handles: the end of a backward waits once until other ranks
-            # have read this rank's memory.
+            # All handles share one list of unfinished sends. So one wait at the end of a forward or
+            # backward is enough: then no other rank reads this rank's memory.
             handle.link.pending_sends = self.pending_sends
-        # As in DistributedDataParallel, a model without buffers at wrapping never broadcasts
-        # buffers.
+        # As in DistributedDataParallel, a model that has no buffers when it is wrapped never
+        # broadcasts buffers.
         if broadcast_buffers and root_module.shared_buffers():
             self.buffers = BufferSync(world, self.observers, root_module.shared_buffers)
         self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)
@@ -58,23 +58,26 @@ class RunContext(RunState):
 
     def refresh(self) -> None:
         """Recompute cached sizes and storages after the units' buffers were reallocated."""
-        # If one rank holds the full model and no unit casts its parameters, there is nothing to
-        # communicate.
+        # With a single rank, a unit without an unsharded buffer communicates nothing. If no unit
+        # has an unsharded buffer, `device` is None.
         is_alone = self.world.size == 1
         devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
-        # Prefetch and the reduce queue cache sizes; forward caches the storages that saved tensors
-        # may lie in.
+        # Prefetch and the reduce queue cache sizes of buffers. Forward caches the storages of
+        # buffers, to recognize views of buffers that autograd saves.
         self._prefetch.refresh()
         self._backward.queue.refresh()
         self._forward.refresh()
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of some unit, or the model's backward, is under way."""
+        """Whether the forward of a unit, or the model's backward, is running."""
         return self.depth > 0 or self._backward.is_running
 
     @property
     def is_reducing(self) -> bool:
-        """Whether the last training forward began outside of ``no_sync``; same on all ranks."""
+        """Whether the backward of the latest training forward reduces all gradients over all ranks.
+
+        The answer is the same on all ranks.
+        """
         return all(unit.sync is Sync.ALL for unit in self.units)

@@ -1,9 +1,9 @@
 """Interfaces to a step: ``StepObserver`` watches, ``StepExtension`` acts, ``Voter`` compares ranks.
 
-The engine knows no observer, extension or voter by name. Observers receive the events of a run, and
-change nothing; reports add themselves to ``Observers``. Extensions are extras that act in a step:
-``forward``, ``backward`` and ``reduce_queue`` (at the end of a reduction) call them. If several
-extensions act at the same moment, they act in the order of the table ``EXTRAS`` in
+The engine knows no observer, extension or voter by name. An observer (a report, for example)
+receives the events of a step and changes nothing. An extension is an extra that acts in a step.
+``forward``, ``backward`` and, at the end of a reduction, ``reduce_queue`` call the extensions. If
+several extensions act at the same moment, their order is the order of the table ``EXTRAS`` in
 ``flatshard.options.extras``.
 """
 
@@ -26,24 +26,30 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Kind(enum.Enum):
-    """Activity on which a range of time was spent. Values are names of tracks in a trace."""
+    """What the thread, or a collective, did in a range of time. Values are names for reports."""
 
     FORWARD_PASS = "forward pass"
-    """From the beginning of the outermost forward to its end."""
+    """From the beginning to the end of the outermost forward."""
     BACKWARD_PASS = "backward pass"
     """From the first gradient of an output to the end of backward."""
     FORWARD = "compute forward"
-    """The thread is in a unit's forward, but not in a nested unit's forward."""
+    """The thread is in the forward of a unit, but not in the forward of a nested unit."""
     BACKWARD = "compute backward"
-    """The unit's backward is the most recent unfinished one; recomputation included."""
+    """The thread is in the backward of a unit, recomputation included.
+
+    If the backwards of several units are unfinished, the time counts for the latest.
+    """
     STARTING = "starting collectives"
     """The thread prepares and starts a unit's all-gather or reduction."""
     GATHER_WAIT = "waiting for all-gathers"
-    """The thread waits for a unit's parameters, or reads them from other ranks' memory."""
+    """The thread waits for a unit's parameters, or copies them from other ranks' memory."""
     REDUCE_WAIT = "waiting for reductions"
-    """The thread waits for a unit's gradients, or reads and adds other ranks' gradients."""
+    """The thread waits for a unit's averaged gradients, or adds gradients of other ranks."""
     RANKS_WAIT = "waiting for all ranks"
-    """The thread waits for all ranks, for no single unit: ``StepReport.ranks_wait_seconds``."""
+    """The thread waits for other ranks, but for no single unit.
+
+    ``StepReport.ranks_wait_seconds`` counts these waits.
+    """
     GATHER = "all-gather in flight"
     """From the start of a unit's all-gather until the thread has the result."""
     REDUCE = "reduction in flight"
@@ -51,18 +57,18 @@ class Kind(enum.Enum):
 
 
 class StepObserver:
-    """Receives the events of a run, and changes nothing.
+    """Receives the events of a step, and changes nothing.
 
-    Subclasses override the events that they handle.
+    A subclass overrides the methods of the events that the subclass needs.
     """
 
     # The outermost forward begins.
     def begin_forward(self) -> None: ...
     # The outermost forward is over.
     def end_forward(self) -> None: ...
-    # A unit's forward begins; `recomputes`: a checkpoint recomputes the forward in backward.
+    # A unit's forward begins. `recomputes`: a checkpoint recomputes the forward in backward.
     def enter_forward(self, unit: Unit, recomputes: bool) -> None: ...
-    # A unit's forward is over, or failed.
+    # A unit's forward is over, or raised an exception.
     def leave_forward(self, unit: Unit) -> None: ...
     # The model's backward begins.
     def begin_backward(self) -> None: ...
@@ -70,9 +76,9 @@ class StepObserver:
     def enter_backward(self, unit: Unit) -> None: ...
     # A unit's backward is over, and its parameters are sharded.
     def leave_backward(self, unit: Unit) -> None: ...
-    # The unreduced gradient of an original parameter has arrived.
+    # Autograd has computed this rank's gradient of an original parameter.
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None: ...
-    # The model's backward is over, and so is all its communication.
+    # The model's backward is over, with all communication.
     def end_backward(self) -> None: ...
 
     def span(
@@ -89,16 +95,16 @@ class Observers:
     """The observers of one model's steps."""
 
     def __init__(self) -> None:
-        # Callers of an event loop over this. It is a tuple, so that an observer can remove itself
-        # in an event without changing the loop.
+        # The engine loops over this tuple at each event. The tuple is replaced, never changed, so
+        # an observer can remove itself inside an event.
         self.all: tuple[StepObserver, ...] = ()
 
     def add(self, observer: StepObserver) -> None:
-        """Add ``observer`` after the present observers."""
+        """Add ``observer``. At each event, ``observer`` is called after the present observers."""
         self.all += (observer,)
 
     def remove(self, observer: StepObserver) -> None:
-        """Remove ``observer``, if present; may be called in an event."""
+        """Remove ``observer``, if present. May be called inside an event."""
         self.all = tuple(one for one in self.all if one is not observer)
 
     def find(self, kind: type[O]) -> O | None:
@@ -115,10 +121,11 @@ class Observers:
         """Return a context manager around a range of time, for all observers and torch's profiler.
 
         Args:
-            kind: activity in this range of time.
-            unit: the unit that the collectives belong to; None: no single unit.
-            purpose: "forward" and "backward" start all-gathers, "reduce" starts reductions. Without
-                a purpose the range is a wait.
+            kind: what the thread does in this range of time.
+            unit: the unit that owns the collectives; None: the collectives belong to no single
+                unit.
+            purpose: "forward" or "backward" if all-gathers are started, "reduce" if reductions are
+                started, None if the range is a wait.
             ends: whether the unit's collectives under way are finished after the wait.
         """
         profiles = torch._C._autograd._profiler_enabled()
@@ -127,10 +134,11 @@ class Observers:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # Second stages of reductions start in waits for first stages.
+            # A wait for the first stage of a reduction may start the second stage, so collectives
+            # that start in a wait for a unit are reductions.
             purpose = "other" if unit is None else "reduce"
-        # The stack's contexts are entered here. The caller enters the returned stack at once, which
-        # has no further effect.
+        # All contexts are entered here, while the stack is filled. The caller's `with` statement
+        # only exits the contexts.
         stack = contextlib.ExitStack()
         for observer in self.all:
             stack.enter_context(observer.span(kind, unit, purpose, ends))
@@ -140,8 +148,8 @@ class Observers:
 
 
 def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
-    """Mark a range ``flatshard::label (unit)`` in a running profile, if there is one."""
-    # Check first: a range costs microseconds per unit even if no profiler runs.
+    """Mark a range ``flatshard::label (unit)`` in torch's profile, if a profiler runs."""
+    # Check for a profiler first: without a profiler, a range would still cost microseconds.
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"flatshard::{label} ({unit_name or 'root'})")
@@ -151,50 +159,55 @@ class Voter:
     """Compares bytes between ranks in the exchange at the end of each backward."""
 
     def votes(self) -> bytes:
-        """This rank's bytes, the same number on all ranks; called right before the exchange."""
+        """Return this rank's bytes; called right before the exchange.
+
+        The number of bytes is the same on all ranks.
+        """
         return b""
 
     def tally(self, maxima: bytes) -> None:
-        """Receive, for each byte of ``votes``, the maximum over all ranks.
+        """Receive the maximum over all ranks of each byte of ``votes``.
 
-        Must not raise: the other ranks wait for this rank's reductions.
+        Must not raise: the other ranks go on to reductions that need this rank.
         """
 
 
 class StepExtension(Voter):
-    """Acts in the steps of a model. Subclasses override some moments."""
+    """Acts in the steps of a model. A subclass overrides the methods of the moments that it needs.
+
+    If a method raises, it must raise on all ranks: the other ranks would wait for this rank.
+    """
 
     name: str
     """The extra's name in ``EXTRAS``."""
 
     is_made_anew = False
-    """Whether the extension is also added when a module around the model is wrapped later."""
+    """Whether a model that is wrapped again, inside a larger module, gets a new extension."""
 
-    # A forward, or an operation between steps, begins; the last step may have failed.
+    # A forward, or an operation between steps, begins. The last step may have failed.
     def recover(self) -> None: ...
-    # The outermost forward begins; `of_root`: the forward is the root's. May raise, on all ranks.
+    # The outermost forward begins. `of_root`: a module of the root was called. May raise.
     def begin_forward(self, of_root: bool) -> None: ...
-    # All-gathers of flat parameters were started, for "forward" or "backward".
+    # All-gathers of `handles` were started. `purpose`: "forward" or "backward".
     def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None: ...
-    # The outermost forward has computed, or failed; no rank waits yet for other ranks to read its
-    # memory.
+    # The outermost forward has computed its output, or failed. Other ranks may still read this
+    # rank's memory: the wait for them comes next.
     def end_forward(self, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
-    # All of a unit's gradients are reduced.
+    # All gradients of a unit are reduced.
     def reduced(self, unit: Unit) -> None: ...
-    # Backward has started all possible collectives: an extension can do its own work now.
+    # Backward has started all collectives that can start now: time for an extension's own work.
     def between_units(self) -> None: ...
-    # These units got gradients after their reduction; no collective is under way. May raise, on all
-    # ranks.
+    # `units` got gradients after they were reduced. No collective is under way. May raise.
     def reduced_late(self, units: Sequence[Unit]) -> None: ...
-    # `.grad` is complete; `has_gradients`: this backward brought gradients, on any rank.
+    # `.grad` is complete. `has_gradients`: whether this backward computed gradients on any rank.
     def end_backward(self, has_gradients: bool) -> None: ...
 
-    # `caller`, a method such as "join()", needs all gradients after backward. May raise, on all
-    # ranks.
+    # `caller`, the name of a method such as "join()", needs all gradients in `.grad` after
+    # backward. May raise.
     def needs_gradients(self, caller: str) -> None: ...
 
     def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
-        """Context around ``module.clip_grad_norm_(*arguments)``; ``module`` is a wrapper."""
+        """Context around ``module.clip_grad_norm_(*arguments)``, where ``module`` is a wrapper."""
         return nullcontext()

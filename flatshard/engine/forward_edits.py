@@ -1,16 +1,18 @@
 """``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
 
-The edit would be lost when the unit reshards. Autograd's version counter shows an edit in place,
-and a new address shows that data was assigned to ``p.data``. A write into ``p.data``
-(``p.data.mul_(0.9)``) changes neither, so after some forwards the parameters are compared with
-their values before the forward.
+Resharding the unit would lose the edit. The version counter of autograd shows an edit in place. A
+new address shows that the forward assigned a tensor to ``p.data``. But a write into ``p.data``
+(``p.data.mul_(0.9)``) changes neither the version nor the address. So after some forwards, the
+parameters are compared with their values before the forward.
 
 [Note: which forwards]
 A comparison reads the unsharded buffer twice, which takes some percent of a step's time. So most
-units are compared in the 1st, 2nd, 10th, 100th, ... forward, in training and in evaluation each:
-the first update of a momentum encoder may change nothing. Units are compared in every forward after
-an edit was found, and if frozen parameters of the unit were written after its first forward: a
-program that updates a momentum encoder may begin to do so in forward at any step.
+units are compared only in the 1st, 2nd, 10th, 100th, ... forward; forwards with and without
+gradients are counted separately. The 2nd forward is compared because the first update of a momentum
+encoder may change nothing. Two kinds of units are compared in every forward: all units after an
+edit was found, and units with frozen parameters that were written after the unit's first forward. A
+program writes frozen parameters to update a momentum encoder, and may move the update into the
+forward at any step.
 """
 
 from __future__ import annotations
@@ -26,29 +28,28 @@ from flatshard.plan.module_tree import unit_text
 
 
 class ForwardEdits:
-    """Watches the forwards of one model."""
+    """Records parameters before each forward of one model, and compares them after the forward."""
 
     def __init__(self) -> None:
-        # For each unsharded buffer, when a forward of its unit began: the version counter, and the
-        # checksum if the buffer is compared after the forward.
+        # State of each unsharded buffer at the beginning of the latest forward of the unit: the
+        # version, and a checksum. None: the values are not compared after this forward.
         self._before: dict[FlatParamHandle, tuple[int, Checksum | None]] = {}
-        # Number of forwards so far, keyed by the unit and by whether gradients were enabled.
+        # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
-        # For frozen flat parameters: version of the shard at the first forward of the unit.
+        # For each frozen flat parameter, the version of the shard at the first forward of the unit.
         self._frozen: dict[FlatParamHandle, int] = {}
         self._was_edited = False
-        # For a handle and a module, the handle's places inside of the module.
+        # For a handle and a module, the places of the handle's parameters inside of the module.
         self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
     def begin(self, unit: Unit) -> None:
-        """Record the unsharded parameters before a unit's forward. The unit's modules hold them."""
+        """Record the state of the unsharded parameters before a unit's forward."""
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
         is_power_of_ten = str(number).rstrip("0") == "1"
         compares = self._was_edited or number == 2 or is_power_of_ten
         for handle in unit.handles:
-            # If the buffer is the shard itself, edits of the parameters persist, so nothing is
-            # checked.
+            # If the buffer is the shard itself, no edit is lost, so nothing is checked.
             if not handle.is_aliased:
                 is_written = not unit.num_trainable[handle] and (
                     self._frozen.setdefault(handle, handle.version) != handle.version
@@ -58,7 +59,7 @@ class ForwardEdits:
                 self._before[handle] = handle.buffer._version, compared
 
     def check(self, unit: Unit, module: nn.Module) -> None:
-        """Raise if the forward of ``module``, which is over, edited the unit's parameters."""
+        """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters."""
         for handle in unit.handles:
             if handle not in self._before or handle.is_aliased:
                 continue
@@ -76,17 +77,17 @@ class ForwardEdits:
 
 
 def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
-    """Raise if the modules at ``places`` do not hold the full parameters any more."""
+    """Raise if a module at ``places`` holds another parameter, or the parameter other memory."""
     address = handle.buffer.data_ptr()
     itemsize = handle.buffer.element_size()
     for module, attribute, param in places:
         if module._parameters.get(attribute) is not param.held:
             raise RuntimeError(
-                f"{param.where} was replaced in forward: the model would go on with the one "
-                "before. Compute with the changed value instead, without assigning it to the "
-                "module."
+                f"{param.where} was replaced in forward, but the next forward would use the "
+                "original parameter. Compute with the new value, but do not assign the value to "
+                "the module."
             )
-        # `param.held` may be a DTensor; its memory is the full parameter's
+        # `param.held` may be a DTensor over the full parameter, so look at the full parameter.
         full, span = param.full, param.span
         if span.numel and full.data_ptr() != address + span.start * itemsize:
             full.data = view_of(handle.buffer, span)
@@ -98,10 +99,10 @@ def _edited(handle: FlatParamHandle) -> RuntimeError:
     names = ", ".join(repr(param.name) for param in params[:3])
     return RuntimeError(
         f"{unit_text(handle.unit_name)}: its forward edited parameters in place ({names}"
-        f"{', or others' if len(params) > 3 else ''}), which are "
-        "unsharded copies there: the edit would be lost. nn.Embedding(max_norm=...) does "
-        "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), or use "
-        "NO_SHARD. Update a momentum encoder (MoCo, BYOL) between steps: under torch.no_grad(), "
+        f"{', or others' if len(params) > 3 else ''}). In forward, parameters are unsharded "
+        "copies, so the edit would be lost. nn.Embedding(max_norm=...) edits its weight, too. "
+        "Compute with the changed value instead (w = self.weight.clamp(...)), or use NO_SHARD. "
+        "Update a momentum encoder (MoCo, BYOL) between steps: under torch.no_grad(), "
         "k.mul_(m).add_(q, alpha=1 - m) for each pair of parameters, or any code under "
         "ShardedWrapper.summon_full_params(model). See 'A momentum encoder' in docs/recipes.md. "
         "[FS-EDIT]"

@@ -1,6 +1,6 @@
-"""``RunState``: state shared by forward, backward and prefetch of one model.
+"""``RunState``: the state that forward, backward and prefetch of one model share.
 
-``RunContext`` extends ``RunState`` and connects these parts.
+``RunContext`` extends ``RunState``, and makes the forward, the backward and the prefetch.
 """
 
 from __future__ import annotations
@@ -24,53 +24,61 @@ class RunState:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
         self.world = world  # the ranks that train the model
-        self.number = number  # identifies the model, below 256; the same on all ranks
+        self.number = number  # identifies the model; below 256, the same on all ranks
         self.has_run = False  # whether a forward has begun
         self.observers = Observers()
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
         self.pending_sends = PendingSends()  # memory that other ranks may still be reading
-        # Device of the collectives. None: the model needs no communication.
+        # Device of the unsharded buffers. None: one rank holds the model, and needs no buffers.
         self.device: torch.device | None = None
-        # Per unit, how backward reduces its gradients. Read when a forward begins.
+        # For each unit, how backward reduces the unit's gradients. Set by `no_sync`, and read when
+        # a forward begins.
         self.syncs = [Sync.ALL] * len(self.units)
-        # `under_no_sync`: whether forwards that begin now are under `no_sync`, whether gradients
-        # accumulate unreduced or reduced within the intra group. `accumulates`: the value of
-        # `under_no_sync` when the last forward with gradients began.
+        # `under_no_sync`: whether a forward that begins now is under `no_sync`, in any form.
+        # `accumulates`: whether the last forward with gradients began under `no_sync`.
         self.under_no_sync = self.accumulates = False
-        self.lacks_ranks = False  # whether some rank computes no gradients (`join`)
-        self.depth = 0  # number of nested units' forwards under way
+        self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
+        self.depth = 0  # number of units' forwards under way, each nested in the one before
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
         # Whether autograd ran another graph inside the present backward.
         self.has_inner_backward = False
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether forwards that begin now are under ``no_sync``."""
+        """Whether the backward of a forward that begins now leaves gradients unreduced.
+
+        Also True if gradients of some units are reduced only within the intra group.
+        """
         return any(sync is not Sync.ALL for sync in self.syncs)
 
     def plan_syncs(self) -> None:
-        """Decide, as a forward with gradients begins, how its backward reduces gradients."""
+        """Fix how the backward of a forward that begins now reduces each unit's gradients."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
         self.accumulates = self.under_no_sync
 
     def start_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
-        """Start all-gathers of a unit for "forward" or "backward". Collective."""
+        """Start the all-gathers of a unit that ``purpose`` needs. Collective.
+
+        ``purpose``: "forward" or "backward". ``everything``: start the all-gathers of all flat
+        parameters, also of those that backward is expected not to read.
+        """
         with self.observers.span(Kind.STARTING, unit, purpose=purpose):
             started = unit.unshard(purpose, everything=everything)
-            # Inside the span: messages from extensions to other ranks count as part of the start.
+            # Call extensions inside the span: the time of their messages to other ranks counts as
+            # time to start the all-gather.
             for extension in self.extensions:
                 extension.gathering(started, purpose)
 
     def unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
-        """Start all-gathers of a unit, and wait for them. Collective."""
+        """Start the all-gathers of a unit, and wait for them. Collective."""
         self.start_unshard(unit, purpose, everything=everything)
         with self.observers.span(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
 
     def extend(self, extension: StepExtension) -> None:
-        """Let ``extension`` act in each step from now on."""
+        """Call ``extension`` in each step from now on."""
         found, places = (*self.extensions, extension), list(EXTRAS)
         self.extensions = tuple(sorted(found, key=lambda one: places.index(one.name)))
 
@@ -79,5 +87,5 @@ class RunState:
         self.extensions = tuple(one for one in self.extensions if one is not extension)
 
     def extension(self, name: str) -> Any:
-        """The extension of the extra ``name``; None if the run has none."""
+        """The extension of the extra ``name``. None: this model does not use the extra."""
         return next((one for one in self.extensions if one.name == name), None)

@@ -1,14 +1,14 @@
-"""``Unit``: a wrapped module, or several, with the parameters it owns, and its ``Phase``.
+"""``Unit``: one or several wrapped modules with the parameters that they own, and a ``Phase``.
 
-All parameters of a unit are unsharded and resharded together. A unit knows nothing of the step
-around it: ``forward`` and ``backward`` decide the order of calls.
+All parameters of a unit are unsharded and resharded together. ``forward`` and ``backward`` decide
+when; a unit knows nothing of the step around it.
 
 [Note: several modules]
-``coalescing`` joins small neighbouring modules into one unit. The unit is unsharded for the first
-module that is called. It is resharded after as many calls as the last forward had, or at the end of
-the outermost forward. So all ranks all-gather equally often, whatever the order of calls is on a
-rank. In backward the unit is resharded, as every unit, when no more computation can need its
-parameters.
+Coalescing joins small neighbouring modules into one unit. The first call of one of the modules
+unshards the unit. The unit is resharded after as many calls as in the last forward, or at the end
+of the outermost forward. So all ranks all-gather the unit equally often, even if ranks call the
+modules in different orders. In backward, the unit is resharded when no computation can need the
+parameters any more, like every unit.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from flatshard.plan.module_tree import name_of, renamed, unit_text
 from flatshard.precision import UnitCasts
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-"""The backward of these modules needs only the indices, not the weights.
+"""Modules whose backward needs only the indices, not the weights.
 
-If another operation uses their parameters, backward unshards the parameters on demand.
+If another operation uses the weights as well, backward unshards the weights on demand.
 """
 
 
 class Phase(enum.Enum):
-    """Where a unit is in a step. Moves only in ``Unit.enter``."""
+    """The part of a step that a unit is in. Only ``Unit.enter`` changes the phase."""
 
     IDLE = "IDLE"
     FORWARD = "FORWARD"
@@ -45,35 +45,36 @@ class Phase(enum.Enum):
 
 _MOVES = {
     Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    # BACKWARD: a backward may run inside a forward (to compute forces, for example).
+    # To BACKWARD: a backward may run inside a forward (to compute forces, for example).
     Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
-    # No FORWARD: a forward that runs inside a backward is a recomputation, and the phase stays
+    # Not to FORWARD: a forward inside a backward is a recomputation, and the unit stays in phase
     # BACKWARD.
     Phase.BACKWARD: {Phase.IDLE},
 }
 
 
 class Moment(enum.Enum):
-    """Moments at which the engine asks whether to free unsharded buffers; see ``Unit.fate``."""
+    """Moments at which ``Unit.fate`` decides whether to free an unsharded buffer."""
 
-    AFTER_FORWARD = "no call of the unit is to come in this forward"
-    AFTER_BACKWARD = "nothing of the backward under way needs the parameters any more"
-    STEP_LEFT = "nobody needs them: a step failed, or a prefetched unit did not run"
+    AFTER_FORWARD = "this forward will not call the unit again"
+    AFTER_BACKWARD = "the rest of this backward does not need the parameters"
+    STEP_LEFT = "a step failed, or a prefetched unit did not run"
 
 
 class Fate(enum.Enum):
     """Whether an unsharded buffer is freed or kept."""
 
-    FREE = "its memory is given back, and the next use all-gathers again"
-    KEEP = "it stays, and is all-gathered again if the shards were written until its next use"
-    SNAPSHOT = "it stays with its present values, also where it shows memory of other ranks"
+    FREE = "free the memory; the next use all-gathers again"
+    KEEP = "keep the buffer; the next use all-gathers again only if the shards were written"
+    SNAPSHOT = "keep the buffer and its present values; copy shards of other ranks mapped into it"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Call:
     """One call of a unit's module, and the backward of this call."""
 
-    # Inputs that require a gradient. After the last of their gradients the call's backward is over.
+    # Number of inputs that require a gradient. The call's backward is over once all of these
+    # gradients are computed.
     num_inputs: int = 0
     has_begun: bool = False  # whether the call's backward has begun
 
@@ -87,45 +88,50 @@ class Unit:
         placement: Placement,
         topology: Topology,
     ) -> None:
-        # For each module, how its inputs and outputs are cast. A module keeps its class and
-        # forward.
+        # For each module of the unit, how inputs and outputs are cast.
         self.casts = dict(modules)
-        # `names`: the modules' names in the unwrapped model. `name`: all names joined into one.
+        # `names`: names of the modules in the unwrapped model. `name`: one name made of all names.
         self.names, self.name = list(names), name_of(names)
-        # The unit's flat parameters, possibly none: one per dtype and `requires_grad`, and one for
-        # each large parameter of the root.
+        # The unit's flat parameters: one for each dtype and `requires_grad`, and in the root one
+        # for each large parameter. Empty if the unit owns no parameter.
         self.handles: list[FlatParamHandle] = []
         # Flat parameters that backward reads; embedding tables are not among them.
         self.for_backward: list[FlatParamHandle] = []
-        # For each flat parameter, the number of gradients in a full backward.
+        # For each flat parameter, the number of original parameters that require a gradient.
         self.num_trainable: dict[FlatParamHandle, int] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
         self.is_root, self.is_summoned = True, False
-        # Whether ranks may skip the unit, or run units in different orders.
+        # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
-        self.num_loads = 0  # number of state dicts loaded into this unit; the same on all ranks
+        self.num_loads = 0  # number of state dicts loaded into the unit; must be equal on all ranks
         self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
-        # Forward calls in the last iteration whose backward has not started. The number is the same
-        # on all ranks, even if an earlier forward failed on some ranks.
+        # Number of calls in this iteration whose backward has not begun. The count restarts in each
+        # iteration, so that it stays equal on all ranks after a forward that failed on some ranks.
         self.outstanding_backwards = 0
-        self._outstanding_before = 0  # the same number for earlier iterations
-        # Whether some call has no input whose gradient would mark the end of the call's backward.
+        self._outstanding_before = 0  # the same count for earlier iterations
+        # Whether no gradient of an input shows the end of some call's backward, because no input of
+        # the call requires a gradient.
         self._ends_unseen = False
-        self._num_calls = 0  # calls in the outermost forward under way, or in the last one
-        self._calls_to_come = 0  # calls still expected in this forward, if like the last forward
-        self.backward_follows = False  # whether a backward follows the last call or use
-        # Whether backward, or the rest of the forward, starts with this unit.
+        self._num_calls = 0  # number of calls in this outermost forward, or in the last
+        # Number of calls still expected in this outermost forward, if it repeats the last forward.
+        self._calls_to_come = 0
+        self.backward_follows = False  # whether a backward follows the latest call or other use
+        # Whether the rest of the forward, or the beginning of backward, uses the unit.
         self.is_needed_soon = False
-        # Whether parameters were used outside of the unit's forward, in this iteration.
+        # Whether an operation outside of the unit's forward used parameters in this iteration.
         self.is_touched = False
+        # For calls whose backward runs: number of input gradients that have not arrived.
         self._outstanding_inputs: dict[Call | None, int] = {}
-        # Version of the parameters that a backward with create_graph used; -1: none.
+        # Version of the parameters in the latest backward with create_graph; -1: no such backward.
         self._sticky_version = -1
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
-        """Make ``twin`` a copy of this unit, with copied modules and without parameters."""
+        """Make ``twin`` a copy of this unit. ``memo`` maps ids of modules to copied modules.
+
+        The copied unit owns no parameters yet.
+        """
         twin.__dict__.update(self.__dict__)
         twin.casts = {memo[id(module)]: casts for module, casts in self.casts.items()}
         twin.names = list(self.names)
@@ -163,13 +169,13 @@ class Unit:
         self.count_trainable()
 
     def count_trainable(self) -> None:
-        """Count again which parameters require a gradient: users may freeze some between steps."""
+        """Count the parameters that require a gradient. Users may freeze parameters at any time."""
         self.num_trainable = {
             h: sum([p.full.requires_grad for p in h.params]) for h in self.handles
         }
 
     def plan_sync(self, wanted: Sync) -> None:
-        """Set ``sync`` to ``wanted``, simplified if one of the unit's groups has a single rank."""
+        """Set ``sync`` to ``wanted``, or to an equivalent for units with a group of one rank."""
         if wanted is Sync.INTRA:
             if self.topology.across.size == 1:
                 wanted = Sync.ALL
@@ -190,17 +196,17 @@ class Unit:
 
     @property
     def is_current(self) -> bool:
-        """Whether all parameters are unsharded and have the shards' present values."""
+        """Whether all parameters are unsharded and equal the present shards."""
         return all(handle.is_current for handle in self.handles)
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether an all-gather of the unit was started and not yet waited for."""
+        """Whether an all-gather of the unit was started, and nothing has waited for it yet."""
         return any(handle.state is ShardState.UNSHARDING for handle in self.handles)
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no parameter is unsharded, being all-gathered, or kept for backward."""
+        """Whether the unit is IDLE, without unsharded buffers, all-gathers and secondary shards."""
         return self.phase is Phase.IDLE and not any(
             handle.state is not ShardState.SHARDED
             or (handle.gather.secondary is not None and handle.gather.secondary.waits_for_backward)
@@ -209,7 +215,7 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no backward that is still to come needs the parameters."""
+        """Whether no backward that may still run needs the parameters."""
         return (
             self.phase is Phase.IDLE
             and self.outstanding_backwards + self._outstanding_before <= 0
@@ -218,9 +224,9 @@ class Unit:
         )
 
     def stick(self) -> None:
-        """Keep the buffers until the parameters change."""
-        # With create_graph, backward makes new graph nodes. They save raw views of the buffers,
-        # which no saved-tensor hook replaces.
+        """Keep the unsharded buffers until the parameters change."""
+        # A backward with create_graph makes new nodes of the graph. No saved-tensor hook runs for
+        # these nodes, so they save raw views of the buffers.
         self._sticky_version = sum(handle.version for handle in self.handles)
 
     @property
@@ -231,59 +237,63 @@ class Unit:
     # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str, *, everything: bool = False) -> list[FlatParamHandle]:
-        """Start the all-gathers that "forward" or "backward" needs. Collective.
+        """Start the all-gathers that ``purpose``, "forward" or "backward", needs. Collective.
 
-        Returns the flat parameters whose all-gather was started; the rest is already unsharded.
+        Returns the flat parameters whose all-gather was started. Flat parameters that are already
+        unsharded need no all-gather.
         """
         needs_all = everything or purpose == "forward"
         handles = self.handles if needs_all else self.for_backward
         return [handle for handle in handles if handle.unshard(purpose)]
 
     def wait_unshard(self) -> None:
-        """Wait for the all-gathers, and let the modules hold unsharded parameters."""
+        """Wait for the all-gathers; then let the modules hold the unsharded parameters."""
         for handle in self.handles:
             handle.wait_unshard()
-        # Show all parameters, also those that backward does not read: recomputed forwards use the
-        # modules.
+        # Show all parameters, even if only the parameters that backward reads were all-gathered: a
+        # recomputed forward uses the modules.
         for handle in self.handles:
             handle.show_unsharded()
 
     def fate(self, handle: FlatParamHandle, moment: Moment) -> Fate:
-        """Decide whether ``handle``'s unsharded buffer is freed now. No other code decides this."""
+        """Decide whether to free the unsharded buffer of ``handle``. Only this method decides."""
         if moment is Moment.STEP_LEFT:
             return Fate.FREE
         if self._is_sticky:  # a graph with create_graph may hold raw views of the buffer
             return Fate.SNAPSHOT
         shows_shards = handle.memory.shows_shards
         if moment is Moment.AFTER_BACKWARD:
-            # A single rank saves no all-gather by keeping the buffer, and a kept buffer would not
-            # show edits made through `p.data`.
+            # A single rank needs no all-gather, so keeping the buffer would save nothing. A kept
+            # buffer would also miss edits through `p.data`, which do not change the version.
             is_alone = self.topology.shard.size == 1
             frees = self.placement.reshard_after_backward or is_alone or shows_shards
             return Fate.FREE if frees else Fate.KEEP
-        # If backward begins with this unit, resharding it now would only cost another all-gather.
+        # If backward begins with this unit, resharding would only cost another all-gather.
         stays = self.is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return Fate.FREE
         if self.sync is Sync.NONE:
-            # A backward under ``no_sync`` may run on this rank only. So it must not start an
-            # all-gather, and must not read mapped shards that other ranks may be writing.
+            # A backward under ``no_sync`` may run on this rank only. So the backward must not start
+            # an all-gather, and must not read mapped shards that other ranks may be writing.
             return Fate.SNAPSHOT
         return Fate.FREE if shows_shards or self._is_spare(handle) else Fate.KEEP
 
     def _is_spare(self, handle: FlatParamHandle) -> bool:
-        """Whether ``handle`` is freed after forward because backward does not read it."""
+        """Whether the buffer of ``handle`` is freed after forward because backward needs none."""
         reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
         return reshards and handle not in self.for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd saves copies of the values instead of a view that is unsharded again."""
-        # Ranks may use a parameter of the root differently. So its backward must not start an
-        # all-gather, which other ranks might not start.
+        """Whether autograd saves a copy of parameters of ``handle`` instead of a ``SavedView``.
+
+        A ``SavedView`` unshards the unit again in backward.
+        """
+        # Ranks may use a parameter of the root differently. A ``SavedView`` could start an
+        # all-gather in backward that other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
     def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
-        """Let the modules hold sharded parameters, and free what ``fate`` says. Any -> IDLE."""
+        """Let the modules hold sharded parameters; free buffers as ``fate`` says. Any -> IDLE."""
         is_after_forward = moment is Moment.AFTER_FORWARD
         for handle in self.handles:
             handle.show_sharded()
@@ -305,38 +315,39 @@ class Unit:
             if fate is Fate.FREE:
                 handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
             else:
-                # Finish the all-gather: the optimizer may write the shard next.
+                # Wait for an all-gather under way, which reads the shard: the optimizer may write
+                # the shard next.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
 
     def begin_iteration(self) -> None:
-        """Reset the counts of calls when an outermost forward begins."""
+        """Reset the counts of calls, because an outermost forward begins."""
         self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
-        # A backward under no_sync may have run on other ranks only, and resharded the unit there.
-        # Reshard the unit here, too: otherwise the other ranks would all-gather without this rank
-        # and wait forever.
+        # The last backward, under no_sync, may have run on other ranks only, and resharded the unit
+        # there. Reshard the unit here, too. Otherwise the other ranks would start an all-gather
+        # that this rank does not start, and wait forever.
         if self.sync is Sync.NONE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.fate(handle, Moment.AFTER_BACKWARD) is Fate.FREE:
                     handle.reshard()
 
     def end_iteration(self) -> None:
-        """Forget the calls of this iteration: the model's backward is over, or failed."""
+        """Reset the counts of outstanding backwards: the model's backward is over, or failed."""
         self.is_touched = False
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
-        """Count a finished call; returns whether no more calls are expected in this forward."""
+        """Count a finished call. Returns whether it was the last expected call in this forward."""
         self.backward_follows = backward_follows
         self._num_calls += 1
         self._calls_to_come -= 1
         return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """FORWARD -> IDLE: free the buffers that ``fate`` says, since no call is to come."""
+        """FORWARD -> IDLE: free buffers as ``fate`` says, since this forward calls no more."""
         if self.phase is not Phase.FORWARD or self.running:
             return
         self.is_needed_soon = is_needed_soon
@@ -348,14 +359,14 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            if handle.is_aliased:  # `show_unsharded` checks the rest in each forward
+            if handle.is_aliased:  # for other handles, `show_unsharded` checks in each forward
                 handle.check_places()
             handle.grad_publish.begin_backward()
             if handle.is_aliased:
                 handle.grad_publish.hold_earlier()
 
     def begin_call_backward(self, call: Call) -> None:
-        """Note that the backward of ``call`` begins: a gradient of an output has arrived."""
+        """Count the beginning of the backward of ``call``: the gradient of an output arrived."""
         if not call.has_begun:
             call.has_begun = True
             self.outstanding_backwards -= 1
@@ -365,7 +376,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """Count a gradient of an input of ``call``; returns True for the last gradient."""
+        """Count a gradient of an input of ``call``. Returns whether it was the last such input."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1
@@ -373,22 +384,22 @@ class Unit:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether no more computation of this backward can need the parameters."""
+        """Whether the rest of this backward cannot need the parameters."""
         trainable = self.num_trainable.items()
         return (
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
             and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
-            # Frozen parameters may be needed after the last parameter gradient. Only the gradients
-            # of inputs would show the end, and some call has no such input.
+            # Frozen parameters get no gradient, and may be needed after the last gradient of a
+            # trained parameter. Only gradients of all calls' inputs would show the end.
             and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
         )
 
     def reset(self) -> None:
         """Return to IDLE after a failed step, and drop the step's gradients."""
         self.running.clear()
-        self._sticky_version = -1  # no later backward uses the graph of a failed one
+        self._sticky_version = -1  # no later backward uses the graph of a failed backward
         self.end_iteration()
         for handle in self.handles:
             handle.drop_gradients()
