@@ -1,4 +1,8 @@
-"""``UnitHooks``: connects torch's hooks of modules, tensors and parameters to a step."""
+"""``UnitHooks``: the functions that torch calls for modules, tensors and parameters of a unit.
+
+Torch calls the module hooks before and after a forward. Autograd calls the tensor hooks when the
+gradient of a tensor or parameter is computed. All hooks call ``Forward`` or ``Backward``.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ from flatshard.tensor.sharded_tensor import untraced
 
 
 class UnitHooks:
-    """The hooks of one unit. ``attach`` connects them to the forward and backward of a model.
+    """The hooks of one unit. ``attach`` connects the hooks to the forward and backward of a model.
 
-    ``surround`` registers ``pre_forward`` and ``post_forward`` on modules.
+    ``surround`` registers ``pre_forward`` and ``post_forward`` on the unit's modules.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -33,7 +37,7 @@ class UnitHooks:
         self._forward, self._backward = forward, backward
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Let the unit own flat parameters, and receive their gradients from autograd."""
+        """Let the unit own ``handles``, and hook the gradients of their parameters."""
         self.unit.own(handles)
         for handle in self.unit.handles:
             with torch.inference_mode(False):
@@ -47,7 +51,10 @@ class UnitHooks:
         unit: Unit,
         handles: Iterable[FlatParamHandle],
     ) -> None:
-        """Turn ``twin``, which copied modules already call, into the hooks of ``unit``, a copy."""
+        """Turn ``twin`` into the hooks of ``unit``, a copy of this hook's unit.
+
+        The copied modules already call ``twin``.
+        """
         self.unit.copy_into(memo, unit)
         twin.unit = unit
         twin.own(handles)
@@ -56,7 +63,9 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
-        if unit.is_summoned:  # modules hold full plain parameters, or must not run here
+        # Under `summon_full_params`, modules hold plain full parameters and need no step. On ranks
+        # whose modules hold no full parameters, `check_shown` raises.
+        if unit.is_summoned:
             for handle in unit.handles:
                 handle.summoned.check_shown()
             return None
@@ -67,20 +76,20 @@ class UnitHooks:
         return changed
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Cast and protect the output, and leave the forward.
+        """Cast the output, replace views of unsharded buffers in it, and leave the forward.
 
-        Torch calls this after an exception as well, with ``output`` None.
+        If the forward raises, torch calls this hook with ``output`` None.
         """
         unit = self.unit
-        if not unit.running:  # the outermost forward raised before it began
+        if not unit.running:  # `pre_forward` raised before it recorded a call
             return None
         call = unit.running.pop()
         changed = output
         try:
             if output is not None:
                 self._forward.check(unit, module)
-                # Cast first: a copy in another dtype is no view of a buffer, so `protect` copies
-                # less.
+                # Cast before `protect`, which copies views of buffers: the result of a cast is no
+                # view, and need not be copied.
                 changed = unit.casts[module].cast_output(output)
                 changed = self._forward.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():
@@ -93,23 +102,25 @@ class UnitHooks:
         return changed
 
     def _hook_inputs(self, value: Any, call: Call) -> None:
-        """Register hooks that report the gradients of the tensors in ``value``."""
+        """Hook the tensors in ``value``, the inputs of ``call``, to count their gradients."""
         receive = partial(self._backward.receive_of_input, self.unit, weakref.ref(call))
         for tensor in tensors_in(value):
-            # Skip parameters: their gradients come at the end of backward, long after the unit's.
+            # Skip parameters that are passed as inputs: autograd accumulates their gradients long
+            # after this unit's backward is over.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
-                # Remove the hook with the call: a leaf outlives the graph.
+                # A leaf outlives the graph and keeps its hooks. So remove the hook when the call is
+                # freed.
                 if tensor.grad_fn is None:
                     weakref.finalize(call, hook.remove).atexit = False
 
     def _grad_hook(
         self, handle: FlatParamHandle, original: OriginalParam
     ) -> Callable[[Tensor], None]:
-        """Make the full parameter's hook, called after autograd has filled ``.grad``."""
-        # Hold all objects weakly: Python's garbage collector does not see references from autograd,
-        # so a cycle through the hook would never be freed.
+        """Make the hook that autograd calls after it has filled ``.grad`` of a full parameter."""
+        # Keep only weak references in the hook. Python's garbage collector does not see references
+        # from autograd, so a reference cycle through the hook would never be freed.
         this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)
 
         @untraced
@@ -123,24 +134,24 @@ class UnitHooks:
 
 
 def surround(hooks: UnitHooks, module: nn.Module) -> None:
-    """Let ``module``, one of the unit's, call its hooks; again after it was compiled.
+    """Let ``module`` call ``hooks`` before and after its forward. Call this again after a compile.
 
-    Dynamo cannot trace all-gathers, so a graph ends at each of our hooks. ``module.compile()``
-    compiles the call of a module together with its hooks. Our hooks therefore go around the
-    compiled call, which stays one graph. If the caller is compiled as well, the caller's graph ends
-    before the unit and a new graph begins after it.
+    Dynamo cannot trace all-gathers, so a compiled graph ends at each of flatshard's hooks.
+    ``module.compile()`` compiles the call of a module together with the module's hooks. So the
+    hooks of a compiled module go around the compiled call, which stays one graph. If the caller is
+    compiled, too, the caller's graph ends before the unit, and a new graph begins after the unit.
     """
     before, after = _ModuleHook(hooks, "pre_forward"), _ModuleHook(hooks, "post_forward")
     compiled = module._compiled_call_impl
     if compiled is not None:
         _remove(module)
         module._compiled_call_impl = _compiled_call(module, before, after, compiled)
-        # Copies of the module are not compiled. This attribute makes copying fail without the
-        # wrapper, as for other modules.
+        # A copy of a unit's module without the wrapper must raise an error. For other modules, the
+        # registered hook raises; a compiled module has no registered hook, so add an attribute.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
-        # Register first, so that users' own hooks see unsharded parameters. Call the post hook
-        # after an exception, too: the user may catch the exception and keep using the model.
+        # Run before users' pre-hooks, so that users' hooks see unsharded parameters. Run the post
+        # hook after an exception, too: the user may catch the exception and use the model again.
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
@@ -155,13 +166,16 @@ def _remove(module: nn.Module) -> None:
 
 
 class _ModuleHook:
-    """A method of ``UnitHooks`` as a module's hook. Copied only together with the ``UnitHooks``."""
+    """A method of ``UnitHooks`` as the hook of a module.
+
+    The hook can be copied only together with the wrapper, which also copies the ``UnitHooks``.
+    """
 
     def __init__(self, hooks: UnitHooks, method: str) -> None:
         self._hooks, self._method = hooks, method
         self._call = getattr(hooks, method)
 
-    @untraced  # compiled callers run the hook uncompiled, between two graphs
+    @untraced  # a compiled caller runs the hook without compilation, between two graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
@@ -176,7 +190,7 @@ class _ModuleHook:
 def _compiled_call(
     module: nn.Module, before: _ModuleHook, after: _ModuleHook, compiled: Callable[..., Any]
 ) -> Any:
-    """Wrap ``compiled``, the module's compiled call, with the unit's hooks."""
+    """Return a function that calls ``before``, ``compiled`` (the compiled module) and ``after``."""
 
     @untraced
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``Prefetch``: starts all-gathers before their units run, in the recorded order."""
+"""``Prefetch``: starts all-gathers before the units run, in the order of the last forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatshard.options.strategy import BackwardPrefetch
 class ExecutionOrder:
     """Records the order of units in a forward, and predicts the next forward and backward.
 
-    A prediction is a hint: a unit that runs out of order is unsharded on demand.
+    A prediction may be wrong: a unit that was not predicted is unsharded when the unit runs.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class ExecutionOrder:
         self._current.append(unit)
 
     def next_forward(self) -> list[int]:
-        """The units expected after the last recorded unit, in order; empty without a prediction."""
+        """The units expected after the latest recorded unit, in order. Empty: no prediction."""
         position = len(self._current)
-        # After a forward has left the recorded order, nothing is predicted until the new order is
-        # recorded.
+        # If this forward has left the order of the last forward, predict nothing. The next forward
+        # is predicted from this one.
         if position == 0 or self._previous[position - 1 : position] != self._current[-1:]:
             return []
         return self._previous[position:]
@@ -39,20 +39,20 @@ class ExecutionOrder:
     def next_backward(self, unit: int) -> list[int]:
         """The units whose backward is expected after the backward of ``unit``, in order."""
         after = _after(unit, (self._current or self._previous)[::-1])
-        # If the unit ran twice, stop at its other backward: later units are predicted then.
+        # If the unit ran twice, stop at the unit's second backward, which predicts the later units.
         return after[: after.index(unit)] if unit in after else after
 
     def next_recomputed(self, unit: int) -> list[int]:
-        """The units expected after ``unit`` when this forward is recomputed, in order."""
+        """The units expected after ``unit`` when a checkpoint recomputes this forward, in order."""
         return _after(unit, self._current)
 
     @property
     def is_complete(self) -> bool:
-        """Whether this forward ran the same units as the last forward, in the same order."""
+        """Whether this forward has run all units of the last forward, in the same order."""
         return bool(self._current) and self._current == self._previous
 
     def first_backward(self) -> list[int]:
-        """The units whose backward comes first, in order; empty while the forward may go on."""
+        """The units in the expected order of backward. Empty until the forward is complete."""
         return self._current[::-1] if self.is_complete else []
 
 
@@ -65,30 +65,31 @@ class Prefetch:
         self, state: RunState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:
         self.order = ExecutionOrder()
-        # Whether the running forward recomputes the full model in backward.
+        # Whether a checkpoint recomputes the full model in the running forward.
         self.recomputes_whole = False
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        # Units whose all-gather was started here, possibly over by now.
+        # Units whose all-gather a prefetch started; the all-gather may be complete by now.
         self._ahead: list[Unit] = []
 
     def refresh(self) -> None:
         """Recompute cached sizes and costs after the units' buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # Backward's all-gathers count as slow over sockets, except within a smaller group
-        # (`regather_size`).
+        # All-gathers of backward count as slow if the transport sends in the background (sockets),
+        # unless backward all-gathers in a smaller group (`regather_size`).
         backward_is_slow = any(
             unit.topology.intra_group.transport_for().gathers_in_background
             and unit.placement.regather_size is None
             for unit in self._units
         )
-        # Whether the forward already keeps, and all-gathers, the first units of backward.
+        # Whether the end of forward keeps the first unit of backward unsharded, and starts the
+        # all-gathers of the next units.
         self._begins_in_forward = self._backward is BackwardPrefetch.END_OF_FORWARD or (
             self._backward is BackwardPrefetch.AUTO and backward_is_slow
         )
 
     def needs_soon(self, unit: Unit) -> bool:
-        """Whether the rest of the forward, or the beginning of backward, needs the unit."""
+        """Whether the rest of the forward, or the beginning of backward, uses the unit."""
         if unit is self._state.root:
             return True
         begins_backward = self._state.expects_backward and self._begins_in_forward
@@ -99,18 +100,18 @@ class Prefetch:
             self._begin(self.order.next_forward(), "forward")
 
     def after_forward(self) -> None:
-        """At the end of forward, start the units that backward needs first."""
+        """At the end of a forward, start the all-gathers of the units that backward uses first."""
         if self._begins_in_forward:
-            # The first unit is not resharded.
+            # Skip the first unit, which is still unsharded (see `needs_soon`).
             self._begin(self.order.first_backward()[1:], "backward")
 
     def in_recomputation(self, unit: Unit) -> None:
-        """Start units expected after ``unit``, if the full model is recomputed."""
+        """Start all-gathers of units after ``unit``, if the full model is recomputed."""
         if self._forward and self.recomputes_whole:
             self._begin(self.order.next_recomputed(unit.index), "backward")
 
     def before_backward(self, unit: Unit) -> None:
-        """Start units whose backward is expected after the backward of ``unit``."""
+        """Start all-gathers of units whose backward is expected after the backward of ``unit``."""
         if self._backward is not None and self._backward is not BackwardPrefetch.BACKWARD_POST:
             self._begin(self.order.next_backward(unit.index), "backward")
 
@@ -119,10 +120,10 @@ class Prefetch:
             self._begin(self.order.next_backward(unit.index)[:1], "backward")
 
     def _begin(self, coming: Sequence[int], purpose: str) -> None:
-        """Start the all-gather of the first unit in ``coming``, and of more if they fit."""
-        # If the transport sends while this rank computes, also start the units after the first, as
-        # many as fit into the memory of the largest unit: otherwise the network would be idle after
-        # each all-gather.
+        """Start the all-gather of the first unit in ``coming``, and of more units if they fit."""
+        # If the transport sends while this rank computes, start further units, too: otherwise the
+        # network would be idle after each all-gather. All prefetched units together may take as
+        # much memory as the largest unit.
         first = None
         for index in coming:
             unit = self._units[index]
@@ -132,15 +133,15 @@ class Prefetch:
                 first = index
             elif index != first and not self._fits_ahead(unit):
                 return
-            # A unit whose backward has begun may be resharded on this rank and still unsharded on
-            # other ranks. Then the other ranks would not take part in an all-gather. The unit's
-            # optimizer may also have stepped already.
+            # Skip units whose backward has begun. Such a unit may be resharded on this rank but
+            # still unsharded on others, and the others would not take part in an all-gather. An
+            # optimizer that steps in backward may also have updated the unit already.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
                 self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
-        """Whether to start an all-gather that no rank waits for next."""
+        """Whether to start the all-gather of a unit that does not run next."""
         if not unit.topology.intra_group.transport_for().gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget

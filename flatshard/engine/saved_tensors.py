@@ -1,13 +1,13 @@
-"""``SavedTensors``: autograd saves places in the unsharded buffers instead of their memory.
+"""``SavedTensors``: autograd saves a place in an unsharded buffer instead of a view of the buffer.
 
-A unit's buffer is resharded between forward and backward, while autograd keeps views of it.
-Saved-tensor hooks, active during every forward, turn each such view into a ``SavedView``. When
-autograd asks for the view, the unit is unsharded again. So no saved tensor can dangle, whatever the
-order of backward is.
+Autograd saves views of parameters for backward, but the unsharded buffer is freed between forward
+and backward. So saved-tensor hooks, active in every forward, replace each view of a buffer by a
+``SavedView``. When autograd asks for the tensor, the hooks unshard the unit again and make a new
+view. So a saved tensor is always valid, whatever the order of backward is.
 
-Saved-tensor hooks switch off autograd's own check for in-place edits of saved tensors, so this
-module checks versions. Outer hooks (checkpointing, ``save_on_cpu``) get every tensor that is not a
-view of a unit's buffer.
+Autograd checks no versions of tensors that saved-tensor hooks pack, so this module checks for edits
+in place. Saved-tensor hooks outside of a forward (checkpointing, ``save_on_cpu``) get every tensor
+that is not a view of a unit's buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class SavedView(NamedTuple):
-    """Place of a view in an unsharded buffer; ``version`` is the shard's when it was saved."""
+    """Place of a view in an unsharded buffer, and the shard's version when autograd saved it."""
 
     unit: Unit
     handle: FlatParamHandle
@@ -40,10 +40,10 @@ class SavedView(NamedTuple):
 
 
 class SavedDTensor(NamedTuple):
-    """A DTensor over an unsharded buffer."""
+    """A DTensor whose local tensor is a view of an unsharded buffer."""
 
-    kind: Any  # the DTensor class, kept here because importing it is slow
-    local: Any  # this rank's local tensor, packed
+    kind: Any  # the DTensor class; stored because importing the class is slow
+    local: Any  # the local tensor of this rank, packed
     layout: Any
 
     def around(self, local: Tensor) -> Tensor:
@@ -54,14 +54,15 @@ class SavedDTensor(NamedTuple):
 class SavedTensors:
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
-        # Units and handles, keyed by the storage of the buffer. A buffer keeps its storage object
-        # for life, also while the storage is resized to nothing.
+        # For each storage of an unsharded buffer, the unit and the handle. A buffer keeps one
+        # storage object for life: freeing the buffer only resizes the storage to zero bytes.
         self._buffers = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
             for unit, handle in handles
             if handle.buffer_bytes
         }
-        # One entry for each forward under way. None: an outer forward's hooks are already on top.
+        # The hooks that each forward under way installed. None: the hooks of an outer forward were
+        # on top already.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
 
     def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
@@ -71,32 +72,36 @@ class SavedTensors:
         return self._buffers.get(plain.untyped_storage()._cdata)
 
     def protect(self, output: Any, unit_name: str) -> Any:
-        """Return a module's output with views of unsharded buffers replaced by copies.
+        """Return a module's output, with copies in place of views of unsharded buffers.
 
-        The buffers are freed after the forward.
+        The views would be invalid, because the buffers are freed after the forward.
         """
         if not any(map(self._owner, tensors_in(output))):
             return output
         output = pytree.tree_map_only(Tensor, lambda t: t.clone() if self._owner(t) else t, output)
         if any(map(self._owner, tensors_in(output))):
             raise RuntimeError(
-                f"{unit_text(unit_name)} returns a view of its parameters inside an object. They "
-                "are resharded after forward: return a clone()."
+                f"{unit_text(unit_name)} returns a view of its parameters inside an object. The "
+                "parameters are resharded after forward, so return a clone() of the view."
             )
         return output
 
     def push(self) -> None:
-        """Install our saved-tensor hooks, unless they are on top already; pairs with ``pop``."""
-        # Every unit's forward comes here, not only the outermost: a checkpoint between two units
-        # puts its own hooks on top. The checkpoint counts the tensors that it packs, in forward and
-        # again in recomputation, where the outer unit does not run. Both counts must agree.
+        """Put this module's saved-tensor hooks on top, unless they are on top already.
+
+        Each call needs a call of ``pop``.
+        """
+        # Call this in every unit's forward, not only in the outermost forward. A checkpoint between
+        # two units puts its hooks on top, and counts the tensors that reach its hooks in forward
+        # and in recomputation. The outer unit does not run in recomputation, so the inner unit must
+        # filter the same tensors in both.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = next((one for one in reversed(self._active) if one is not None), None)
         if outer is not None and ours is not None and outer[0] is ours.pack_hook:
             self._active.append(None)
             return
-        # Torch calls only the topmost pair of hooks, so ours pass the remaining tensors to the
-        # outer pair.
+        # Torch calls only the topmost pair of hooks. So this module's pair passes all tensors that
+        # are not views of buffers to the pair below.
         hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair(outer))
         hooks.__enter__()
         self._active.append(hooks)
@@ -119,8 +124,8 @@ class SavedTensors:
             if type(tensor) not in _PLAIN:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             unit, handle = found
-            # `as_strided` of the buffer could not rebuild these tensors (another dtype, or lazily
-            # conjugated or negated).
+            # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
+            # another dtype, or a lazily conjugated or negated view.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or unit.copies_saved(handle):
                 return outer_pack(tensor.clone())  # all these cases are rare
@@ -133,26 +138,26 @@ class SavedTensors:
             if type(packed) is not SavedView:
                 return outer_unpack(packed)
             unit, handle, size, stride, offset, version = packed
-            # The unit was resharded since, or its kept buffer is stale after an optimizer step.
+            # The unit was resharded, or an optimizer step made the kept buffer stale.
             if not handle.is_current:
                 backward.unshard_again(unit)
-            # Torch checks no versions of tensors that hooks pack.
+            # Check the version here, because torch checks no versions of tensors that hooks pack.
             if handle.version != version:
                 raise RuntimeError(
                     f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
-                    "and backward (an optimizer step, or an edit in place), and backward needs "
-                    "them as they were. Run backward first, or forward again."
+                    "and backward (by an optimizer step, or by an edit in place), but backward "
+                    "needs the values of the forward. Run backward before the modification, or run "
+                    "forward again."
                 )
             return handle.buffer.as_strided(size, stride, offset)
 
-        # Keep the hooks out of compiled graphs: Dynamo would trace the hooks, but cannot represent
-        # units and handles.
+        # Keep Dynamo from tracing the hooks: Dynamo cannot represent units and handles in a graph.
         return torch.compiler.disable(pack), torch.compiler.disable(unpack)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    # Detach: otherwise a node with its own output as a saved tensor is in a reference cycle, and is
-    # never freed without a backward. Autograd reconnects the output.
+    # Save a detached tensor. A node that saves its own output would be in a reference cycle, and
+    # would be freed only by a backward. Autograd reconnects the tensor to its node.
     return tensor.detach(), tensor._version
 
 

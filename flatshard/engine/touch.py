@@ -1,15 +1,16 @@
 """``Touch``: operations on sharded parameters outside of their unit's forward.
 
-A module may read a weight of its child, iterate over a ``Sequential`` or call a module inside of a
-unit; users call ``model.encoder(...)``. If an operation needs more than this rank's part of the
-parameter, this module runs it on the full parameter.
+A module may read a weight of a child module, iterate over a ``Sequential``, or call a module inside
+of a unit. A user may call ``model.encoder(...)``. The modules hold sharded parameters then. If an
+operation needs more than this rank's part of a parameter, ``Touch`` runs the operation on the full
+parameter.
 
 [Note: which full tensor]
-While a forward of the model runs, the unit is unsharded and stays unsharded until the enclosing
-forward ends. Parameters read after the first operation are plain tensors. Autograd and backward
-work as in the unit's own forward. Between forwards, the unit is unsharded for the operation only;
-if no graph is recorded (``generate``), only the parameter is all-gathered. A tensor that was
-computed from sharded parameters before (``1 + weight``) is all-gathered by itself.
+If a forward of the model is running, the unit is unsharded until the forward around the operation
+ends. Later operations then read plain tensors, and backward works as for the unit's own forward.
+Between forwards, the unit is unsharded only for the operation. If no graph is recorded
+(``generate``), only the parameter is all-gathered. A tensor that an earlier operation computed from
+sharded parameters (``1 + weight``) is sharded, too, and is all-gathered without its unit.
 """
 
 from __future__ import annotations
@@ -40,22 +41,23 @@ Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
 class Touch(ParamOwner):
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
-        """Become the owner of these units' parameters, and run their operations from now on."""
+        """Become the ``ParamOwner`` of all parameters of the model, and run their operations."""
         self._state, self._forward, self._backward = state, forward, backward
-        # For each parameter's spec: its unit, its flat parameter, and the original parameter.
+        # For the spec of each parameter: the unit, the flat parameter and the original parameter.
         self._places = {
             param.spec: (unit, handle, param)
             for unit, handle in state.handles
             for param in handle.params
         }
-        # State of a loop over parameters: the gathered flat parameter with the version of its
-        # shard, and the last parameter.
+        # State of a loop over parameters, see `_full`: the handle, the version of the shard, and
+        # the all-gathered flat parameter; and the parameter that the loop read last.
         self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._last: OriginalParam | None = None
-        # Units for which a warning was given. None stands for an average of weights.
+        # Units for which a warning was given. None: the warning about averages of weights.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
-            # A weak reference: autograd holds parameters, unseen by the garbage collector.
+            # `ShardSpec` keeps only a weak reference to its owner. Autograd holds parameters, and
+            # the garbage collector would not see a reference cycle through autograd.
             spec.owner = self
 
     def start_backward(self) -> None:
@@ -63,25 +65,28 @@ class Touch(ParamOwner):
 
     def bring_back(self, spec: ShardSpec) -> bool:
         unit, handle, _ = self._places[spec]
-        # Backward does not unshard embedding tables. If another operation used the table, unshard
-        # it now.
+        # Backward does not unshard embedding tables. If another operation than a lookup used the
+        # table, backward reads the table after all: unshard the table now.
         return handle not in unit.for_backward and self._backward.bring_back(unit)
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]
-        # A forward that a checkpoint recomputes counts as well.
+        # Count a forward that a checkpoint recomputes in backward as well.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` with full tensors for sharded ones, or return NotImplemented. Collective.
+        """Call ``func`` with full tensors in place of sharded tensors. Collective.
+
+        Returns NotImplemented if an argument is a gradient, optimizer state, or belongs to another
+        model.
 
         Raises:
-            RuntimeError: ``func`` writes to one of these tensors.
+            RuntimeError: ``func`` writes to one of the full tensors.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
-        # Only parameters of this model, and tensors computed from them, run in full: not gradients,
-        # not optimizer state, not other models.
+        # All-gather only parameters of this model and tensors computed from these parameters. Leave
+        # gradients, optimizer state and tensors of other models to the caller.
         if _writes(func, args) or not all(t.is_alike and t.spec in self._places for t in sharded):
             return NotImplemented
         name = torch.overrides.resolve_name(func) or func.__name__
@@ -99,7 +104,8 @@ class Touch(ParamOwner):
         records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
         is_alone = not (records or self.is_in_forward)
         result = (self._run_alone if is_alone else self._run_unsharded)(call, sharded)
-        # Warn last: if a warning is raised as an error, no other rank waits for this one.
+        # Warn after the collectives: if Python raises the warning as an error, no other rank is
+        # waiting for this rank.
         for tensor in sharded:
             self._warn(tensor.spec, name)
         return result
@@ -113,12 +119,12 @@ class Touch(ParamOwner):
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
-            # Copy only in the outermost operation: then the parameters' memory is freed now;
-            # otherwise it is freed after the enclosing forward.
+            # Between forwards, the parameters' memory is freed now, so return copies of views.
+            # Inside of a forward, the memory is freed only after the forward.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
-        if not self._state.has_run:  # run the checks of the first forward
+        if not self._state.has_run:  # run the checks that belong to the first forward
             self._forward.begin()
             self._forward.end(failed=False)
         for handle in {h for t in sharded for h in self._places[t.spec][0].handles}:
@@ -127,22 +133,23 @@ class Touch(ParamOwner):
         copies = {}
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
-                # Bring a parameter to its compute device and compute dtype.
+                # Copy a parameter to the device and dtype in which the unit computes.
                 like = self._places[t.spec][2].full if t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._flat = self._flat, None
-        result = call(copies)  # not reached if the call raises: it may have written to the copies
+        # `_flat` is None during the call: if the call raises, it may have written to the tensor.
+        result = call(copies)
         self._flat = flat
-        # Return copies: a view would keep the full flat parameter in memory.
+        # Return copies of views: a view would keep the whole flat parameter in memory.
         return as_views(result, copies.values(), sharded[0].spec.name, copies=True)
 
     def _full(self, tensor: FlatShardTensor) -> Tensor:
-        """Full tensor of a sharded one, for reading. Collective: all ranks of the shard group.
+        """Full tensor of a sharded tensor, for reading. Collective: all ranks of the shard group.
 
-        A loop reads parameters in their order: the update of an average of weights that was copied
-        before wrapping, for example. The second parameter in a row starts an all-gather of the
-        whole flat parameter. The loop reads the following parameters from the gathered tensor,
-        which is freed at the last parameter.
+        Some loops read all parameters in order: the update of an average of weights that was copied
+        before wrapping, for example. If two parameters in a row are read, the second read
+        all-gathers the whole flat parameter. The loop then reads the next parameters from this
+        tensor, which is freed after the last parameter.
         """
         _, handle, param = self._places[tensor.spec]
         last, self._last = self._last, param
@@ -150,7 +157,7 @@ class Touch(ParamOwner):
             tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
         )
         held, self._flat = self._flat, None
-        if not of_shard:  # the tensor was computed from the parameter
+        if not of_shard:  # an operation computed the tensor from a parameter
             return tensor.full_tensor()
         if held is None or held[:2] != (handle, handle.version):
             if param.index == 0 or last is not handle.params[param.index - 1]:
@@ -162,7 +169,11 @@ class Touch(ParamOwner):
 
     @contextlib.contextmanager
     def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
-        """Unshard units. Collective. Yields whether the units are resharded after the operation."""
+        """Unshard ``units`` inside the context. Collective.
+
+        Yields True if the units are resharded at the end of the context, and False if they stay
+        unsharded until the forward around the context ends.
+        """
         state, forward = self._state, self._forward
         is_outermost = not (self.is_in_forward or forward.begins_recomputation())
         if is_outermost:
@@ -195,8 +206,8 @@ class Touch(ParamOwner):
 
     def _warn(self, spec: ShardSpec, name: str) -> None:
         unit = self._places[spec][0]
-        # The operation writes to a tensor that is not sharded, such as an average of weights that a
-        # loop over all units updates: warn once, not once per unit.
+        # An operation in place on another tensor usually updates an average of weights, in a loop
+        # over the parameters of all units. Warn once, not once per unit.
         is_average = name.endswith("_")
         what = None if is_average else unit
         if what in self._warned or unit.topology.world.rank != 0:
@@ -204,22 +215,22 @@ class Touch(ParamOwner):
         self._warned.add(what)
         remedy = (
             "An average of weights made by copy.deepcopy(model) after wrapping needs no "
-            "communication. Said once."
+            "communication. This warning is given once."
             if is_average
-            else "This is right, but takes time, and all ranks must do it. Let the module that "
-            "uses it be the unit (auto_wrap_policy), or call the unit's module; for calls of parts "
-            "of a model, such as generate(), use summon_full_params(model, writeback=False). Said "
-            "once for this unit."
+            else "The result is right, but the all-gather takes time, and all ranks must take "
+            "part. Make the module that uses the parameter a unit (auto_wrap_policy), or call the "
+            "unit's module. For calls of parts of a model, such as generate(), use "
+            "summon_full_params(model, writeback=False). This warning is given once for each unit."
         )
         warnings.warn(
             f"{unit_text(unit.name)}: {name} uses parameter {spec.name!r} outside of the unit's "
-            f"forward, and all-gathers it for that. {remedy}",
+            f"forward, so the parameter is all-gathered. {remedy}",
             stacklevel=7,
         )
 
 
 def _writes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation writes in place to a sharded tensor, judged by the operation's name."""
+    """Whether the name of an operation says that it writes in place to a sharded tensor."""
     name = getattr(func, "__name__", "")
     in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2:] != "__")
     return in_place and next(sharded_in(args[:1]), None) is not None
