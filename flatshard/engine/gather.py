@@ -1,15 +1,19 @@
-"""``ParamGather``: fills the unsharded buffer of one flat parameter from the ranks' shards.
+"""``ParamGather``: all-gathers the unsharded buffer of one flat parameter.
 
-The source of an all-gather is usually the shard itself, copied to the device that computes and
-cast. It is a float8 copy if the user asks for float8, or a ``SecondaryShard``: a larger part of the
-parameters than the shard, all-gathered over nearby ranks. If shards live in another memory than the
-device that computes, a separate stream runs the copies, which then overlap with compute.
+Each rank usually sends its shard, cast to the compute dtype and copied to the compute device. If
+the user asks for float8, each rank sends a float8 copy of the shard. Two strategies send a
+``SecondaryShard`` instead, a larger part of the parameters than the shard, so that an all-gather
+needs only nearby ranks. If shards are offloaded, copies to the compute device run on a stream of
+their own, and overlap with compute.
 
-Two strategies keep a secondary shard. If forward all-gathers over all ranks and backward over
-fewer, the secondary shard is cut out of the unsharded buffer after forward and dropped after
-backward (hierarchical partitioning of ZeRO++, arXiv 2306.10209). If only optimizer state is split
-over all nodes, the secondary shard is all-gathered from the nodes' shards once after each optimizer
-step, and every other all-gather stays within the node.
+The two strategies with a secondary shard are:
+
+- ``reshard_after_forward=k``: forward all-gathers over all ranks, and backward over k ranks. The
+  secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
+  (hierarchical partitioning of ZeRO++, arXiv 2306.10209).
+- ``HYBRID_SHARD_OP``: gradients and optimizer state are split over all nodes. The secondary shard
+  is all-gathered across nodes once after each optimizer step. All other all-gathers stay within the
+  node.
 """
 
 from __future__ import annotations
@@ -38,11 +42,11 @@ class HandleOptions:
     topology: Topology
     targets: OffloadTargets
     precision: ParamPrecision
-    reduces_alone: bool  # its gradients are reduced apart from the rest of the unit's
+    reduces_alone: bool  # whether its gradients are reduced separately from the rest of the unit
 
 
 class ParamGather:
-    """All-gathers one flat parameter. Keeps the work under way, but no state of the handle."""
+    """All-gathers one flat parameter. Keeps the unfinished all-gather, but no state of a step."""
 
     def __init__(
         self,
@@ -57,14 +61,14 @@ class ParamGather:
         topology, gather_dtype = options.topology, options.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
         self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use the same tags
-        # Tags apart from the tags of a step: if only one rank calls state_dict(), its all-gather
-        # must not receive the messages that another rank sends for its forward.
+        # Tags for all-gathers outside of a step, such as for state_dict(). If only one rank calls
+        # state_dict(), this rank must not receive messages that other ranks send in a forward.
         self.full_tags = intra_group.new_tag(), inter_group.new_tag()
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, shard_numel)
-        # None: the strategy all-gathers from the shards only.
+        # None: all all-gathers of the strategy read the shards.
         self.secondary: SecondaryShard | None = None
         if topology.regather is not None or inter_group.size > 1:
             self.secondary = SecondaryShard(topology, link)
@@ -73,35 +77,42 @@ class ParamGather:
         self.move_to(device, dtype)
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """All-gather shards of ``dtype`` to ``device`` from now on, and drop kept copies."""
+        """All-gather shards of ``dtype`` into buffers on ``device`` from now on.
+
+        Drops all copies of the shard.
+        """
         self._device = device
         self._is_offloaded = not self._targets.shard.is_device and device.type != "cpu"
-        # The dtype of the unsharded buffer, and the dtype in which the shard is sent.
+        # `compute_dtype`: dtype of the unsharded buffer. `_sent_dtype`: dtype of the sent shard.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # With one rank, the all-gather is a copy, and the copy casts. Float8 is packed from the
-        # shard's own dtype.
+        # Do not cast the shard before the all-gather in two cases. With one rank, the all-gather is
+        # a copy that casts. Float8 is packed from the shard's own dtype.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
-        # Whether all-gathers read the shard as it lies in host memory.
+        # Whether all-gathers read the shard in place, in host memory.
         is_copied = self.secondary is not None or self._float8 is not None
         is_cast = self.compute_dtype != dtype
         self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
-        # For an offloaded shard whose copy stays on the device: the copy, and the version of the
-        # shard.
+        # Copy of an offloaded shard that stays on the device, and the version of the copied shard.
         self._device_copy: tuple[Tensor, int] | None = None
         if self.secondary is not None:
             self.secondary.drop()
 
     def allocate(self, numel: int) -> BufferMemory:
-        """Memory for the unsharded buffer, ``(numel,)``; for the shard too if ``reads_shard``."""
+        """Memory for the unsharded buffer, ``(numel,)``.
+
+        If ``reads_shard``, the memory may contain the shard, too.
+        """
         target = self._targets.shard if self.reads_shard else None
         request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], target)
         return self._topology.intra_group.allocate_unsharded(request)
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
-        """Start filling the buffer in ``memory``. Collective: all ranks that send or receive."""
-        # `version` is the shard's version. It shows whether a kept copy is stale.
+        """Start the all-gather into the buffer of ``memory``. Collective: all ranks of the group.
+
+        ``version`` is the version of ``shard``, and shows whether a kept copy is stale.
+        """
         with beside(self._device) if self._is_offloaded else nullcontext():
             if self.secondary is not None:
                 self.begin_refresh(shard, version)
@@ -114,14 +125,14 @@ class ParamGather:
             )
             if self._float8 is not None:
                 packed = self._float8.pack(source)
-                # Gather into memory of its own: float8 is unpacked into the buffer after all of it
-                # arrived.
+                # All-gather float8 into other memory than the buffer. `finish` unpacks the float8
+                # values into the buffer when all values have arrived.
                 self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
                 request = request._replace(shard=packed, out=self._packed, memory=None)
             self._work = self._topology.intra_group.all_gather(request)
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
-        """The shard on the device that computes, in the dtype to send."""
+        """The shard on the compute device, in the dtype to send."""
         if self._is_offloaded:
             return self._on_device(shard, version)
         source = shard.to(self._sent_dtype)
@@ -130,15 +141,16 @@ class ParamGather:
         return source
 
     def _on_device(self, shard: Tensor, version: int) -> Tensor:
-        """Copy of an offloaded shard on the device; the earlier copy if it is kept and current."""
+        """Copy of an offloaded shard on the device. Reuses a kept copy that is up to date."""
         if self._device_copy is not None and self._device_copy[1] == version:
             return self._device_copy[0]
-        # Cast on the device: the result of a cast on the host would not be in pinned memory.
+        # Copy first, and cast on the device: a cast on the host would leave pinned memory, and the
+        # copy would no longer overlap with compute.
         brought = shard.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        # The optimizer writes the shard on the host, and no stream makes the host wait. So the end
-        # of the step waits for this copy.
+        # The optimizer writes the shard on the host, but the host does not wait for the stream of
+        # this copy. So the end of the forward or backward waits for the copy's event.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
         copying = AsyncWork([], self._link.unit_name, [shard], sends=[copied])
         copying.wait(self._link.pending_sends)
@@ -150,25 +162,28 @@ class ParamGather:
 
     def finish(self, buffer: Tensor) -> None:
         """Wait until the all-gather has filled ``buffer``. Raises CollectiveError."""
-        assert self._work is not None, "something was started"
+        assert self._work is not None, "an all-gather was started"
         work, self._work = self._work, None
         packed, self._packed = self._packed, None
         work.wait(self._link.pending_sends)
         if self._is_offloaded:
-            # The compute stream must not read before the copy stream is done. Wait here and not in
-            # `start`, so that compute continues until the parameters are needed.
+            # The compute stream must not read the buffer before the copy stream is done. Wait here,
+            # and not in `start`, so that compute continues until the parameters are needed.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if packed is not None:
-            assert self._float8 is not None, "it was packed"
+            assert self._float8 is not None, "float8 values were packed"
             with torch.inference_mode(False), torch.no_grad():
                 self._float8.unpack(packed, buffer)
 
     def fill(self, part: Tensor, out: Tensor) -> None:
-        """All-gather ``part``, ``(shard_numel,)``, into ``out`` without a cast. Collective."""
+        """All-gather ``part``, ``(shard_numel,)``, into ``out`` without a cast, and wait.
+
+        Collective: all ranks that share the flat parameter.
+        """
         unit, topology = self._link.unit_name, self._topology
-        purpose = "full tensors, which all ranks must ask for together (state_dict(), say),"
+        purpose = "full tensors, which all ranks must ask for together (state_dict(), for example),"
         intra_tag, inter_tag = self.full_tags
-        if topology.inter_group.size > 1:  # first across nodes, then within
+        if topology.inter_group.size > 1:  # first all-gather across nodes, then within the node
             source, part = part, part.new_empty(part.numel() * topology.inter_group.size)
             request = Gather(source, part, unit, inter_tag, purpose, exact=True)
             topology.inter_group.all_gather(request).finish()
@@ -176,7 +191,10 @@ class ParamGather:
         topology.intra_group.all_gather(request).finish()
 
     def begin_refresh(self, shard: Tensor, version: int) -> None:
-        """All-gather other nodes' shards if stale. Collective: the ranks of ``inter_group``."""
+        """Start to all-gather the secondary shard across nodes, if the secondary shard is stale.
+
+        Collective: all ranks of the inter group. Does nothing without an inter group.
+        """
         secondary = self.secondary
         if secondary is None or self._topology.inter_group.size == 1:
             return
@@ -188,16 +206,17 @@ class ParamGather:
 
 
 class SecondaryShard:
-    """This rank's larger part of the parameters, which nearby ranks all-gather."""
+    """A larger part of the parameters than the shard, from which nearby ranks all-gather."""
 
     def __init__(self, topology: Topology, link: RunLink) -> None:
         self._link, self._inter_group = link, topology.inter_group
-        # Kept only from a forward to its backward.
+        # Whether the secondary shard is kept only from forward to the end of backward.
         self._is_temporary = topology.regather is not None
         self._comm = topology.intra_group if topology.regather is None else topology.regather
         self._tag = self._comm.new_tag()
         self._part: Tensor | None = None
-        self._version = -1  # version of the shards in `_part`, after any refresh
+        # Version of the shards in `_part`, once an unfinished refresh is over; -1: no version.
+        self._version = -1
         self._refresh: AsyncWork | None = None
 
     def is_current(self, version: int) -> bool:
@@ -222,11 +241,12 @@ class SecondaryShard:
             self.drop()
 
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
-        """Start the all-gather that refreshes this rank's kept part of the unsharded parameters.
+        """Start the all-gather across nodes that fills the secondary shard.
 
         Collective: all ranks of the inter group.
 
-        ``source``: this rank's shard in the dtype to keep. It must not be written until it is sent.
+        ``source``: this rank's shard, in the dtype of the secondary shard. ``source`` must not be
+        written until the other ranks have received it.
         """
         self.finish_refresh()
         if self._part is None:
@@ -237,19 +257,22 @@ class SecondaryShard:
         self._version = version
 
     def finish_refresh(self) -> None:
-        """Wait for the refresh; afterwards the shard may be written. Raises CollectiveError."""
+        """Wait until the secondary shard is complete. Raises CollectiveError."""
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:
                 refresh.wait(self._link.pending_sends)
             except Exception:
-                self._version = -1  # the part is incomplete, so all-gather it again
+                self._version = -1  # the secondary shard is incomplete: all-gather again next time
                 raise
 
     def gather(self, out: Tensor, purpose: str) -> AsyncWork:
-        """Begin filling ``out``, ``(padded_numel,)``. Collective: all nearby ranks."""
+        """Start to all-gather secondary shards into ``out``, ``(padded_numel,)``.
+
+        Collective: the nearby ranks, whose secondary shards together are all parameters.
+        """
         self.finish_refresh()
-        assert self._part is not None, "there is a part to gather from"
+        assert self._part is not None, "the secondary shard was filled"
         return self._comm.all_gather(
             Gather(self._part, out, self._link.unit_name, self._tag, purpose)
         )

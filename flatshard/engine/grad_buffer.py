@@ -1,7 +1,8 @@
 """``GradientBuffer``: adds up the gradients of one flat parameter until they are reduced.
 
-The buffer never starts a collective: it hands out its content as ``FlatChunks``. The results of
-reductions over the intra group only (``Sync.INTRA``) wait in the buffer for a later backward.
+The buffer starts no collective. ``take_chunks`` returns the gradients for a reduction as
+``FlatChunks``. If a reduction covers only the intra group (``Sync.INTRA``), its result waits in the
+buffer for the reduction over all ranks in a later backward.
 """
 
 from __future__ import annotations
@@ -18,29 +19,31 @@ from flatshard.memory.buffers import storage_bytes
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, part_of, view_of
 
-# Gradients below this size are copied together, by one kernel when the last gradient has arrived:
-# starting a copy for each takes longer than the copy. Flat parameters below this size are not read
-# in place either: peers read one block faster than many.
+# Gradients below this size are copied together, by one kernel after the last gradient has arrived.
+# To start a copy for each small gradient would take longer than the copies. If the whole flat
+# parameter is below this size, its gradients are copied to one block, too: a transport sends or
+# reads one block faster than many.
 _SMALL_BYTES = 1 << 20
 
-# If the mean gradient is smaller than this, copying all into one buffer is faster than reading each
-# in place.
+# If the mean size of the gradients is below this size, copying all gradients to one buffer is
+# faster than letting the transport read each gradient in place.
 _MEAN_IN_PLACE_BYTES = 1 << 16
 
 
 class Sync(enum.Enum):
-    """How the gradients of a unit are reduced at the end of a backward."""
+    """How a backward reduces the gradients of a unit."""
 
-    # Gradients stay unsharded and unreduced; later gradients are added to them.
+    # Gradients stay unsharded and unreduced. Later gradients are added.
     NONE = "NONE"
-    # Gradients are reduced within the intra group; the reduction across groups waits.
+    # Gradients are reduced within the intra group. The reduction across groups waits for a later
+    # backward.
     INTRA = "INTRA"
     # Gradients are reduced over all ranks and published.
     ALL = "ALL"
 
 
 class GradientBuffer:
-    """Collects the gradients of a flat parameter."""
+    """Receives the gradients of a flat parameter from autograd, and adds them up."""
 
     def __init__(
         self,
@@ -50,28 +53,30 @@ class GradientBuffer:
         device: torch.device,  # device of arriving gradients
         rank: int,  # index of this rank's shard
         intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
-        # Size from which the transport reads a gradient in place. None: it reads one buffer.
+        # Size from which the transport reads a gradient in place. None: the transport reads all
+        # gradients from one buffer.
         min_chunk_bytes: int | None = None,
     ) -> None:
         self.dtypes = dtypes
-        # Gradients received, keyed by the index of the original parameter: views of the buffer, or
-        # tensors apart from it (`_apart`).
+        # Accumulated gradients, by index of the original parameter. A gradient is a view of the
+        # buffer, or a separate tensor if the index is in `_apart`.
         self.slots: dict[int, Tensor] = {}
         self._apart: set[int] = set()
         self._buffer: Tensor | None = None
-        # Indices of gradients received since the unit was last unsharded for backward.
+        # Indices of the gradients that this backward of the unit has computed.
         self.arrived: set[int] = set()
-        # Indices of gradients received since gradients were last published, on this rank or, after
+        # Indices of the gradients computed since `.grad` was last published, on this rank or, after
         # a `Sync.INTRA` reduction, on any rank.
         self.used_by_rank: set[int] = set()
         # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
         self._layout, self._device = layout, device
-        # Bounds that split the flat parameter into gaps and originals in turn.
+        # Sizes that split the flat parameter into gap, parameter, gap, parameter, ..., gap.
         bounds = [bound for span in layout.spans for bound in (span.start, span.end)]
         self._sizes = [end - start for start, end in pairwise([0, *bounds, layout.padded_numel])]
         self._rank, self._intra_start = rank, intra_start
-        # Plans the chunks that transports read in place. None: transports read the buffer.
+        # Chooses the gradients that the transport reads in place. None: the transport reads the
+        # buffer.
         self._chunk_plan: ChunkPlan | None = None
         nbytes = layout.padded_numel * dtypes.reduce_dtype.itemsize
         is_large = nbytes >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
@@ -84,22 +89,25 @@ class GradientBuffer:
 
     @property
     def accumulated(self) -> set[int]:
-        """Original parameters whose gradient waits for a reduction over all ranks."""
+        """Indices of original parameters whose gradients wait for a reduction over all ranks."""
         reduced = set() if self.intra_reduced is None else self.used_by_rank
         return reduced | self.slots.keys()
 
     def waits_for(self, sync: Sync) -> bool:
-        """Whether the buffer has gradients that a reduction with ``sync`` would reduce."""
+        """Whether the buffer has gradients for a reduction with ``sync``."""
         held = sync is Sync.ALL and self.intra_reduced is not None
         return sync is not Sync.NONE and (bool(self.slots) or held)
 
     # ------------------------------------------------------------ accumulate
 
     def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
-        """Store a gradient, or add it to the gradients received before. No other code may hold it.
+        """Store the gradient of parameter ``index``, or add it to the stored gradient.
 
-        The gradient has the parameter's shape and any dtype. ``more_to_come``: this backward
-        reduces nothing, so more gradients will be added.
+        Args:
+            index: index of the original parameter.
+            grad: the gradient, in the parameter's shape and any dtype. No other code may use the
+                tensor: the buffer may keep the tensor and add to it.
+            more_to_come: whether this backward reduces nothing, so that more gradients follow.
         """
         if index in self.slots:
             self._add(index, grad)
@@ -111,31 +119,31 @@ class GradientBuffer:
     def _add(self, index: int, grad: Tensor) -> None:
         slot = self.slots[index]
         if slot.dtype is not self.dtypes.accum_dtype:
-            # Sum in the accumulation dtype: a reduce dtype narrower than the shard's would lose
-            # small gradients.
+            # Add in the accumulation dtype. The reduce dtype may be narrower than the shard's
+            # dtype, and would lose small gradients.
             slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
             self._apart.add(index)
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
         span = self._layout.spans[index]
-        # If more gradients will be added in a wider dtype than the reduce dtype, this gradient must
-        # not be rounded to the reduce dtype now.
+        # If more gradients follow, and the accumulation dtype is wider than the reduce dtype, do
+        # not round this gradient to the reduce dtype yet.
         may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
         is_small = grad.nbytes < _SMALL_BYTES
         if self._chunk_plan is None and not (is_small or may_widen):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
-        # The memory of a lazily conjugated or negated tensor has other values than the tensor.
+        # Chunks are read as raw memory. The memory of a lazily conjugated or negated tensor does
+        # not contain the tensor's values.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
-            # Make a dense copy, because chunks are read as memory: an expanded gradient has strides
-            # of 0.
+            # Make a dense copy: an expanded gradient, for example, has strides of 0.
             dense = grad.new_empty_strided(span.shape, span.strides, device=self._device)
             grad = dense.copy_(grad)
-        # Keep the gradient without a copy: `Backward.receive` has removed it from `.grad`.
-        # `take_chunks` casts.
+        # Keep the tensor without a copy, because `Backward.receive` has removed it from `.grad`.
+        # `take_chunks` casts the tensor later.
         self.slots[index] = grad
         self._apart.add(index)
 
@@ -143,15 +151,16 @@ class GradientBuffer:
         buffer = torch.empty(
             self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._device
         )
-        # Zero the padding: it is reduced and updated like the rest, and must stay zero.
+        # Zero the padding. Reductions and optimizers treat padding like parameters, and padding
+        # must stay zero.
         zero([buffer[start:end] for start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer
 
     def add_intra_reduced(self, part: Tensor) -> None:
-        """Add the result of a reduction within the intra group.
+        """Add ``part``, the result of a reduction within the intra group.
 
-        ``part``: ``(padded_numel / intra_group.size,)``.
+        ``part`` has the shape ``(padded_numel / intra_group.size,)``.
         """
         with torch.no_grad():
             part = part.to(self.dtypes.accum_dtype)
@@ -159,11 +168,11 @@ class GradientBuffer:
             self.intra_reduced = part if held is None else held.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
-        """Note which gradients ``intra_reduced`` contains, from any rank."""
+        """Record which parameters any rank used, because ``intra_reduced`` is a sum over ranks."""
         self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
 
     def forget(self, index: int) -> None:
-        """Drop a parameter's gradient before its reduction over all ranks."""
+        """Drop the accumulated gradient of a parameter."""
         self.slots.pop(index, None)
         for marks in (self._apart, self.arrived, self.used_by_rank):
             marks.discard(index)
@@ -172,14 +181,14 @@ class GradientBuffer:
             start, end = (
                 min(max(bound - self._intra_start, 0), numel) for bound in (span.start, span.end)
             )
-            # Zero the parameter's range of the sum: this rank's gradient cannot be separated from
-            # the other ranks' gradients.
+            # Zero the whole sum for this parameter, because this rank's gradient cannot be
+            # separated from the gradients of other ranks.
             self.intra_reduced[start:end].zero_()
             if not self.used_by_rank:
                 self.intra_reduced = None
 
     def shard_part(self) -> Tensor:
-        """Copy of this rank's shard of the waiting gradients, in the dtype of published ones."""
+        """Copy of this rank's shard of the accumulated gradients, in the dtype of ``.grad``."""
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
         )
@@ -193,7 +202,7 @@ class GradientBuffer:
         return part
 
     def take_over(self, other: GradientBuffer) -> None:
-        """Take over the gradients of another buffer of the same layout; casts and moves them."""
+        """Move the gradients of another buffer with the same layout here, with a cast if needed."""
         self.arrived |= other.arrived
         self.used_by_rank |= other.used_by_rank
         with torch.no_grad():
@@ -205,12 +214,15 @@ class GradientBuffer:
     # ------------------------------------------------------------ hand out
 
     def take_chunks(self) -> FlatChunks:
-        """Hand out all received gradients in the reduce dtype; absent gradients are zero."""
+        """Return all accumulated gradients in the reduce dtype, and empty the buffer.
+
+        Absent gradients are zero.
+        """
         with torch.no_grad():
             if self._chunk_plan is not None:
                 in_order = self._in_memory_order(self.slots)
                 grads = dict(zip(self.slots, in_order, strict=True))
-                # Drop all other references: `chunks` can then free each gradient after its cast.
+                # Drop all other references, so that `chunks` frees each gradient after the cast.
                 in_order.clear()
                 self._empty()
                 return self._chunk_plan.chunks(grads)
@@ -220,7 +232,7 @@ class GradientBuffer:
                 absent = (span for index, span in enumerate(spans) if index not in self.slots)
                 zero([buffer[span.start : span.end] for span in absent])
             if self._apart:
-                # A single call makes all views, and a single kernel does all copies.
+                # Make all views with a single call, and all copies with a single kernel.
                 pieces = buffer.split_with_sizes(self._sizes)[1::2]
                 apart = self._in_memory_order(self._apart)
                 torch._foreach_copy_([pieces[index] for index in self._apart], apart)
@@ -228,7 +240,7 @@ class GradientBuffer:
         return FlatChunks.of(buffer)
 
     def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
-        """The gradients' elements in memory order, ``(numel,)`` each: all of them are dense."""
+        """1-D views of gradients, in memory order. All stored gradients are dense."""
         slots = [self.slots[index] for index in indices]
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
@@ -247,6 +259,6 @@ class GradientBuffer:
 
 
 def zero(pieces: list[Tensor]) -> None:
-    """Zero all ``pieces``; on an accelerator in one kernel."""
+    """Zero all ``pieces``, on an accelerator with one kernel."""
     if pieces:
         torch._foreach_zero_(pieces)

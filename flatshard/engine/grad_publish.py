@@ -1,4 +1,4 @@
-"""``GradPublish``: puts the gradients of one flat parameter into ``.grad``."""
+"""``GradPublish``: puts the reduced gradients of one flat parameter into ``.grad``."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor
 class UnreducedGrads:
     """Shows accumulated gradients (``no_sync``) in ``.grad`` between two backwards.
 
-    The gradients wait in a ``GradientBuffer``. Because ``.grad`` shows them, ``zero_grad()`` drops
-    them, as under DistributedDataParallel, and an optimizer step or a norm of them raises an error.
+    The accumulated gradients are in a ``GradientBuffer``, and are not reduced. While ``.grad``
+    shows them, ``zero_grad()`` drops accumulated gradients, as under DistributedDataParallel. An
+    optimizer step, or a norm of the gradients, raises an error.
     """
 
     def __init__(self, params: Sequence[OriginalParam], grad_buffer: GradientBuffer) -> None:
         self._params, self._buffer = params, grad_buffer
-        # Whether the user edited an accumulated gradient on this rank. All ranks raise together, at
-        # the end of the backward that would reduce the gradient.
+        # Whether the user edited an accumulated gradient on this rank. All ranks raise together at
+        # the end of the next backward that reduces gradients.
         self.was_edited = False
-        # For each original: the tensor put into `.grad`, its version, and whether it shows only
-        # accumulated gradients (and no reduced gradient of an earlier step).
+        # For each original parameter: the tensor in `.grad`, the version of the tensor, and whether
+        # this class made the tensor. Otherwise the tensor is a reduced gradient of an earlier step.
         self._shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
 
     def show(self) -> None:
-        """Let ``.grad`` show, after a backward, which parameters have gradients to reduce."""
+        """Put accumulated gradients into ``.grad`` after a backward."""
         buffer, waiting = self._buffer, self._buffer.accumulated
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Slots hold full gradients. For gradients reduced within the intra group, this rank has
-            # a part only.
+            # `slots` has full gradients of this rank. `intra_reduced` has only a part of each
+            # gradient, so show this rank's shard of the sum.
             in_parts = buffer.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = buffer.shard_part().to(device) if in_parts else None
@@ -50,8 +51,8 @@ class UnreducedGrads:
                 is_view = param.grad is None
                 if is_view:
                     set_grad(param, self._view(original, chunk))
-                # Mark an earlier, reduced gradient as unreduced, too: a step with it would lack the
-                # gradients that wait here.
+                # Mark a reduced gradient of an earlier step as unreduced, too: an optimizer step
+                # would miss the accumulated gradients.
                 grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
                 self._shown[original] = grad, local_range(grad)._version, is_view
@@ -62,40 +63,40 @@ class UnreducedGrads:
         slot, sharded = self._buffer.slots[param.index], param.sharded
         if not param.is_sharded:
             return slot.to(sharded.device, sharded.dtype).view(slot.shape)
-        # Slice before the cast: a slice of a full cast gradient would keep the full gradient alive.
+        # Slice before the cast. A slice after the cast would keep a full gradient in memory.
         part = param.spec.slice(slot).to(sharded.device, sharded.dtype)
         return FlatShardTensor(part, param.spec, role=GRADIENT)
 
     def is_shown(self) -> bool:
-        """Whether any ``.grad`` contains, or still lacks, local gradients that are not reduced."""
+        """Whether accumulated gradients make any ``.grad`` differ from the reduced gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
-        """Return autograd's ``.grad`` as a gradient that shares memory with no shown gradient."""
+        """Return ``grad``, autograd's ``.grad``, in memory that no shown gradient uses."""
         if param not in self._shown or self._shown[param][0] is not grad:
             return grad
-        # Autograd has added the new gradient to the shown gradient before this backward could
-        # remove the shown gradient. If the shown gradient was a view of the buffer, the buffer
-        # changed, too. So the returned gradient contains both, and the buffer drops its own.
+        # Autograd has added the new gradient to the shown gradient in place, before this backward
+        # could remove the shown gradient. So the returned tensor contains the accumulated gradient,
+        # too, and the buffer must drop its accumulated gradient.
         _, _, is_view = self._shown.pop(param)
         if is_view:
             self._buffer.forget(param.index)
         return grad.clone()
 
     def take_all_back(self) -> None:
-        """Remove shown gradients before the next backward; note edits by the user."""
+        """Remove shown gradients from ``.grad`` before a backward, and look for users' edits."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self._shown.items():
-                # The user may use the tensor in a step, as an ordinary gradient.
+                # From now on the tensor counts as an ordinary gradient, if the user kept it.
                 UNREDUCED.pop(shown, None)
                 param, local = original.sharded, local_range(shown)
                 is_dropped = param.grad is None
                 is_replaced = not is_dropped and param.grad is not shown
                 if is_replaced or (not is_dropped and local._version != version):
-                    # Zeros come from zero_grad(set_to_none=False), which drops the gradient. Any
-                    # other edit changed only this rank's part of the gradient, which the user
-                    # cannot have meant.
+                    # If the edit wrote zeros, it was zero_grad(set_to_none=False), which drops the
+                    # gradient. Any other edit is an error: it changed only this rank's contribution
+                    # to the average, which the user cannot have meant.
                     is_dropped = not is_replaced and not local.any()
                     self.was_edited |= not is_dropped
                 if is_view and not is_replaced:
@@ -107,7 +108,7 @@ class UnreducedGrads:
 
 
 def edited(unit_name: str) -> RuntimeError:
-    """Make the error for accumulated gradients that the user edited."""
+    """Make the error about accumulated gradients that the user edited."""
     return RuntimeError(
         f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
         "reduced. Edit them after a backward outside of no_sync."
@@ -124,61 +125,64 @@ class GradPublish:
     ) -> None:
         self.unreduced = UnreducedGrads(params, grad_buffer)
         self._params, self._buffer, self._link = params, grad_buffer, link
-        # The target in which `.grad` lives. Unless it is the device: memory there, and copies under
-        # way.
+        # Where `.grad` lives. If not on the device: a cache of memory in the target, and the events
+        # of the copies under way.
         self._target, self._cache = target, BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
-        # During a backward: the earlier `.grad` of parameters with which modules compute directly.
+        # During a backward, the `.grad` that aliased parameters had before; see `hold_earlier`.
         self._earlier: dict[OriginalParam, Tensor] = {}
-        self.scale = 1.0  # factor for published gradients, if some ranks compute none
+        # Factor for published gradients. Not 1 if some ranks compute no gradients (`join`).
+        self.scale = 1.0
 
     @property
     def nbytes(self) -> int:
-        # Reduced gradients stay on the device until they are published.
+        # Gradients in another target than the device do not count as device memory.
         return storage_bytes([self._reduced]) if self._target.is_device else 0
 
     # ------------------------------------------------------------ before a backward
 
     def begin_backward(self) -> None:
-        """Take accumulated gradients out of ``.grad`` before the backward that begins."""
+        """Remove accumulated gradients from ``.grad``, because a backward begins."""
         self._buffer.arrived.clear()
         self.unreduced.take_all_back()
 
     def hold_earlier(self) -> None:
-        """Keep earlier gradients, and users' hooks, apart from the backward that begins.
+        """Remove reduced gradients of earlier backwards from ``.grad``, and users' hooks.
 
-        Only for sharded parameters with which modules compute directly (``is_aliased``): autograd
-        never adds to the ``.grad`` of other sharded parameters.
+        Called when a backward begins, only for parameters with which modules compute directly
+        (``is_aliased``): autograd would add unreduced gradients to their ``.grad``. Autograd never
+        writes to the ``.grad`` of other sharded parameters.
         """
-        self._show_earlier()  # needed if a user's hook raised at the end of the last backward
+        # Gradients are still here if a user's hook raised at the end of the last backward.
+        self._show_earlier()
         for param in self._params:
-            param.hold_hooks()  # `FlatParamHandle.give_hooks_back` ends this
+            param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
             if param.sharded.grad is not None:
                 self._earlier[param], param.sharded.grad = param.sharded.grad, None
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a failing backward would lose earlier gradients."""
+        """Whether a backward that fails would lose accumulated or earlier gradients."""
         return bool(self._buffer.accumulated or self._earlier)
 
     # ------------------------------------------------------------ reduced gradients
 
     def add(self, reduced: Tensor) -> None:
-        """Add to the gradients that this backward will publish: ``(shard_numel,)``, any dtype."""
+        """Add ``reduced``, ``(shard_numel,)``, to the gradients that this backward will publish."""
         with torch.no_grad():
             part, total = reduced.to(self._buffer.dtypes.grad_dtype), self._reduced
             if not self._target.is_device:
                 part = self._copied_to_target(part)
             if total is None:
                 self._reduced = part
-            else:  # the unit is reduced twice in this backward: late gradients are reduced apart
+            else:  # a second reduction in one backward, of gradients that arrived late
                 self._finish_copies()
                 total.add_(part)
                 self._target.page_out(total, part)
 
     def _copied_to_target(self, reduced: Tensor) -> Tensor:
-        """Copy ``reduced`` to the target; the copy is complete after ``_finish_copies``."""
+        """Start a copy of ``reduced`` to the target. ``_finish_copies`` waits for the copy."""
         place = self._cache.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
         self._target.page_in(place)
         if reduced.device.type == "cpu":
@@ -189,23 +193,24 @@ class GradPublish:
                 event = torch.cuda.Event()
                 event.record()
             self._copies.append(event)
-            # The caller frees `reduced` while the copy reads it. Its memory is reused when the copy
-            # is over. Keeping a reference instead would keep the full model's gradients until the
-            # end of backward.
+            # The caller drops `reduced` while the copy still reads the memory. `record_stream`
+            # delays the reuse of the memory until the copy is over. A reference to `reduced` would
+            # instead keep all gradients of the model on the device until the end of backward.
             reduced.record_stream(copy_stream(reduced.device))
         self._target.page_out(place)
         return place
 
     def _finish_copies(self) -> None:
-        """Wait for all copies: users and optimizers read ``.grad`` on the host, not on a stream."""
+        """Wait, on the host, for all copies: optimizers on the host read ``.grad`` next."""
         for event in self._copies:
             event.synchronize()
         self._copies.clear()
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Add the reduced gradients to ``.grad``, for the original parameters that any rank used.
+        """Add the reduced gradients to ``.grad``.
 
-        ``used`` has a flag per original parameter. Unused parameters keep their ``.grad``.
+        ``used`` has a flag for each original parameter: whether any rank used the parameter. Unused
+        parameters keep their ``.grad``.
         """
         self._finish_copies()
         self._buffer.used_by_rank.clear()
@@ -231,7 +236,10 @@ class GradPublish:
                 self._add_grad(param.sharded, grad)
 
     def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Publish ``grad`` plus the present ``.grad``, from earlier backwards or from the user."""
+        """Set ``.grad`` to ``grad`` plus the present ``.grad``.
+
+        The present ``.grad`` comes from an earlier backward or from the user.
+        """
         before = get_grad(param)
         if before is not None:
             grad.add_(before)
@@ -243,7 +251,7 @@ class GradPublish:
         self._reduced = None
         for param in self._params:
             param.full.grad = None
-        # Do not restore earlier gradients: the user may have called zero_grad() since.
+        # Do not restore earlier gradients: the user may have called zero_grad() after the failure.
         self._earlier.clear()
         self.unreduced.was_edited = False
 
@@ -274,7 +282,7 @@ class GradPublish:
                 set_grad(param.sharded, fn(grad))
 
     def replace_buffer(self, grad_buffer: GradientBuffer) -> None:
-        """Use another buffer from now on, which takes over the accumulated gradients."""
+        """Use ``grad_buffer`` from now on, and move the accumulated gradients there."""
         grad_buffer.take_over(self._buffer)
         self._buffer, self.unreduced = grad_buffer, UnreducedGrads(self._params, grad_buffer)
         self.unreduced.show()

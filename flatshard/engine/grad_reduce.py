@@ -1,12 +1,17 @@
 """``GradReduce``: reduces the gradients of one flat parameter, in up to three stages.
 
 [Note: stages]
-In the first stage, gradients are averaged within the intra group, and each rank keeps its part. If
-there are more ranks, the second stage goes across: the parts are split further over the inter
-group, or averaged over replicas. The second stage can wait for a later backward (``Sync.INTRA``):
-then the results of first stages are added up in ``GradientBuffer``. Both stages send the reduce
-dtype. Sums may be in a wider dtype (``communicator``), and are rounded only before the second
-stage. If this package adds up the replicas' averages itself, a third stage all-gathers the parts.
+1.  A reduce-scatter averages the gradients within the intra group. Each rank keeps its part.
+2.  If the model trains on more ranks, the parts are averaged over a second group: the inter group,
+    over which a reduce-scatter splits the parts further, or the replicate group. Every replica
+    needs the whole part, so the backend all-reduces over the replicate group.
+3.  If the ranks, and not the backend, add up gradients, they cannot all-reduce. Then stage 2 is a
+    reduce-scatter over the replicate group, and stage 3 all-gathers the result.
+
+Under ``Sync.INTRA``, a backward runs only the first stage, and ``GradientBuffer`` adds up the
+results. The second stage runs in a later backward. All stages send the reduce dtype. Sums may have
+a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce dtype before the second
+stage.
 """
 
 from __future__ import annotations
@@ -29,13 +34,14 @@ from flatshard.plan.layout import FlatLayout
 
 @dataclass(frozen=True)
 class CommHook:
-    """A user's function in place of the usual reduction of a flat parameter."""
+    """A user's communication hook: a function that replaces the reduction of a flat parameter."""
 
-    # Dtype in which gradients are reduced. None: the same as without a hook.
+    # Dtype in which gradients are reduced. None: the same dtype as without a hook.
     reduce_dtype: torch.dtype | None = None
-    # A function of the unsharded gradients, `(padded_numel,)` in the reduce dtype, and of the
-    # unit's name. It returns the average over all ranks, only this rank's `(shard_numel,)`, in any
-    # dtype. It is collective and returns only when it is done. None: the usual reduction.
+    # The function, called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and
+    # the name of the unit. The function returns this rank's shard of the average over all ranks,
+    # `(shard_numel,)` in any dtype. The function is collective, and returns when the average is
+    # complete. None: the usual reduction.
     reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
@@ -49,20 +55,21 @@ class ReducePlan:
     reduce_dtype: torch.dtype
     device: torch.device
     tags: tuple[int, int, int]  # of the intra, the inter and the replicate group
-    fixed_order: bool  # add in rank order, also if the backend could add
-    hook: Callable[[Tensor, str], Tensor] | None  # the user's reduction, see `CommHook`
-    # Keeps the memory of published gradients that users have dropped, to reuse it for the next
-    # gradients. None: reduced gradients are copied to another memory, so no reuse is needed.
+    fixed_order: bool  # whether the ranks add in rank order, even if the backend could add
+    hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
+    # Memory of published gradients that users have dropped, to reuse for the next gradients. None:
+    # reduced gradients are copied to other memory (offload), so no memory is reused.
     output: BufferCache | None
-    # Number of elements that this rank has after the first stage, and their first index in the flat
-    # parameter.
+    # Number of elements that this rank has after the first stage, and the index of the first of
+    # these elements in the flat parameter.
     intra_numel: int = field(init=False)
     intra_start: int = field(init=False)
     full_bytes: int = field(init=False)  # size of the unsharded gradients
-    bytes_in_flight: int = field(init=False)  # bytes held by an unfinished reduction
-    adds_replicas: bool = field(init=False)  # whether ranks add up the replicas' averages in parts
+    bytes_in_flight: int = field(init=False)  # memory that an unfinished reduction counts for
+    # Whether the ranks, and not the backend, add up the replicas' averages (stage 3 of the note).
+    adds_replicas: bool = field(init=False)
     across: Communicator = field(init=False)  # the group of the second stage
-    # Dtypes in which the first and the second stage add up.
+    # Dtypes of the sums in the first and in the second stage.
     intra_sum_dtype: torch.dtype = field(init=False)
     across_sum_dtype: torch.dtype = field(init=False)
 
@@ -71,9 +78,9 @@ class ReducePlan:
         self.intra_numel = self.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         self.full_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
-        # A reduction holds memory to send and memory to receive, unless the backend adds up as it
-        # receives. So an accelerator's backend has two units in flight; with fewer, the host would
-        # not run far enough ahead of the accelerator.
+        # Count the gradients twice, as memory to send and memory to receive. A backend on which
+        # streams wait (NCCL) adds while it receives, so count the gradients once. Then two of the
+        # largest buckets, and not only one, fit into `ReduceQueue.max_bytes_in_flight`.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.across = self.topology.across
@@ -84,7 +91,10 @@ class ReducePlan:
 
     @property
     def min_chunk_bytes(self) -> int | None:
-        """Size from which the transport reads a gradient in place. None: only from one buffer."""
+        """Size from which the transport reads a gradient in place.
+
+        None: the transport needs all gradients in one buffer.
+        """
         if self.hook is not None:
             return None
         transport = self.topology.intra_group.transport_for(tag=self.tags[0])
@@ -92,7 +102,7 @@ class ReducePlan:
 
     @property
     def is_unordered(self) -> bool:
-        """Whether ranks may start reductions of several models in different orders."""
+        """Whether ranks may start reductions in different orders: no stage matches by order."""
         topology = self.topology
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
@@ -110,38 +120,41 @@ class ReducePlan:
             self.output.give_back()
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        # Only published gradients, which users may hold on to, need the cache; inputs of a later
-        # stage do not.
+        # Only the result of the last stage is published, and users may keep published gradients. So
+        # only this result comes from the cache.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
 
     def zero_padding(self, part: Tensor, position: int) -> Tensor:
-        """Zero the padding in part number ``position`` of the flat parameter; returns it."""
+        """Zero the padding in ``part``, the part number ``position`` of the flat parameter.
+
+        Returns ``part``.
+        """
         first, numel = position * part.numel(), part.numel()
         inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self.layout.gaps)
         zero([part[start:end] for start, end in inside if start < end])
         return part
 
     def reduce_by_hook(self, chunks: FlatChunks) -> Tensor:
-        """Let the user's function reduce; returns ``(shard_numel,)``. Collective."""
-        assert self.hook is not None, "there is one"
+        """Call the user's function; returns this rank's shard, ``(shard_numel,)``. Collective."""
+        assert self.hook is not None, "a plan with a communication hook"
         (buffer,) = chunks.tensors
         with torch.no_grad():
-            # Zero the padding: a hook may have put noise into it.
+            # Zero the padding, because a hook may have added noise to all elements.
             return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
 
 
 class GradReduce:
-    """The reduction of one flat parameter's gradients in one backward; see the note."""
+    """The reduction of one flat parameter's gradients in one backward; see [Note: stages]."""
 
     def __init__(
         self,
         plan: ReducePlan,
-        chunks: FlatChunks,  # must not be changed until the reduction is finished
+        chunks: FlatChunks,  # the gradients; must not be changed until the reduction is finished
         *,
-        hold: bool,  # stop after the first stage; its result waits for a later backward
-        held: Tensor | None,  # sum of earlier first stages, added before the second
+        hold: bool,  # whether to stop after the first stage (`Sync.INTRA`)
+        held: Tensor | None,  # sum of the first stages of earlier backwards
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.hold, self.is_finished = hold, False
@@ -152,8 +165,8 @@ class GradReduce:
             self._computed.record()  # on the current stream of the device
         intra_group, across = plan.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.link.unit_name)
-        # Stages after the first, in order. Second stages of all models start in one common order
-        # (`_turns`).
+        # Functions that start the stages after the first. All reductions over the same group, of
+        # all models, start their second stages in one order (`_turns`).
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
         self._read_behind: list[object] = []
@@ -169,11 +182,11 @@ class GradReduce:
             self.to_come.append(self._across)
             if across is plan.topology.replicate and plan.adds_replicas:
                 self.to_come.append(self._gather_replicas)
-            # First stages may finish in different orders on different ranks, so second stages take
-            # turns in the order of their first stages.
+            # First stages may finish in different orders on different ranks. So second stages start
+            # in the order in which the first stages started, which is the same on all ranks.
             self._turns.append(self)
-            # Only if streams wait: gloo sends an accelerator's tensors as well, but makes the host
-            # wait.
+            # Queue all stages now only if a stream waits for the collectives. With gloo, which also
+            # moves tensors of an accelerator, the host would wait here.
             device = self._out.device
             if across.transport_for(device).stream_waits(device):
                 self._cross_behind(chunks)
@@ -181,7 +194,7 @@ class GradReduce:
                 self.cross()
 
     def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
-        """Memory for this rank's result of the first stage; only the padding is filled in."""
+        """Memory for this rank's result of the first stage, with zeros in the padding."""
         plan, intra_group = self._plan, self._plan.topology.intra_group
         is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
         part = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
@@ -192,16 +205,16 @@ class GradReduce:
     def _reduce_scatter(
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
-        """Start to fill ``_out`` with this rank's part of the average over ``comm``."""
+        """Start a reduce-scatter over ``comm`` that fills ``_out`` with this rank's average."""
         unit_fqn, fixed_order = self._plan.link.unit_name, self._plan.fixed_order
         return comm.reduce_scatter(
             ReduceScatter(chunks, self._out, unit_fqn, tag, fixed_order, kind)
         )
 
     def _cross_behind(self, chunks: FlatChunks) -> None:
-        """Queue all later stages behind the first now, on a stream that never blocks the host."""
-        # Keep references until `finish`. The collectives that read this memory are ordered on the
-        # side stream. The stream that would reuse the memory waits for them only in `finish`.
+        """Queue all later stages now, on a side stream that waits for the first stage."""
+        # Keep references to the memory that the collectives read until `finish`. Only then the
+        # current stream, on which the memory could be reused, has waited for the side stream.
         self._read_behind = [chunks, self._held, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
@@ -210,7 +223,10 @@ class GradReduce:
                 self._begin_next()
 
     def cross(self) -> None:
-        """Wait for the first stage and start the second, if any, after earlier second stages."""
+        """Wait for the first stage, and start the second stage, if the reduction has one.
+
+        Second stages whose turn comes earlier are started first.
+        """
         while self in self._turns:
             self._turns[0]._begin_next()
 
@@ -222,11 +238,11 @@ class GradReduce:
         self._begun.append(self._work)
 
     def _across(self) -> AsyncWork:
-        """Second stage: split the average further, or average it over the replicas."""
+        """Start the second stage: average over ``across``, and split over an inter group."""
         plan, across = self._plan, self._plan.across
         self._turns.popleft()
         if self._held is not None:
-            # Add before the cast: `held` is in the accumulation dtype, which may be wider.
+            # Add before the cast, because the accumulation dtype of `held` may be wider.
             self._out.add_(self._held)
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
@@ -239,22 +255,26 @@ class GradReduce:
         return self._reduce_scatter(across, chunks, plan.tags[1])
 
     def _gather_replicas(self) -> AsyncWork:
-        """Third stage: all-gather the parts of the replicas' average."""
+        """Start the third stage: all-gather the parts of the replicas' average."""
         plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
-        self._out = full[: plan.intra_numel]  # without the zeros of `_padded`
+        self._out = full[: plan.intra_numel]  # leaves out the zeros that `_padded` appended
         return replicate.all_gather(
             Gather(part, full, plan.link.unit_name, plan.tags[2], "", exact=True, reduced=True)
         )
 
     def advance(self) -> bool:
-        """Start the stages whose turn has come; returns False while the second must wait."""
+        """Start the later stages that can start now, without a wait.
+
+        Returns False if the second stage cannot start yet.
+        """
         with torch.no_grad():
             while self in self._turns and self._turns[0]._work.done():
                 self._turns[0]._begin_next()
-            # Start the third stage early only if the second reports its end. Otherwise ranks see
-            # the end at different times, and would start the backend's collectives in different
-            # orders.
+            # The third stage uses the same group as the second stages of other reductions. On gloo,
+            # which matches by order, ranks see the end of a second stage at different times, so an
+            # early third stage would be in different places of the order. There the work does not
+            # report its end, and the third stage starts in `finish`. Other transports match by tag.
             has_crossed = self not in self._turns
             if has_crossed and self.to_come and self._work.reports_end and self._work.done():
                 self._begin_next()
@@ -264,17 +284,18 @@ class GradReduce:
         return not self.to_come and self._work.done()
 
     def tells_when_done(self) -> bool:
-        """Whether ``done`` can become true before a wait."""
+        """Whether ``done`` can become True without a wait."""
         return self._work.reports_end
 
     def is_computed(self) -> bool:
-        """Whether the device has computed the gradients, and not only queued their kernels."""
+        """Whether the device has computed the gradients. The host may only have queued kernels."""
         return self._computed is None or self._computed.query()
 
     def finish(self) -> Tensor:
         """Wait for the last stage and return its result.
 
-        Collective where a second stage was not started: in the same order on all ranks.
+        Starts all stages that were not started yet. So this method is collective, and all ranks
+        must finish their reductions in the same order.
         """
         self.is_finished = True
         with torch.no_grad():
@@ -282,15 +303,16 @@ class GradReduce:
             while self.to_come:
                 self._begin_next()
             self._work.wait(self._plan.link.pending_sends)
-        self._read_behind = []  # the current stream has waited, so the memory may be reused
+        self._read_behind = []  # the current stream has waited: now the memory may be reused
         out = self._out
-        del self._out  # free device memory of gradients that are copied to the host now
+        del self._out  # the caller may copy the result to the host, and then frees this memory
         return out
 
     def abandon(self) -> None:
-        """Wait until no collective writes to the gradients, after a backward that failed."""
+        """After a backward that failed, wait until no collective writes to the gradients."""
         if not self.is_finished:
-            # The error that made the backward fail was raised before.
+            # Hide errors of the collectives: the error that made the backward fail was raised
+            # already.
             with contextlib.suppress(CollectiveError):
                 self.finish()
 
@@ -301,7 +323,7 @@ class GradReduce:
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
-    """Append zeros until the number of values is a multiple of ``size``."""
+    """``values`` with zeros appended, so that the length is a multiple of ``size``."""
     missing = -values.numel() % size
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
@@ -310,7 +332,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """A side stream for later stages: it waits for the first stage in place of compute."""
+    """The device's stream for later stages. It waits for the first stage, so compute need not."""
     if tensor.device not in _side_streams:
         _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
     side = _side_streams[tensor.device]

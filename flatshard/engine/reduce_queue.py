@@ -1,11 +1,11 @@
 """``ReduceQueue``: starts and finishes the reductions of a backward, in one order on all ranks.
 
 [Note: hooks]
-A user's communication hook blocks until the hook runs on all other ranks, and backward blocks with
-it. So all ranks must call the hook at the same place of the program. When a unit is unsharded for
-backward, all ranks take part anyway. There they exchange how many units each could reduce by now,
-and call the hooks that all ranks can call. Once a rank is at the end of its backward, all ranks
-leave the remaining hooks to the end.
+A user's communication hook blocks this rank's backward until the hook runs on all other ranks. So
+all ranks must call the hook at the same place of the step. Such a place is the all-gather of a
+unit for backward, in which all ranks take part anyway. Before the all-gather, the ranks exchange
+how many buckets each rank has ready, and call the hooks of the buckets that are ready on all ranks.
+Once a rank is at the end of its backward, all ranks call the remaining hooks at the end.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 
-# Longest wait for a reduction in backward: after that, the peers may be waiting for this rank.
+# Longest wait for a reduction before the end of backward. A peer that lacks a gradient may itself
+# be waiting for this rank, so a longer wait could be a deadlock.
 _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# Number of even backwards after which an uneven bucket counts as even again.
+# Number of backwards for which a bucket counts as uneven (`ReduceQueue._uneven`).
 _REMEMBERED = 100
 
 
 class ReduceOrder:
     """The order in which all ranks start the reductions of a backward.
 
-    Collectives match by order. Ranks may finish units at different times, or never: so a later unit
-    waits for an earlier unit that is incomplete. The units of this class are buckets.
+    Collectives match by order, but ranks may complete the gradients of buckets in different orders,
+    or never complete a bucket. So the reduction of a complete bucket waits until the reductions of
+    all earlier buckets have started.
     """
 
     def __init__(self, num_units: int) -> None:
-        # The first guess is the reversed registration order. The first backward corrects the guess.
-        # The outermost unit, numbered last, stays last: its parameters, such as embeddings, are
-        # used first in forward.
+        # The first order is a guess, the reverse of the order of registration. The first backward
+        # corrects the guess. The root has the last number, and stays last: forward uses parameters
+        # of the root, such as embeddings, first.
         self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
-        self.num_taken = 0  # number of units whose reduction was started
-        self._ready: dict[int, None] = {}  # ready units, in order of readiness
+        self.num_taken = 0  # number of buckets whose reduction was started
+        self._ready: dict[int, None] = {}  # the complete buckets, in the order of completion
 
     def adopt(self, sequence: list[int]) -> None:
-        """Use another order from the next backward on; the caller ensures that all ranks agree."""
+        """Use ``sequence`` from the next backward on. The caller passes the same on all ranks."""
         assert sorted(sequence) == sorted(self.sequence), "not a permutation of the units"
         self.sequence = list(sequence)
 
@@ -62,9 +64,10 @@ class ReduceOrder:
         self._ready[unit] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """Yield the units whose turn has come, in order, until ``allows`` returns False.
+        """Yield the buckets whose turn has come, in order, until ``allows`` returns False.
 
-        ``allows`` is asked about a unit after the units before it were started.
+        The caller starts each bucket before it asks for the next, so ``allows(bucket)`` runs after
+        all earlier buckets were started.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -74,22 +77,22 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Number of units, from the first in the order, that are ready without a gap."""
+        """Number of buckets at the beginning of the order that are all ready."""
         rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
         return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
-        """The units that were not started, in order."""
+        """The buckets whose reduction was not started, in order."""
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """The order in which units became ready on this rank; units that never did come last."""
+        """The order in which buckets became ready on this rank. Buckets that did not come last."""
         return [*self._ready, *(unit for unit in self.sequence if unit not in self._ready)]
 
 
 @dataclass(eq=False, slots=True)
 class ReduceBucket:
-    """Flat parameters of a unit with a common reduction: usually all of them."""
+    """Flat parameters of a unit that are reduced together: usually all of the unit."""
 
     unit: Unit
     handles: list[FlatParamHandle]
@@ -97,7 +100,7 @@ class ReduceBucket:
     # The bucket's unfinished reductions, and the bytes held by these reductions.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
-    has_stages: bool = False  # whether one of these reductions has later stages
+    has_stages: bool = False  # whether one of these reductions has more stages than one
 
     @property
     def trainable_handles(self) -> list[FlatParamHandle]:
@@ -110,14 +113,17 @@ class ReduceBucket:
         return True
 
     def start(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Start averaging gradients over the ranks; absent gradients count as zero."""
-        # Results of an earlier start would be lost: a handle keeps one reduction.
-        assert not self.under_way, "the reduction before was not finished"
+        """Start to average the gradients of ``handles`` over the ranks. Absent gradients are zero.
+
+        Collective: all ranks that train the unit.
+        """
+        # A handle keeps only one reduction, so a second start would lose the result of the first.
+        assert not self.under_way, "the earlier reduction is not finished"
         sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
             chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
             if plan.hook is not None:
-                assert sync is Sync.ALL, "units with a hook have one stage"
+                assert sync is Sync.ALL, "a communication hook reduces over all ranks"
                 handle.grad_publish.add(plan.reduce_by_hook(chunks))
                 continue
             held = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
@@ -131,19 +137,23 @@ class ReduceBucket:
         return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
-        """Begin later stages whose turn has come; returns False if a stage must wait."""
+        """Start later stages whose turn has come. Returns False if a second stage must wait."""
         return all(reduce.advance() for _, reduce in self.under_way)
 
     def wait_until_reduced(self) -> bool:
-        """Wait for a limited time; returns False if a peer seems unable to take part yet."""
+        """Wait for the reductions for a limited time, and return whether they are over.
+
+        If they are not over in time, a peer may be unable to take part before the end of its
+        backward.
+        """
         if not all(reduce.tells_when_done() for _, reduce in self.under_way):
             return False
-        # Wait on the host, not the stream: all-gathers queued after a stream wait would deadlock
-        # with a peer that issues this reduction only at the end of its backward.
+        # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait
+        # would deadlock with a peer that starts this reduction only at the end of its backward.
         deadline = time.monotonic() + _STALL_SECONDS
         while not (self.advance() and self.is_reduced()):
             if not all(reduce.is_computed() for _, reduce in self.under_way):
-                # The gradients are not computed yet, so no peer causes the wait.
+                # This rank's device has not computed the gradients yet, so no peer is late.
                 deadline = time.monotonic() + _STALL_SECONDS
             elif time.monotonic() > deadline:
                 return False
@@ -151,7 +161,7 @@ class ReduceBucket:
         return True
 
     def finish(self) -> None:
-        """Wait for the reductions, and keep the results to be published."""
+        """Wait for the reductions, and keep the results for the end of backward."""
         under_way, self.under_way = self.under_way, []
         for handle, reduce in under_way:
             out = reduce.finish()
@@ -162,7 +172,7 @@ class ReduceBucket:
 
 
 class ReduceQueue:
-    """The reductions of a model. All ranks start them in the same order."""
+    """The reductions of a model. All ranks start the reductions in the same order."""
 
     def __init__(self, state: RunState) -> None:
         self._state, self._observers = state, state.observers
@@ -171,24 +181,28 @@ class ReduceQueue:
         self._order = ReduceOrder(len(self.buckets))
         self._adopt(self._order.sequence)
         self._is_order_agreed = False
-        # For indices of uneven buckets: the number of backwards for which they are remembered. In
-        # a recent backward, some ranks reduced the bucket during backward and others only at its
-        # end: these ranks lack a gradient, so a wait before the end never succeeds.
+        # For the index of each uneven bucket, the number of further backwards for which the bucket
+        # counts as uneven. In a recent backward, some ranks started the reduction of the bucket
+        # during backward, and others only at the end, because they lacked a gradient. A wait before
+        # the end would be in vain.
         self._uneven: dict[int, int] = {}
         self._in_flight: list[ReduceBucket] = []
-        # Per unit, the buckets still to reduce in this backward.
+        # For each unit, the number of buckets that are not reduced yet in this backward.
         self._to_reduce: Counter[Unit] = Counter()
-        self._must_wait = False  # whether all reductions wait for the end of backward
-        self._hooked: set[Unit] = set()  # units that a user's hook reduces in this backward
-        # Whether to call hooks before the end of backward; False once any rank is at its end.
+        self._must_wait = False  # whether all reductions start at the end of backward
+        # Units that a user's communication hook reduces in this backward.
+        self._hooked: set[Unit] = set()
+        # Whether to call communication hooks before the end of backward. False once a rank is at
+        # the end of its backward.
         self.asks_hooks = False
-        self._num_agreed = 0  # number of buckets, from the first on, that all ranks can reduce
+        # Number of buckets at the beginning of the order that are ready on all ranks.
+        self._num_agreed = 0
 
     def refresh(self) -> None:
         """Recompute cached sizes after the units' buffers were reallocated."""
         units = self._state.units
-        # The host runs far ahead of an accelerator, so reductions always fill the whole allowance.
-        # There the allowance is two buckets; elsewhere it is two units.
+        # The host runs far ahead of an accelerator, so unfinished reductions always fill the whole
+        # allowance. So on an accelerator the allowance is two buckets. Elsewhere it is two units.
         on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         together = [one.handles for one in (self.buckets if on_accelerator else units)]
         sizes = (sum(h.reduce_plan.full_bytes for h in handles) for handles in together)
@@ -209,19 +223,26 @@ class ReduceQueue:
         self._num_agreed = 0
         for bucket in self.buckets:
             if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
-                # The bucket is never reduced, so it must not hold up later buckets.
+                # Nothing reduces this bucket in this backward, so later buckets must not wait for
+                # the bucket.
                 self._order.ready(bucket.index)
             else:
                 self._to_reduce[bucket.unit] += 1
 
     def add(self, bucket: ReduceBucket) -> None:
-        """Start a bucket whose gradients are complete, and waiting ones; finish old reductions."""
+        """Mark a bucket as complete, start the buckets whose turn has come, finish old reductions.
+
+        May wait for the oldest reduction, see ``_finish_old``.
+        """
         self._order.ready(bucket.index)
         self._start_ready()
         self._finish_old()
 
     def call_hooks(self) -> None:
-        """Call the hooks that all ranks can call. Collective, while there are hooks to call."""
+        """Call the communication hooks of the buckets that are ready on all ranks.
+
+        Collective while ``asks_hooks`` is True.
+        """
         self._agree_on_hooks()
         self._start_ready()
 
@@ -236,14 +257,14 @@ class ReduceQueue:
         return is_agreed and not unit.may_diverge
 
     def _agree_on_hooks(self, *, at_end: bool = False) -> None:
-        """Tell the other ranks how many buckets are ready here; see the note. Collective."""
+        """Exchange how many buckets each rank has ready; see [Note: hooks]. Collective."""
         world = self._state.world.apart
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
         world.reduce_scalars(values, "MIN", op_name=op_name)
-        # Take the smallest number: a hook that any rank cannot call yet would block the other
-        # ranks.
+        # Take the smallest number. If a rank could not call a hook yet, the hook would block all
+        # ranks that call it.
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
@@ -257,7 +278,7 @@ class ReduceQueue:
             bucket.start(bucket.trainable_handles if handles is None else handles)
         if bucket.under_way:
             self._in_flight.append(bucket)
-        elif bucket.trainable_handles:  # a user's hook has reduced the bucket
+        elif bucket.trainable_handles:  # a communication hook has reduced the bucket already
             self._note_reduced(unit)
 
     def _note_reduced(self, unit: Unit) -> None:
@@ -267,11 +288,16 @@ class ReduceQueue:
                 extension.reduced(unit)
 
     def _finish_old(self) -> None:
-        """Finish reductions that are over; wait while more bytes are in flight than allowed."""
+        """Finish the reductions that are over.
+
+        If the unfinished reductions take more memory than ``max_bytes_in_flight``, wait for the
+        oldest, for a limited time.
+        """
         self._state.pending_sends.drop_sent()
         with self._observers.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
-                # Second stages start in the order of the first stages.
+                # If the second stage of a bucket must wait, all later second stages must wait, too:
+                # second stages start in the order of the first stages.
                 if bucket.has_stages and not bucket.advance():
                     break
         while self._in_flight:
@@ -285,8 +311,9 @@ class ReduceQueue:
             self._note_reduced(bucket.unit)
 
     def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
-        # A peer without this gradient starts the reduction only at the end of its backward, so the
-        # wait has a limit. Buckets for which that happened lately are not waited for at all.
+        # A peer that lacks a gradient of this bucket starts the reduction only at the end of its
+        # backward, so the wait has a time limit. If this happened to the bucket lately, or if some
+        # ranks compute no gradients at all (`join`), do not wait.
         if self._state.lacks_ranks or bucket.index in self._uneven:
             return False
         with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
@@ -297,14 +324,14 @@ class ReduceQueue:
         with self._observers.span(Kind.REDUCE_WAIT, bucket.unit):
             bucket.finish()
 
-    # ------------------------------------------------------------ at its end
+    # ------------------------------------------------------------ the end of backward
 
     def reduce_rest(self) -> Agreement:
-        """Agree with the other ranks on the used parameters, and reduce the rest. Collective."""
+        """Exchange the used parameters with the other ranks, and reduce the rest. Collective."""
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        # These buckets reduce their gradients in their turn, on every rank.
+        # Gradients of these flat parameters are reduced below, with their bucket, on every rank.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
@@ -321,7 +348,7 @@ class ReduceQueue:
         return agreed
 
     def _finish_all(self) -> None:
-        # Start all second stages before waiting for any second stage.
+        # Start all second stages first, so that they overlap. Then wait for each reduction.
         for bucket in self._in_flight:
             with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                 for _, reduce in bucket.under_way:
@@ -330,7 +357,7 @@ class ReduceQueue:
             self._finish_first()
 
     def _agree_on_order(self) -> None:
-        """Adopt the order in which rank 0's units became ready. Collective, once."""
+        """Adopt the order in which buckets became ready on rank 0. Collective, once per model."""
         world = self._state.world
         order = torch.tensor(self._order.suggested(), device=world.control_device)
         with self._observers.span(Kind.RANKS_WAIT):
@@ -339,15 +366,15 @@ class ReduceQueue:
         self._is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # Units that some ranks may skip come last: their reductions start at the end, and block no
-        # other unit.
+        # Put units that some ranks may skip last. Their reductions start only at the end of
+        # backward, and must not hold up the reductions of other units.
         self._order.adopt(sorted(sequence, key=lambda i: self.buckets[i].unit.may_diverge))
 
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # All ranks started these reductions. If a rank skipped a second stage, its next
-            # collective would match the second stage of other ranks.
+            # All ranks started these reductions, so all ranks must run all stages. If this rank
+            # skipped a second stage, its next collective would match the second stage of others.
             self._finish_all()
         finally:
             for bucket in self._in_flight:
@@ -358,15 +385,14 @@ class ReduceQueue:
 def split(units: Sequence[Unit]) -> list[ReduceBucket]:
     """Make the buckets of all units.
 
-    Each flat parameter with ``reduces_alone`` is a bucket. The rest of a unit is one bucket, before
-    these.
+    The flat parameters of a unit are one bucket, without those with ``reduces_alone``. Each flat
+    parameter with ``reduces_alone`` is a bucket of its own, after the common bucket.
     """
     buckets: list[ReduceBucket] = []
     for unit in units:
         together = [handle for handle in unit.handles if not handle.reduces_alone]
         alone = [[handle] for handle in unit.handles if handle.reduces_alone]
-        # A unit without parameters has an empty bucket: the order of reductions needs a place for
-        # it.
+        # A unit without parameters gets an empty bucket, so that every unit has a bucket.
         for handles in (together, *alone) if together or not alone else alone:
             buckets.append(ReduceBucket(unit, handles, len(buckets)))
     return buckets
