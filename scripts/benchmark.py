@@ -1,4 +1,4 @@
-"""Measures flatshard beside torch's DDP, FSDP1 and FSDP2, and the unwrapped model alone.
+"""Measures flatshard beside DDP, FSDP1, FSDP2, DeepSpeed ZeRO-3 and the unwrapped model.
 
     python scripts/benchmark.py --preset gpt-20m --world-size 2 --rounds 5 --plot benchmark.png
 
@@ -6,7 +6,8 @@ A small GPT is trained on this machine, on a GPU and NCCL where every rank has i
 CPU and gloo. Each implementation has its own ranks, all alive at once: in a round every one trains
 `--steps` steps while the others sleep, so that a busy machine is busy for all of them. A step takes
 as long as it does on the slowest rank. Times are medians over the rounds, ratios medians of the
-rounds' ratios. `compute` is the model in each rank without communication: the floor.
+rounds' ratios. `compute` trains the unwrapped model in each rank without communication: the
+lower limit. `zero3` needs `pip install deepspeed` and is measured only if `--impl` names it.
 """
 
 import argparse
@@ -187,6 +188,30 @@ def wrap_fsdp2(model: GPT, args: argparse.Namespace) -> nn.Module:
     return model
 
 
+def wrap_zero3(model: GPT, args: argparse.Namespace) -> nn.Module:
+    """DeepSpeed's engine, which also contains the optimizer."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if args.cuda else "cpu")
+    import deepspeed
+
+    # DeepSpeed reads the launcher's variables even if the process group exists.
+    rank = str(dist.get_rank())
+    os.environ.update(LOCAL_RANK=rank, RANK=rank, WORLD_SIZE=str(args.world_size))
+    settings = {
+        "train_micro_batch_size_per_gpu": args.shape.batch,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": args.bf16},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=OPTIMIZERS[args.optimizer](model.parameters()),
+        config=settings,
+        dist_init_required=False,
+    )
+    return engine
+
+
 def leave_plain(model: GPT, args: argparse.Namespace) -> nn.Module:
     return model
 
@@ -196,6 +221,7 @@ IMPLEMENTATIONS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
     "ddp": wrap_ddp,
     "fsdp1": wrap_fsdp1,
     "fsdp2": wrap_fsdp2,
+    "zero3": wrap_zero3,
     "compute": leave_plain,
     # By the transports that flatshard does not choose itself where ranks share a host.
     "flatshard-sockets": functools.partial(wrap_flatshard, collectives="sockets"),
@@ -211,7 +237,7 @@ AUTOCAST = ("ddp", "compute")
 class Trainer:
     def __init__(self, model: nn.Module, batch: Tensor, optimizer: str, autocast: bool) -> None:
         self.model, self.batch = model, batch
-        self.optimizer = OPTIMIZERS[optimizer](model.parameters())
+        self.optimizer = self.make_optimizer(optimizer)
         self.autocast = torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast)
 
     def train(self, steps: int) -> dict[str, Any]:
@@ -225,10 +251,9 @@ class Trainer:
                 logits = self.model(self.batch[:, :-1])
             loss = F.cross_entropy(logits.float().flatten(0, 1), self.batch[:, 1:].flatten())
             marks[-1].append(self.now())
-            loss.backward()
+            self.backward(loss)
             marks[-1].append(self.now())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.update()
             marks[-1].append(self.now())
             losses.append(loss.detach())
         self.synchronize()
@@ -238,6 +263,16 @@ class Trainer:
             for i, phase in enumerate(PHASES)
         }
         return {"seconds": seconds, **phases, "loss": losses[0].item()}
+
+    def make_optimizer(self, name: str) -> Any:
+        return OPTIMIZERS[name](self.model.parameters())
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def synchronize(self) -> None:
         if self.batch.is_cuda:
@@ -253,6 +288,19 @@ class Trainer:
 
     def between(self, first: Any, second: Any) -> float:
         return first.elapsed_time(second) / 1000 if self.batch.is_cuda else second - first
+
+
+class EngineTrainer(Trainer):
+    """Trains a DeepSpeed engine, which runs backward and the optimizer by its own methods."""
+
+    def make_optimizer(self, name: str) -> Any:
+        return self.model.optimizer
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss)
+
+    def update(self) -> None:
+        self.model.step()  # also clears the gradients
 
 
 def plain_loss(args: argparse.Namespace) -> float:
@@ -332,7 +380,8 @@ def serve(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Conn
     def build(preset: Preset) -> Trainer:
         model = IMPLEMENTATIONS[name](make_model(preset, device), args)
         batch = make_batch(preset, rank, device)
-        return Trainer(model, batch, args.optimizer, args.bf16 and name in AUTOCAST)
+        trainer = EngineTrainer if name == "zero3" else Trainer
+        return trainer(model, batch, args.optimizer, args.bf16 and name in AUTOCAST)
 
     # Imports and threads of the first model are not counted.
     build(PRESETS["tiny"]).train(1)
@@ -516,6 +565,7 @@ DRAWN_AS = {
     "ddp": "DDP",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
+    "zero3": "DeepSpeed ZeRO-3",
     "compute": "no communication",
 }
 
@@ -579,6 +629,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--strategy NO_SHARD: FSDP2 has none, leave fsdp2 out of --impl")
     if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
         parser.error(f"--plot: {args.plot} must end in .pdf, .png or .svg")
+    if "zero3" in args.impl and importlib.util.find_spec("deepspeed") is None:
+        parser.error("--impl zero3: deepspeed is not installed: pip install deepspeed")
+    if "zero3" in args.impl and args.strategy != "FULL_SHARD":
+        parser.error("--impl zero3 runs ZeRO-3 only: leave --strategy at FULL_SHARD")
     for package in ("rich", *(["matplotlib"] if args.plot else [])):
         if importlib.util.find_spec(package) is None:
             parser.error(f'{package} is not installed: pip install ".[examples]"')

@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -45,6 +44,7 @@ from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
 from lib.output import COLOURS
+from lib.rank_processes import launch
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # ranks share the cores
@@ -54,32 +54,15 @@ folder = Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## Ranks
 #
-# `launch(train)` runs a function on two ranks, processes that torch's own launcher forks from the
-# notebook, and returns what each of them returns. [mnist.ipynb](mnist.ipynb) explains it.
-
-
-# %%
-def launch(function, *args, ranks=2):
-    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="notebook",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return elastic_launch(config, function)(*args)
-
+# `launch(train)` runs a function on two ranks and returns the result of each rank. The ranks are
+# processes that torch's own launcher forks from this notebook; [mnist.ipynb](mnist.ipynb) explains
+# the details.
 
 # %% [markdown]
 # ## Model and text
 #
-# The text is Shakespeare's where `TEXT_FILE` names the file, else Python's own documentation, which
-# comes with Python. A token is a byte, so no tokenizer is needed.
+# The text is Shakespeare if `TEXT_FILE` names the file. Otherwise it is Python's own documentation,
+# which comes with Python. A token is a byte, so no tokenizer is needed.
 
 # %%
 text_file = Path(os.environ.get("TEXT_FILE", "../data/tinyshakespeare/input.txt"))
@@ -115,9 +98,13 @@ print(f"{sum(parameter.numel() for parameter in build().parameters()):,} paramet
 # %% [markdown]
 # ## Wrapping
 #
-# Each `LlamaDecoderLayer` is a unit: the class of the repeated block is all that has to be known of
-# an architecture. (`auto_wrap_policy="auto"` finds it. Neighbouring units that together have less
-# than 4 MiB are coalesced, as the report shows.)
+# Each `LlamaDecoderLayer` is a unit. The policy needs only the class of the repeated block, and
+# `auto_wrap_policy="auto"` finds that class by itself. flatshard coalesces neighbouring units that
+# together have less than 4 MiB, as the report shows.
+#
+# **When a unit per block is slower than one unit.** Each unit adds the fixed cost of its
+# collectives, and is all-gathered twice. If the whole model fits unsharded and its layers are as
+# small as here, one unit or `SHARD_GRAD_OP` is faster.
 
 
 # %%
@@ -141,10 +128,10 @@ print(launch(units)[0])
 # %% [markdown]
 # ## Training
 #
-# A loop as for DistributedDataParallel: the model computes its loss, each rank on its own rows. At
-# the end `save_safetensors` writes the model. All ranks call it, and each writes the bytes that it
-# owns; no rank ever has the whole model. `config.json` beside it makes the folder one that
-# `from_pretrained` reads.
+# The loop is the same as under DistributedDataParallel: each rank computes the loss of its own
+# rows. At the end `save_safetensors` writes the model. All ranks call it, and each rank writes the
+# bytes of its shards; no rank ever has the whole model. With a `config.json` beside the weights,
+# `from_pretrained` can read the folder.
 
 # %%
 STEPS, ROWS, LENGTH = (2, 4, 32) if TOY else (100, 16, 96)
@@ -193,7 +180,7 @@ print(f"loss {losses['flatshard'][-1]:.3f}; largest difference from DDP in a ste
 print("saved:", ", ".join(sorted(path.name for path in (folder / "llama").iterdir())))
 
 # %% [markdown]
-# Both runs are one curve:
+# The curves of both runs lie on each other:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -208,8 +195,8 @@ plt.show()
 # %% [markdown]
 # ## from_pretrained
 #
-# The notebook's own process is no rank. It reads the folder as any program of `transformers` would,
-# and generates. (A hundred steps teach letters and their order, not yet words.)
+# The notebook's own process is not a rank. It loads the folder as any program of `transformers`
+# would, and generates text. (After a hundred steps the model knows letters, but few words.)
 
 # %%
 plain = LlamaForCausalLM.from_pretrained(folder / "llama")
@@ -232,9 +219,9 @@ def complete(model, prompt, count=4 if TOY else 160):
 print(complete(plain, "The "))
 
 # %% [markdown]
-# In the other direction: a model that fits on no rank is made on the meta device, wrapped there,
-# and filled from the files. Each rank reads only its own part. `init_weights` fills what files do
-# not have, such as the frequencies of rotary embeddings.
+# The other direction: build a model that fits on no rank on the meta device, wrap it, and load the
+# files. Each rank reads only its shards. `init_weights` computes the tensors that the files do not
+# contain, such as the frequencies of rotary embeddings.
 
 
 # %%
@@ -264,9 +251,9 @@ print(f"logits of the sharded and of the unwrapped model differ by at most {apar
 # %% [markdown]
 # ## LoRA
 #
-# `peft` freezes the model and puts small trained matrices beside its linear layers. Wrap what
-# `get_peft_model` returns. Frozen parameters are sharded like others, but have no gradients and no
-# optimizer state. The new text is the old one in capitals.
+# `peft` freezes the model and adds small trainable matrices beside its linear layers. Wrap the
+# result of `get_peft_model`. Frozen parameters are sharded too, but have no gradients and no
+# optimizer state. The text for fine-tuning is the same text in capitals.
 
 
 # %%
@@ -306,8 +293,8 @@ for kind, size in memory.items():
 print("saved:", ", ".join(sorted(path.name for path in (folder / "lora").iterdir())))
 
 # %% [markdown]
-# The same bytes as bars. Training all parameters would need as much for gradients as for the
-# parameters, and twice as much for AdamW's averages.
+# The same bytes as bars. To train all parameters, gradients would need as much memory as the
+# parameters, and AdamW's averages twice as much.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 1.6), layout="constrained")
@@ -327,7 +314,7 @@ figure.legend(loc="outside upper center", ncols=3)
 plt.show()
 
 # %% [markdown]
-# The folder is an adapter like any other of `peft`:
+# `peft` loads the folder as it loads any adapter:
 
 # %%
 adapted = PeftModel.from_pretrained(plain, folder / "lora")

@@ -13,11 +13,11 @@
 # %% [markdown]
 # # The arithmetic of memory
 #
-# How many bytes does training need, and how many of them remain on each rank? This notebook
-# computes both for models that are far too large for this machine. `flatshard.memory_plan.predict`
-# plans a model's parameters exactly as `ShardedWrapper` would, from their shapes alone. Then it
-# counts activations, trains a model that does fit, and compares the plan with measurements. The
-# last cell answers it for your model and your GPUs.
+# How many bytes does training need, and how many of them are on each rank? This notebook computes
+# both for models that are far too large for this machine. `flatshard.memory_plan.predict` plans the
+# shards of a model as `ShardedWrapper` would make them, from the shapes of the parameters. Then the
+# notebook counts activations, trains a model that fits, and compares the plan with measurements.
+# The last cell computes the plan for your model and your GPUs.
 #
 # It takes two minutes on two CPU cores. To run it on your machine:
 # `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
@@ -37,7 +37,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flatshard import MixedPrecision
 from flatshard.memory_plan import predict
@@ -46,6 +45,7 @@ from flatshard.wrap import ModuleWrapPolicy
 sys.path.insert(0, "../scripts")
 import train_transformer
 from lib.output import COLOURS, PEAK
+from lib.rank_processes import launch
 
 torch.set_num_threads(1)  # ranks share the cores
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it
@@ -55,8 +55,8 @@ DEPTH = 8 if TOY else 80  # blocks
 # %% [markdown]
 # ## 70 billion parameters
 #
-# A decoder-only transformer with grouped-query attention and a gated feed-forward part, of the
-# sizes that 70-billion-parameter models have. On the meta device it needs no memory.
+# A decoder-only transformer with grouped-query attention and a gated feed-forward layer, in the
+# usual sizes of a 70-billion-parameter model. On the meta device the model needs no memory.
 
 
 # %%
@@ -115,11 +115,11 @@ for ranks in (1, 8, 16):
     )
 
 # %% [markdown]
-# 840 GB fit on no device. Under DDP 16 devices do not help: each holds all of it. Sharded, 8
-# devices hold 105 GB each and 16 devices 52.5 GB.
+# No device holds 840 GB. Under DDP 16 devices do not help, because each device holds everything.
+# Sharded over 8 devices, each holds 105 GB; over 16 devices, 52.5 GB.
 #
 # Gradients need another 4 bytes per parameter, sharded in the same way. (`step_in_backward` avoids
-# them: the optimizer steps each unit as soon as its gradients are reduced.)
+# this memory: the optimizer steps each unit as soon as the unit's gradients are reduced.)
 #
 # ## The stages of ZeRO
 #
@@ -134,8 +134,8 @@ for ranks in (1, 8, 16):
 # | 2 | 2 Psi + (2 + K) Psi / N | `SHARD_GRAD_OP` | (2 + 2 + K) Psi / N |
 # | 3 | (2 + 2 + K) Psi / N | `FULL_SHARD` | (2 + 2 + K) Psi / N |
 #
-# The difference: here every strategy but `NO_SHARD` reduces gradients to their shards, and keeps
-# shards of the parameters beside the unsharded ones.
+# `SHARD_OP` differs from ZeRO's stage 1: flatshard reduces gradients to shards under every strategy
+# except `NO_SHARD`, and keeps the shards of the parameters beside the unsharded parameters.
 
 # %%
 K, N = 12, 64
@@ -162,10 +162,10 @@ for strategy, bytes_each in paper.items():
     )
 
 # %% [markdown]
-# The persistent memory of stages 2 and 3 is the same; their peaks in the last column differ. During
-# a step `SHARD_GRAD_OP` unshards the whole model, `FULL_SHARD` a few units of it.
+# Stages 2 and 3 have the same persistent memory; their peaks in the last column differ. During a
+# step `SHARD_GRAD_OP` unshards the whole model, and `FULL_SHARD` a few units at a time.
 #
-# flatshard's mixed precision needs no copy of the weights: the float32 shards are the master
+# flatshard's mixed precision needs no second copy of the weights: the float32 shards are the master
 # weights, and only unsharded parameters are bfloat16.
 
 # %%
@@ -176,10 +176,10 @@ print(plan)
 # %% [markdown]
 # ## More ranks, smaller units
 #
-# Sharded memory goes towards zero as ranks are added. Unsharded parameters and gradients of the
-# units in flight do not: they are the floor, and the wrap policy decides how high it is. The plot
-# shows the peak memory of a rank over the number of ranks for three policies, and as a dotted line
-# the persistent memory.
+# With more ranks, the memory of the shards goes towards zero. The memory of unsharded units does
+# not: it is a lower limit, and the wrap policy decides how high the limit is. The plot shows the
+# peak memory of a rank over the number of ranks for three policies. The dotted line is the
+# persistent memory.
 
 # %%
 ranks = [1, 8, 64] if TOY else [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -212,15 +212,20 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# (With *a unit per layer* the layers are units nested in the block's unit, which then owns few
-# parameters itself.)
+# (With *a unit per layer*, each linear layer is a unit inside the unit of its block. The unit of
+# the block then has only the parameters of the norms.)
+#
+# **When a unit per block is slower than one unit.** Smaller units lower the peak, but each unit
+# adds the fixed cost of its collectives, and `FULL_SHARD` all-gathers each unit twice. For a small
+# model on few ranks, one unit (or `SHARD_GRAD_OP`) is faster; [mnist.ipynb](mnist.ipynb) measures
+# it.
 #
 # ## Activations: batch and sequence length
 #
-# Forward keeps activations for backward. They depend on a rank's rows and their length, not on the
-# number of ranks: data parallelism does not shard them. `saved_tensors_hooks` sees each tensor that
-# autograd saves. Under `FakeTensorMode` tensors have shapes but no memory, so the cell counts them
-# for blocks of the large model, too.
+# Forward keeps activations for backward. Their size depends on the rows of a rank and the length of
+# a row, not on the number of ranks: data parallelism does not shard activations.
+# `saved_tensors_hooks` sees each tensor that autograd saves. Under `FakeTensorMode` tensors have
+# shapes but no memory, so the cell can count the activations of the large model.
 
 
 # %%
@@ -264,13 +269,13 @@ for batch, length in ((1, 2048), (1, 4096), (2, 4096), (1, 8192)):
     print(f"{batch:4}{length:8,}{kept / GB:10.1f}{few / GB:14.1f}")
 
 # %% [markdown]
-# They grow with rows times length: attention that is computed block by block (FlashAttention) keeps
-# no matrix of length times length. Two rows of 4,096 tokens need what one of 8,192 needs. Gradient
-# accumulation has larger batches at the same memory; activation checkpointing keeps only the inputs
-# of blocks and computes the rest again.
+# Activations grow with rows times length. Attention that is computed in tiles (FlashAttention)
+# keeps no matrix of length times length, so two rows of 4,096 tokens need as much as one row of
+# 8,192. Gradient accumulation allows larger batches in the same memory. Activation checkpointing
+# keeps only the inputs of the blocks and computes the other activations again.
 #
-# The plot stacks what a rank holds at the peak, for 64 ranks: bars without and with checkpointing
-# for each length.
+# The plot shows the memory of a rank at the peak, for 64 ranks. Each length has two bars: without
+# and with activation checkpointing.
 
 # %%
 lengths = [1024, 2048, 4096, 8192]
@@ -301,34 +306,17 @@ axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# (An upper bound: activations are fewest when gradients are most.)
+# (The bars are upper bounds: when gradients need most memory, activations need least.)
 #
-# ## Is it true?
+# ## Predicted and measured
 #
 # A small transformer fits on this machine. `--compare` of
 # [scripts/train_transformer.py](../scripts/train_transformer.py) trains it for a few steps under
-# each strategy and measures the memory of every tensor and the peak of unsharded parameters;
-# `predict` gets the same keywords. The ranks are processes that torch's own launcher forks from the
-# notebook: [mnist.ipynb](mnist.ipynb) explains it.
-
+# each strategy. It measures the memory of all tensors and the peak of unsharded parameters.
+# `predict` gets the same keywords. The ranks are processes that torch's own launcher forks from
+# this notebook; [mnist.ipynb](mnist.ipynb) explains the details.
 
 # %%
-def launch(function, *args, ranks=2):
-    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="notebook",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return elastic_launch(config, function)(*args)
-
-
 RANKS, NODE = 2 if TOY else 4, 2
 SIZES = {"width": 32, "depth": 3} if TOY else {"width": 256, "depth": 8}
 result = Path(tempfile.mkdtemp()) / "measured.json"
@@ -374,8 +362,8 @@ for name, plan, found in rows:
     print(f"{name:20}{cells}")
 
 # %% [markdown]
-# The first and the third pair as a picture. Bars are predicted and divided by what they hold; marks
-# are measured.
+# The first and the third pair as a picture. Bars show the predictions, divided by kind of memory;
+# marks show the measurements.
 
 # %%
 names = [name for name, *_ in rows]
@@ -420,18 +408,24 @@ print(
 )
 
 # %% [markdown]
-# Persistent memory agrees except for AdamW's step counts, a few bytes per parameter. Unsharded
-# parameters agree exactly. The third pair is an upper bound: whether two reductions overlap
-# depends on timing.
+# Persistent memory: predicted and measured bytes agree except for AdamW's step counts, a few bytes
+# per parameter.
 #
-# The plan counts neither activations, which the cell above counts, nor what the shared-memory
-# transport saves.
+# Unsharded parameters: the prediction is the size of the unsharded buffers. It is exact in all
+# rows but two. Over sockets, a shard of at least 1 MiB is not copied into its unsharded buffer but
+# mapped there, which needs no memory. Under `HYBRID_SHARD` and `HYBRID_SHARD_ZERO2` the two ranks
+# of a node shard each block, so the shard of a block is that large, and half of each unsharded
+# block costs nothing. The plan does not know the transport: it predicts the size without this
+# saving, also for ranks that share memory.
+#
+# The peak is an upper bound for the same reason, and because the order in which reductions end
+# depends on timing. Activations are not part of the plan; the cell above counts them.
 #
 # ## Your model, your GPUs: what fits?
 #
-# Three settings: a function that builds your model, the GPUs, and the memory of each in GB. Units
-# are `"auto"`, computing is in bfloat16, the optimizer is AdamW in float32. What the last column
-# says is left for activations, and for what the framework itself needs.
+# Set three things: a function that builds your model, the number of GPUs, and the memory of a GPU
+# in GB. The plan assumes `auto_wrap_policy="auto"`, computation in bfloat16, and AdamW in float32.
+# The last column is the memory that remains for activations and for torch itself.
 
 # %%
 MODEL = Model  # with transformers: lambda: AutoModelForCausalLM.from_config(config)

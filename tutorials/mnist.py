@@ -14,18 +14,21 @@
 # # From DistributedDataParallel to ShardedWrapper
 #
 # You have a training program that runs under `DistributedDataParallel` (DDP), and it runs out of
-# memory. This notebook trains a network on MNIST under DDP, shards it with one line, then divides
-# it into units, and looks at what each step of this does to memory and communication.
+# memory. This notebook trains a network on MNIST under DDP, shards it with one line, and then
+# divides it into units: first by size, then by class. After each step it prints what the step does
+# to memory, time and communication.
 #
-# DDP copies everything to every rank: parameters, gradients, and the optimizer's state. `N` ranks
-# hold the same bytes `N` times. Under `ShardedWrapper` every rank keeps one `N`th of each, and
-# *unshards* a layer (all-gathers its parameters) only while that layer computes.
+# DDP keeps all parameters, all gradients and the whole optimizer state on every rank. With
+# `ShardedWrapper` each of `N` ranks keeps one `N`th of them. A rank *unshards* a unit (a group of
+# layers) only while the unit computes: it all-gathers the unit's parameters, and frees them
+# afterwards.
 #
-# All code is in the cells: change the network, the wrapping or the loop, and run them again. It
-# takes three minutes on two CPU cores and needs no GPU. To run it on your machine:
+# All code is in the cells: change the network, the wrapping or the loop, and run them again. The
+# notebook takes five minutes on two CPU cores and needs no GPU. To run it on your machine:
 # `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
 
 # %%
+import functools
 import json
 import os
 import sys
@@ -34,55 +37,39 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-import torch._dynamo  # DDP needs it: imported here once, and not in each rank
+import torch._dynamo  # DDP imports it: import it here once, not in every rank
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from flatshard import ShardedWrapper
+from flatshard import CPUOffload, ShardedWrapper
 from flatshard.checkpoint import full_state_dict
-from flatshard.wrap import ModuleWrapPolicy
+from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 sys.path.insert(0, "../scripts")
+import train_mnist
 from lib import mnist_data
 from lib.output import COLOURS
-from train_mnist import record_step
+from lib.rank_processes import launch
 
-torch.set_num_threads(1)  # ranks share the cores
-TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: a few steps on the digits
+torch.set_num_threads(1)  # the ranks share the cores
+TOY = "TUTORIAL_TOY" in os.environ  # the tests run a few steps on the digits
 
 # %% [markdown]
 # ## Ranks
 #
-# A rank is a process. torch's own launcher, the one behind `torchrun`, starts them from the
-# notebook: `launch(train)` runs the function `train` in two processes and returns what each of them
-# returns. They are forked, so they know all that the cells above have defined. (Two things must not
-# happen in the notebook's own process, since no fork survives them: using CUDA, and computing with
-# torch on several threads.)
+# A rank is a process. `launch(function)` runs a function in two processes and returns what each
+# process returns. It uses torch's own launcher, the one behind `torchrun`. The processes are forked
+# from this notebook, so they know everything that the cells above define. (A fork survives neither
+# CUDA nor torch computing on several threads in the notebook's own process. In a program of your
+# own, start the ranks with `torchrun`.)
 
 
 # %%
-def launch(function, *args, ranks=2):
-    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="notebook",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return elastic_launch(config, function)(*args)
-
-
 def hello():
-    dist.init_process_group("gloo")  # joins the other ranks: "nccl" where each has its GPU
+    dist.init_process_group("gloo")  # connects the ranks; with one GPU per rank: "nccl"
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)
     dist.destroy_process_group()
@@ -94,8 +81,8 @@ launch(hello)
 # %% [markdown]
 # ## Data
 #
-# MNIST's files are read from `ROOT/MNIST/raw`, or downloaded to there. Where neither is possible,
-# scikit-learn's handwritten digits take their place, enlarged to 28x28.
+# The cell reads the files of MNIST from `ROOT/MNIST/raw`, or downloads them. If neither is
+# possible, it uses scikit-learn's handwritten digits instead, enlarged to 28x28.
 
 # %%
 ROOT = Path(os.environ.get("MNIST_ROOT", "../data"))
@@ -114,8 +101,8 @@ print(f"{name}: {len(train_data):,} images to train on, {len(test_data):,} to te
 # %% [markdown]
 # ## Model
 #
-# Eight equal blocks between two small layers, like a transformer without attention. What a rank
-# keeps of it will be easy to see: nearly all parameters are in the blocks.
+# Eight equal blocks between two small layers, like a transformer without attention. Nearly all
+# parameters are in the blocks.
 
 
 # %%
@@ -149,13 +136,14 @@ print(f"{numel(Net()):,} parameters, {numel(Net().blocks[0]):,} of them in each 
 # %% [markdown]
 # ## Training
 #
-# The loop does not know how the model is distributed. Each rank takes its own part of every batch.
-# DDP and `ShardedWrapper` differ only inside `model(...)`, `loss.backward()` and
-# `optimizer.step()`, and the optimizer is made *after* wrapping.
+# The training loop does not know how the model is distributed. Each rank takes its own rows of
+# every batch. Make the optimizer *after* wrapping the model. `fused=True` selects the same AdamW
+# kernel for all runs: on a CPU, flatshard chooses the fused kernel by itself and torch does not,
+# and the two kernels round differently.
 #
-# Testing has one rule. With sharded parameters a forward is *collective*: every rank must call it
-# equally often, because every rank holds a shard that the others need. Here all ranks take equally
-# many test images.
+# Evaluation has one rule. A forward of a sharded model is *collective*: every rank must call it the
+# same number of times, because every rank holds shards that the other ranks need. Here each rank
+# tests the same number of images.
 
 # %%
 weights_file = Path(tempfile.mkdtemp()) / "net.pt"
@@ -167,7 +155,7 @@ def train(wrap):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights on every rank
     model = wrap(Net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     images, labels = train_data.tensors
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -180,15 +168,16 @@ def train(wrap):
         optimizer.step()
         losses.append(loss.detach())
     losses = torch.stack(losses)
-    dist.all_reduce(losses)  # once, at the end: the ranks' losses do not hold up the steps
+    dist.all_reduce(losses)  # once at the end, so that no step waits for it
 
     results = {"losses": (losses / ranks).tolist(), "accuracy": test(model)}
-    weights = full_state_dict(model)  # on rank 0; all ranks call it
+    weights = full_state_dict(model)  # every rank calls it; rank 0 gets the full tensors
     if rank == 0:
         torch.save(weights, weights_file)
-    # Trains a few more steps, and returns the bytes and times of the fastest one.
+    # Train a few more steps, and return the bytes and times of the fastest step.
     few = TensorDataset(images[rank::ranks], labels[rank::ranks])
-    results |= record_step(model, few, optimizer, BATCH // ranks, torch.device("cpu"))
+    device = torch.device("cpu")
+    results |= train_mnist.record_step(model, few, optimizer, BATCH // ranks, device)
     dist.destroy_process_group()
     return results
 
@@ -197,7 +186,7 @@ def train(wrap):
 def test(model):
     model.eval()
     images, labels = (tensor[:TEST] for tensor in test_data.tensors)
-    count = len(images) // dist.get_world_size()  # the same on all ranks
+    count = len(images) // dist.get_world_size()  # the same number on every rank
     rows = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
     right = (model(images[rows]).argmax(dim=1) == labels[rows]).sum()
     dist.all_reduce(right)
@@ -207,28 +196,39 @@ def test(model):
 
 # %% [markdown]
 # ## 1. DDP
+#
+# `report` trains with one wrapping and prints what rank 0 holds: between two steps, and at the peak
+# of a step. (Activations are not counted. They are the same in all runs.)
 
 
 # %%
+def held_bytes(step):
+    """Persistent and peak memory of rank 0."""
+    kept = step["parameter_bytes"] + step["optimizer_bytes"]
+    peak = max(gathered + gradients for _, gathered, gradients in step["samples"])
+    return kept + step["gradient_bytes"], kept + peak
+
+
+def report(title, wrap):
+    mine = runs[title] = launch(train, wrap)[0]
+    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    sizes = ", ".join(f"{mine[kind] / 2**20:.1f}" for kind in kinds)
+    persistent, peak = held_bytes(mine)
+    print(f"{title}: loss {mine['losses'][-1]:.4f}, {mine['accuracy']:.1f} % right")
+    print(f"MiB of parameters, gradients, optimizer state: {sizes}")
+    print(f"MiB between two steps: {persistent / 2**20:.1f}, at the peak: {peak / 2**20:.1f}")
+
+
 def ddp(model):
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def report(title):
-    """Trains with this wrapping; prints what rank 0 held."""
-    mine = runs[title] = launch(train, wrappings[title])[0]
-    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-    sizes = ", ".join(f"{mine[kind] / 2**20:.1f}" for kind in kinds)
-    print(f"{title}: loss {mine['losses'][-1]:.4f}, {mine['accuracy']:.1f} % right")
-    print(f"MiB on rank 0 of parameters, gradients, optimizer state: {sizes}")
-
-
-wrappings, runs = {"DDP": ddp}, {}
-report("DDP")
+runs = {}
+report("DDP", ddp)
 
 # %% [markdown]
-# Every parameter needs three more tensors of its size: its gradient and the two averages that
-# AdamW keeps. All four are on every rank.
+# Each parameter has three more tensors of its size: its gradient and the two averages of AdamW. All
+# four are on every rank.
 #
 # ## 2. Sharded, as one unit
 #
@@ -237,11 +237,11 @@ report("DDP")
 # +model = ShardedWrapper(model)
 # ```
 #
-# Without a wrap policy the whole model is one *unit*: its parameters form one flat parameter, of
-# which each rank keeps one half.
+# Without a wrap policy the whole model is one *unit*. Its parameters form one flat parameter, and
+# each of the two ranks keeps one half.
 #
-# (Ranks on one host could read each other's memory, and would have nothing to send. With
-# `collectives="sockets"` they send, as over a network.)
+# (By default, ranks on one host read each other's memory and send nothing. With
+# `collectives="sockets"` they send, as they would over a network.)
 
 
 # %%
@@ -249,17 +249,53 @@ def one_unit(model):
     return ShardedWrapper(model, collectives="sockets")
 
 
-wrappings["flatshard, one unit"] = one_unit
-report("flatshard, one unit")
+report("one unit", one_unit)
 
 # %% [markdown]
-# The persistent memory of each rank is now half. But a unit is unsharded as a whole: *during* a
-# step all parameters are in memory.
+# Between two steps each rank now holds half. But ranks unshard a unit as a whole: *during* a step
+# all parameters are in memory, and the peak is little lower than under DDP.
 #
-# ## 3. Sharded, a unit for each block
+# ## 3. Units by size
 #
-# `ModuleWrapPolicy({Block})` makes a unit of each block; the two layers around them belong to the
-# root.
+# `size_based_auto_wrap_policy` makes a unit of each module that has at least `min_num_params`
+# parameters left, from the inside outwards. The network of torch's MNIST examples shows where the
+# units are: `print(model)` shows a `ShardedWrapper` around each unit.
+
+
+# %%
+by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)
+
+
+def classic():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = ShardedWrapper(train_mnist.Net(), auto_wrap_policy=by_size)
+    shown = str(model)
+    dist.destroy_process_group()
+    return shown
+
+
+print(launch(classic)[0])
+
+# %% [markdown]
+# The first linear layer has 98 % of the parameters and is a unit. The other layers are too small;
+# they belong to the root, the unit of whatever no other unit contains.
+#
+# In the network with eight blocks the policy finds both linear layers of each block:
+
+
+# %%
+def size_units(model):
+    return ShardedWrapper(model, auto_wrap_policy=by_size, collectives="sockets")
+
+
+report("units by size", size_units)
+
+# %% [markdown]
+# ## 4. A unit per block
+#
+# `ModuleWrapPolicy({Block})` makes a unit of each block. The two layers outside the blocks belong
+# to the root. For models that consist of equal blocks, this is the usual choice.
 
 
 # %%
@@ -271,39 +307,62 @@ def block_units(model):
     )
 
 
-wrappings["flatshard, a unit per block"] = block_units
-report("flatshard, a unit per block")
+report("a unit per block", block_units)
 
 # %% [markdown]
+# ## 5. Offload
+#
+# On a GPU, `cpu_offload=CPUOffload(offload_params=True)` keeps shards, gradients and optimizer
+# state in host memory. Here the model computes in host memory already, so that this would change
+# nothing. `CPUOffload(path=...)` keeps the same tensors in temporary files. The system writes the
+# files to disk if it needs their memory for something else.
+
+
+# %%
+def offloaded(model):
+    return ShardedWrapper(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        cpu_offload=CPUOffload(offload_params=True, path=weights_file.parent),
+        collectives="sockets",
+    )
+
+
+report("a unit per block, in files", offloaded)
+
+# %% [markdown]
+# Between two steps the sizes are the same as in the run before: they count the shards, in memory or
+# in files. The peak is lower, because reduced gradients go to their files during backward.
+#
 # ## The same numbers
 #
-# Sharding changes where parameters are, not their values. The losses of DDP and of flatshard are
-# one curve. (Sums are rounded in another order, and AdamW amplifies that from step to step.)
+# Sharding changes where parameters are, not their values. All runs have the same losses, bit by
+# bit. (That is so with two ranks, because the sum of two gradients does not depend on their order.
+# With more ranks, DDP and flatshard add in another order, and AdamW amplifies the difference in
+# rounding from step to step.)
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
 losses = {title: run["losses"] for title, run in runs.items()}
 axes.plot(losses["DDP"], color=COLOURS["DDP"], lw=4, alpha=0.6, label="DDP")
-axes.plot(
-    losses["flatshard, a unit per block"], color=COLOURS["flatshard"], lw=1, label="flatshard"
-)
+axes.plot(losses["a unit per block"], color=COLOURS["flatshard"], lw=1, label="flatshard")
 axes.set_xlabel("step")
-axes.set_ylabel("loss over all ranks")
+axes.set_ylabel("mean loss of all ranks")
 axes.set_title("Two ranks: DDP and flatshard")
 axes.legend()
 plt.show()
+print("largest difference from the losses of DDP, in the first ten steps and in all steps:")
 for title in list(runs)[1:]:
     apart = [abs(a - b) for a, b in zip(losses[title], losses["DDP"])]
-    print(f"{title}: differs from DDP by at most {max(apart[:10]):.1e} in the first ten steps,")
-    print(f"    by at most {max(apart):.1e} in all")
+    print(f"{title:28}{max(apart[:10]):10.1e}{max(apart):10.1e}")
 
 # %% [markdown]
 # ## The accordion
 #
 # `model.record_steps()` records what a rank holds at each moment of a step. The plot shows one step
-# of each run, MiB on rank 0 over time, at the same scale. At the bottom are this rank's parameters
-# and the optimizer state, which stay. On top are unsharded parameters and gradients, which come and
-# go. Dotted lines show where forward and backward end.
+# of three runs: MiB on rank 0 over time, at the same scale. At the bottom are this rank's
+# parameters and the optimizer state, which stay. Above them are unsharded parameters and gradients,
+# which come and go. Dotted lines show where forward and backward end.
 
 
 # %%
@@ -330,15 +389,9 @@ def draw_held(axes, step):
     axes.set_ylim(bottom=0)
 
 
-def held_bytes(step):
-    """Rank 0's persistent and peak memory."""
-    kept = step["parameter_bytes"] + step["optimizer_bytes"]
-    peak = max(gathered + gradients for _, gathered, gradients in step["samples"])
-    return kept + step["gradient_bytes"], kept + peak
-
-
+shown = {title: runs[title] for title in ("DDP", "one unit", "a unit per block")}
 figure, panels = plt.subplots(3, 1, figsize=(8, 7), sharey=True, layout="constrained")
-for axes, (title, run) in zip(panels, runs.items()):
+for axes, (title, run) in zip(panels, shown.items()):
     draw_held(axes, run)
     axes.set_title(title, loc="left")
 panels[-1].set_xlabel("ms since the step began")
@@ -347,38 +400,50 @@ figure.legend(handles, labels, loc="outside lower center", ncols=4)
 plt.show()
 
 # %% [markdown]
-# **DDP** holds four tensors per parameter all the time. It keeps its gradient buckets from step to
-# step; a new gradient of backward needs memory too, until it is copied into its bucket.
+# **DDP** holds four tensors for each parameter all the time. It keeps its gradient buckets from
+# step to step. Each new gradient of backward needs memory until it has been copied into its bucket.
 #
-# **One unit**: the persistent memory is half. The accordion opens once: all parameters are
-# unsharded when forward begins and resharded when backward is over. Gradients accumulate unsharded
-# beside them and are reduced at the very end; each rank keeps the average of its own half.
+# **One unit**: half of the memory is gone between two steps. The accordion opens once: forward
+# begins with all parameters unsharded, and they stay until backward ends. Gradients accumulate
+# unsharded beside the parameters and are reduced at the very end.
 #
-# **A unit per block**: the accordion opens for one block after the other, in forward and once more
-# in backward. While a block computes, the next one is all-gathered. As soon as a block's gradients
-# have arrived, they are reduced and its parameters are resharded. So a step needs a few blocks on
-# top of the shards, however many blocks the model has.
+# **A unit per block**: the accordion opens for one block after the other, in forward and again in
+# backward. While a block computes, the next block is all-gathered. As soon as all gradients of a
+# block have been computed, they are reduced, and the block is resharded. So a step needs a few
+# blocks above the shards, however many blocks the model has.
 #
-# In bytes, with the volume counted as in the ZeRO paper (an all-reduce is a reduce-scatter and an
-# all-gather):
+# All runs in one table. The volume is counted as in the ZeRO paper, where an all-reduce counts as a
+# reduce-scatter and an all-gather:
 
 # %%
-print(f"{'MiB on rank 0':30}{'persistent':>12}{'peak':>12}{'volume per step':>18}")
+print(
+    f"{'MiB on rank 0':28}{'persistent':>12}{'peak':>8}{'volume per step':>18}{'ms per step':>14}"
+)
 for title, run in runs.items():
-    persistent, peak = held_bytes(run)
-    cells = (persistent / 2**20, peak / 2**20, run["moved_bytes"] / 2**20)
-    print(f"{title:30}{cells[0]:12.1f}{cells[1]:12.1f}{cells[2]:18.1f}")
+    sizes = (*held_bytes(run), run["moved_bytes"])
+    persistent, peak, volume = (size / 2**20 for size in sizes)
+    milliseconds = 1000 * run["step_end"]
+    print(f"{title:28}{persistent:12.1f}{peak:8.1f}{volume:18.1f}{milliseconds:14.0f}")
 
 # %% [markdown]
 # Sharding costs communication. DDP all-reduces its gradients: 2P for P bytes of parameters. One
-# unit has the same volume, an all-gather and a reduce-scatter. A unit per block all-gathers the
-# blocks a second time for backward: 3P, except for the root. (`sharding_strategy="SHARD_GRAD_OP"`
-# keeps units unsharded between forward and backward: 2P again, and the accordion stays open.)
+# unit has the same volume: an all-gather and a reduce-scatter. More units have 3P, except for the
+# root, because each unit is all-gathered a second time for backward.
+# (`sharding_strategy="SHARD_GRAD_OP"` keeps units unsharded between forward and backward: 2P again,
+# and the accordion stays open.)
+#
+# **When a unit per block is slower than one unit.** In the table, a unit per block is slower than
+# one unit, and units by size are slower still. Each unit has a fixed cost for every collective (its
+# latency, and the work of starting it on the host), and 3P is more than 2P. Nothing hides these
+# costs where blocks are as small as here, and where ranks share their cores with their own
+# communication. A unit per block pays off when a block computes for longer than the all-gather of
+# the next block takes, and above all when the model does not fit otherwise. If the unsharded model
+# fits, choose few units or `SHARD_GRAD_OP`.
 #
 # ## What is sent, and when
 #
-# The same steps as bars over time: what rank 0 computes, and which collectives are in flight. Each
-# bar is a unit.
+# The same steps as bars over time: when rank 0 computes, and which collectives are in flight. Each
+# bar is one unit.
 
 
 # %%
@@ -400,7 +465,7 @@ def draw_ranges(axes, step):
 
 
 figure, panels = plt.subplots(2, 1, figsize=(8, 4), layout="constrained")
-for axes, title in zip(panels, list(runs)[1:]):
+for axes, title in zip(panels, ("one unit", "a unit per block")):
     draw_ranges(axes, runs[title])
     axes.set_title(title, loc="left")
 panels[-1].set_xlabel("ms since the step began")
@@ -409,17 +474,17 @@ figure.legend(handles, labels, loc="outside lower center", ncols=4)
 plt.show()
 
 # %% [markdown]
-# With one unit the model waits for its all-gather, and the reduce-scatter waits for the gradients
-# of all layers. With a unit per block the next block is all-gathered, and the gradients of the last
-# one are reduced, while a block computes. (Two ranks on two cores share them with their
-# own communication. On a GPU the network has its own engines.)
+# With one unit, the model waits for its all-gather, and the reduce-scatter waits for the gradients
+# of all layers. With a unit per block, one block computes while the next block is all-gathered and
+# the gradients of the block before are reduced. (Here, two ranks on two cores share the cores with
+# their own communication. A GPU copies and sends beside its computation.)
 #
 # ## Ten epochs
 #
-# Three hundred steps are less than one epoch. This is a whole training of the first tutorial's
-# convolutional network on MNIST, by
-# [scripts/train_mnist.py](../scripts/train_mnist.py) on two ranks, once under DDP and once sharded.
-# It takes some minutes, so this cell reads what a run has stored; it prints the command.
+# Three hundred steps are less than one epoch. This is a full training of the network of torch's
+# MNIST examples by [scripts/train_mnist.py](../scripts/train_mnist.py) on two ranks, once under DDP
+# and once sharded. It takes some minutes, so the cell reads the stored results of a run, and prints
+# the command.
 
 # %%
 stored = json.loads(Path("mnist_ten_epochs.json").read_text())
@@ -437,6 +502,11 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
+# Both runs end at 99.11 %, and have the same accuracy after each epoch. torch's own example reaches
+# about 99.2 % with batches of 64 in 14 epochs. This run trains 10 epochs with batches of 128, which
+# makes a third as many updates. And 10,000 test images cannot tell the two results apart: the
+# standard error of the accuracy is 0.09 points.
+#
 # ## Saving
 #
 # `full_state_dict(model)` gives rank 0 full tensors under the unwrapped model's names, in host

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # A transformer, sharded block by block
 #
-# A decoder-only transformer is an ideal model to shard: it has many equal blocks, one after the
-# other. This notebook makes each block a unit, trains in bfloat16 with accumulated and clipped
-# gradients until the model writes words, saves, resumes with a different number of ranks, and
+# A decoder-only transformer is an ideal model to shard: it is a sequence of many equal blocks. This
+# notebook makes each block a unit and trains in bfloat16, with gradient accumulation and clipping,
+# until the model writes words. It saves a checkpoint, resumes with a different number of ranks, and
 # compares all strategies.
 #
 # It takes four to ten minutes on two CPU cores. To run it on your machine:
@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flatshard import MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
@@ -42,6 +41,7 @@ from flatshard.wrap import ModuleWrapPolicy
 sys.path.insert(0, "../scripts")
 import train_transformer
 from lib.output import COLOURS, PEAK
+from lib.rank_processes import launch
 
 torch.set_num_threads(1)  # ranks share the cores
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps
@@ -50,32 +50,15 @@ folder = Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## Ranks
 #
-# `launch(train)` runs a function on two ranks, processes that torch's own launcher forks from the
-# notebook, and returns what each of them returns. [mnist.ipynb](mnist.ipynb) explains it.
-
-
-# %%
-def launch(function, *args, ranks=2):
-    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="notebook",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return elastic_launch(config, function)(*args)
-
+# `launch(train)` runs a function on two ranks and returns the result of each rank. The ranks are
+# processes that torch's own launcher forks from this notebook; [mnist.ipynb](mnist.ipynb) explains
+# the details.
 
 # %% [markdown]
 # ## Text
 #
-# Shakespeare's where `TEXT_FILE` names the file, else Python's own documentation, which comes with
-# Python. A token is a byte.
+# The text is Shakespeare if `TEXT_FILE` names the file. Otherwise it is Python's own documentation,
+# which comes with Python. A token is a byte.
 
 # %%
 text_file = Path(os.environ.get("TEXT_FILE", "../data/tinyshakespeare/input.txt"))
@@ -129,9 +112,9 @@ class Transformer(nn.Module):
 # %% [markdown]
 # ## Units by class
 #
-# `ModuleWrapPolicy({Block})` makes a unit of each block; embeddings, the last norm and the head
-# belong to the root. `mixed_precision` sets the dtypes of all-gathers and reduce-scatters. The
-# shards that the optimizer updates stay float32.
+# `ModuleWrapPolicy({Block})` makes a unit of each block. The embeddings, the last norm and the head
+# belong to the root unit. `mixed_precision` sets the dtypes of all-gathers and reduce-scatters. The
+# optimizer updates float32 shards.
 
 
 # %%
@@ -146,8 +129,9 @@ def shard(model):
 # %% [markdown]
 # ## Accumulating and clipping
 #
-# Under `model.no_sync()` a backward does not communicate; the first backward outside reduces the
-# sum. torch's own `clip_grad_norm_` computes the norm of the whole model on every rank.
+# Under `model.no_sync()` backward reduces no gradients, so they accumulate on each rank. The first
+# backward outside of `no_sync` reduces the sum. torch's own `clip_grad_norm_` computes the norm of
+# the full gradients on every rank.
 
 
 # %%
@@ -169,9 +153,10 @@ def train_step(model, optimizer, rows, accumulate=2):
 # %% [markdown]
 # ## Training and saving
 #
-# `checkpoint.save` writes model, optimizer, scheduler and random number generators. Every rank
-# calls it and writes its own part. `checkpoint.load` continues on any number of ranks. Batches
-# depend on the step alone, so training goes on at the right place of the text.
+# `checkpoint.save` writes the model, the optimizer, the scheduler and the random number generators.
+# Every rank calls it and writes its own shards. `checkpoint.load` resumes on any number of ranks.
+# The rows of a batch depend only on the number of the step, so a resumed training reads the same
+# rows.
 
 # %%
 STEPS, SAVED, ROWS = (4, 2, 12) if TOY else (2500, 600, 24)
@@ -236,8 +221,8 @@ print(written)
 # %% [markdown]
 # ## Resume with a different number of ranks
 #
-# The checkpoint of that run continues on other ranks, which take their shares of every batch. Say
-# the machine went away after it was saved, and another one has room for OTHER:
+# Suppose that the machine fails after the checkpoint was saved, and that the next machine has room
+# for another number of ranks. Each rank then takes its share of the same batches:
 
 # %%
 OTHER = 1 if TOY else 3
@@ -246,7 +231,7 @@ apart = max(abs(loss - uninterrupted[step]) for step, loss in resumed.items())
 print(f"{len(resumed)} steps on {OTHER} ranks: losses differ by at most {apart:.1e}")
 
 # %% [markdown]
-# The losses of the training that was interrupted lie on those of the training that went on:
+# The losses after resuming lie on the losses of the uninterrupted training:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -268,9 +253,9 @@ plt.show()
 # ## All strategies
 #
 # `--compare` of [scripts/train_transformer.py](../scripts/train_transformer.py) trains such a model
-# for a few steps under each strategy. Here it has eight wider blocks, and the ranks communicate as
-# over a network (`--collectives sockets`). For the HYBRID strategies each two of the four ranks
-# count as a node.
+# for a few steps under each strategy. Here the model has eight wider blocks, and the ranks send
+# over sockets, as they would over a network. For the HYBRID strategies, two ranks count as one
+# node.
 
 # %%
 RANKS = 2 if TOY else 4
@@ -290,12 +275,13 @@ ways = json.loads((folder / "ways.json").read_text())["ways"]
 print(train_transformer.table(ways))
 
 # %% [markdown]
-# *persistent*: parameters, gradients and optimizer state of a rank. *peak*: the same with what is
-# unsharded and reduced during a step. *volume*: the communication volume of a step, counted as in
-# the ZeRO paper (an all-reduce is a reduce-scatter and an all-gather). Activations are not counted;
-# they are the same.
+# *persistent*: parameters, gradients and optimizer state of a rank. *peak*: the same, and the
+# unsharded parameters and gradients of a step. *volume*: the bytes that a step communicates,
+# counted as in the ZeRO paper (an all-reduce is a reduce-scatter and an all-gather). Activations
+# are not counted; they are the same for all strategies.
 #
-# The same as bars. Brown is DDP, black is flatshard; memory is divided by what it holds.
+# The same numbers as bars. Brown is DDP and black is flatshard. The bars of memory are divided by
+# kind.
 
 # %%
 names = list(ways)
@@ -325,18 +311,24 @@ figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center"
 plt.show()
 
 # %% [markdown]
-# What to read from it:
+# What the table shows:
 #
 # - `FULL_SHARD` has a quarter of DDP's persistent memory. During a step it adds the root and three
-#   blocks. Its volume is half as much again, since each block is all-gathered twice.
-# - `SHARD_GRAD_OP` keeps blocks unsharded between forward and backward. It has DDP's volume, but
-#   the whole model is in memory for a moment. `SHARD_OP` keeps them until the optimizer's step,
-#   which helps when gradients accumulate over several micro-batches.
+#   blocks. It communicates 1.5 times as much as DDP, because each block is all-gathered twice.
+# - `SHARD_GRAD_OP` keeps blocks unsharded between forward and backward. It communicates as much as
+#   DDP, but at the end of forward the whole model is in memory. `SHARD_OP` keeps blocks unsharded
+#   until the optimizer's step, which saves all-gathers when gradients accumulate over several
+#   micro-batches.
 # - bfloat16 halves the all-gathers. Gradients are reduced in float32 here (`reduce_dtype`).
-# - The HYBRID strategies hold more and communicate mostly within a node. Four processes on one
+# - The HYBRID strategies hold more, and communicate mostly within a node. Four processes on one
 #   machine gain nothing from this; clusters with slow links between nodes do.
 #
-# The times are those of four ranks on few cores, over sockets. On your network they will differ,
-# bytes will not: run `python scripts/train_transformer.py --compare`.
+# **When a unit per block is slower than one unit.** A unit per block is all-gathered twice, and
+# each unit adds the fixed cost of its collectives. If the whole model fits unsharded and its blocks
+# are small, one unit or `SHARD_GRAD_OP` is faster. `auto_wrap_policy="auto"` coalesces small units
+# for this reason.
+#
+# The times are those of four ranks on few cores, over sockets. On your network the times will
+# differ, but not the bytes: run `python scripts/train_transformer.py --compare`.
 #
 # Next: [memory.ipynb](memory.ipynb) predicts these bytes without running anything.

@@ -101,6 +101,7 @@ COLOURS = {
     "flatshard, native": "#8a8a8a",
     "FSDP1": "#bcbd22",
     "FSDP2": "#dbdb8d",
+    "DeepSpeed ZeRO-3": "#9edae5",
     "no communication": "#c49c94",
 }
 """Of all figures, docs/step.svg included: one colour means one thing everywhere."""

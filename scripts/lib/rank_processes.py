@@ -1,5 +1,6 @@
-"""`Ranks`: processes that run one function after another on gloo ranks, under a hard time limit.
+"""Starts ranks on this machine: `launch` for notebooks, `Ranks` for tests with a time limit.
 
+`Ranks` are processes that run one function after another on gloo ranks, under a hard time limit.
 A process that hangs or dies is an outcome here, not an error: `run` says so, and the next call gets
 new processes. They are forked from a server that has loaded torch and the given modules.
 """
@@ -26,6 +27,30 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def launch(function: Callable[..., Any], *args: Any, ranks: int = 2) -> dict[int, Any]:
+    """Run ``function(*args)`` on ranks of this machine; returns each rank's result, by rank.
+
+    torch's own launcher, which is also behind ``torchrun``, forks the ranks. So the function may be
+    defined in a notebook, and may use whatever the notebook's earlier cells define. The notebook's
+    process must not use CUDA, nor compute with torch on several threads: neither survives a fork.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="notebook",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return elastic_launch(config, function)(*args)
+
 
 CALLS_PER_PROCESS = 200
 THREADS_PER_PROCESS = 60

@@ -26,21 +26,6 @@ NEEDED = (
     *("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "peft", "rich", "safetensors"),
     *("tqdm", "transformers"),
 )
-REPOSITORY = "flatshard/flatshard"  # on GitHub
-BADGE = """\
-[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]\
-(https://colab.research.google.com/github/{repository}/blob/main/tutorials/{name}.ipynb)
-
-"""
-SETUP = """\
-# In Colab, which opens this file alone, fetch and install the rest.
-import os
-import sys
-
-if "google.colab" in sys.modules:
-    get_ipython().system("git clone --quiet https://github.com/{repository}.git")
-    get_ipython().system("pip install --quiet './flatshard[tutorials]'")
-    os.chdir("flatshard/tutorials")"""
 
 
 def names() -> list[str]:
@@ -48,14 +33,10 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Any:
-    """The notebook that a script is the source of, without outputs; it opens in Colab, too."""
+    """The notebook of one script, without outputs."""
     import jupytext
-    from nbformat.v4 import new_code_cell
 
     notebook = jupytext.read(FOLDER / f"{name}.py")
-    first = notebook.cells[0]
-    first["source"] = BADGE.format(repository=REPOSITORY, name=name) + first.source
-    notebook.cells.insert(1, new_code_cell(SETUP.format(repository=REPOSITORY)))
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

@@ -63,6 +63,7 @@ def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
         (["--preset", "huge"], "--preset: invalid choice"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--strategy", "SHARD_OP"], "leave fsdp1 and fsdp2 out"),
+        (["--impl", "ddp,zero3"], "--impl zero3: deepspeed is not installed"),
         (["--json", "missing/out.json"], "not a file in an existing directory: missing"),
         (["--plot", "out.png"], 'matplotlib is not installed: pip install ".[examples]"'),
     ],
@@ -75,7 +76,8 @@ def test_bad_options_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = importlib.util.find_spec
-    without = lambda name: None if name == "matplotlib" else found(name)  # noqa: E731
+    missing = ("matplotlib", "deepspeed")
+    without = lambda name: None if name in missing else found(name)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(SystemExit) as stopped:
         script.parse_args(arguments)

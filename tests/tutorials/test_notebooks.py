@@ -158,8 +158,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     for folder in ("tables", "lib"):
         shutil.copytree(ROOT / "scripts" / folder, tmp_path / "scripts" / folder)
-    source = "# %%\nopen('pid', 'w').write(str(os.getpid()))\nimport time\ntime.sleep(60)\n"
-    (tmp_path / "tutorials" / "slow.py").write_text("# %% [markdown]\n# Slow\n" + source)
+    source = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    (tmp_path / "tutorials" / "slow.py").write_text("# %% [markdown]\n# Slow\n# %%\n" + source)
     with subprocess.Popen(
         [sys.executable, str(tmp_path / "scripts/tables/notebooks.py"), "--out", str(folders[0])],
         env={**os.environ, "TMPDIR": str(folders[1])},
