@@ -1,1 +1,1 @@
-"""Process groups and collectives. Only this package communicates."""
+"""Process groups and collectives. All communication between ranks goes through this package."""

@@ -1,13 +1,14 @@
-"""``Communicator``: the ranks of a group; chooses the transport that moves a tensor.
+"""``Communicator``: the collectives of one group; each tensor moves by the best transport.
 
 ``Topology``: the communicators over which one unit shares its parameters and gradients.
 
 [Note: sums]
-All transports except the native one add gradients in flatshard's code, in rank order and at least
-in fp32, in whatever dtype the gradients are sent. A backend adds in its own order, in the dtype of
-the gradients. If a fixed order is requested, the backend only exchanges the parts, and flatshard
-adds them. An all-reduce in a fixed order, or of gradients narrower than fp32, consists of such a
-reduce-scatter and an all-gather of the parts.
+All transports except the native transport add gradients in flatshard's code, in rank order and at
+least in fp32, even if gradients are sent in a narrower dtype. A backend adds in its own order, in
+the dtype of the gradients. If a fixed order is requested, the backend only exchanges the gradients,
+and flatshard adds them. An all-reduce in a fixed order, or of gradients narrower than fp32,
+consists of two collectives: a reduce-scatter in flatshard's code, then an all-gather of the
+averages.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
-# A tensor with at most so many elements is copied to a wider dtype, to share a message with the
-# marks.
+# Number of elements up to which `_reduce_on_stream` copies a tensor, to send the tensor and the
+# marks in one message.
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
@@ -75,7 +76,7 @@ _is_copying = False
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Mark a block that copies models. Perhaps only one rank copies, and never uses the copy."""
+    """Context in which models are copied. Some ranks may copy a model that others do not copy."""
     global _is_copying
     before, _is_copying = _is_copying, True
     try:
@@ -90,12 +91,16 @@ def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
 
 
 class Communicator(Members):
-    """The ranks of one process group, and their transports. A single rank never sends."""
+    """The collectives of one process group. A group of one rank sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
-        """Find out which transports the ranks can use. ``group=None`` means only this rank.
+        """Find the transports that the ranks can use.
 
-        Collective when ``group`` has several ranks.
+        Collective if ``group`` has several ranks.
+
+        Args:
+            group: the process group. None: a group of only this rank.
+            mode: the user's choice of transport.
 
         Raises:
             ValueError: the group's backend does not support the requested ``mode``.
@@ -112,12 +117,12 @@ class Communicator(Members):
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference
         self.transport_reason = ""
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
-        # Two-stage reductions whose second stage will use this group, in the order in which all
-        # ranks begin the stages.
+        # Reductions whose second stage will use this group, in the order in which all ranks begin
+        # the second stages.
         self.second_stages: deque[Any] = deque()
         self._num_tags = [0, 0]  # the second number counts tags inside `copying`
         self._num_models = 0
-        # Device from which small values can be sent.
+        # Device of the small values that the host exchanges.
         self.control_device = HOST
         self.host = HostExchange(None, HOST)
         if group is not None and self.size > 1:
@@ -128,25 +133,26 @@ class Communicator(Members):
         if not self.is_gloo and self.options.needs_gloo:
             raise ValueError(
                 f"ShardedWrapper, rank {self.global_rank}: {self.options.needs_gloo} is for "
-                "process groups whose backend is gloo, this one's is "
-                f'{dist.get_backend(group)}. Leave it out, or make the group with backend="gloo".'
+                "process groups whose backend is gloo, but the backend of this group is "
+                f"{dist.get_backend(group)}. Leave the option out, or make the group with "
+                'backend="gloo".'
             )
-        # The transports need a separate group, so that aborts and tags do not affect the user's
-        # collectives.
+        # The transports make their own groups on gloo: flatshard's aborts and tags must not affect
+        # collectives that the user starts on `group`.
         is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # Ordered collectives on one group match by order. Reductions start when gradients are
-        # complete, and all-gathers start when parameters are needed. The two may interleave
-        # differently on each rank, so each kind has its own group.
+        # Collectives on one group match by order. Reductions start when gradients are complete,
+        # and all-gathers start when parameters are needed. On each rank all-gathers and reductions
+        # may alternate differently, so each kind has its own group.
         with named(self.meeting):
             self.gather_group = new_group(group) if is_apart else group
             self.reduce_group = new_group(group)
-            # gloo ends the process if two ranks send different sizes in one collective. Therefore
-            # unannounced all-gathers share their group with no other collective.
+            # gloo ends the process if two ranks send different sizes in one collective. The native
+            # transport begins usual all-gathers without comparing names first, so its gather group
+            # must carry no other collectives.
             control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
             control_group, self.control_device = control_of(control)
         self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
-        # Every rank calls ``connect`` of every class in the same order, because ``connect`` may
-        # communicate.
+        # ``connect`` may communicate, so every rank calls ``connect`` of all classes in this order.
         found = [kind.connect(self) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
@@ -154,31 +160,32 @@ class Communicator(Members):
 
     @cached_property
     def apart(self) -> Communicator:
-        """The same ranks with a separate order, to exchange numbers in the middle of a backward.
+        """A second communicator of the same ranks, for small exchanges in the middle of a backward.
 
-        Collective at the first use.
+        Its collectives do not affect the order of the other collectives. Collective at the first
+        use.
         """
         if self.group is None or self.size == 1:
             return self
-        # `new_group` waits in the store, and nothing can end a wait in the store. So ranks meet
-        # before.
+        # Let all ranks meet first: `new_group` waits for the other ranks in torch's store, and
+        # deadlock detection cannot end a wait in the store.
         self.host.meet("meeting for numbers in the middle of backward")
         with named(self.meeting):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
     def new_tag(self) -> int:
-        """A number that no other user of this communicator gets; the same on all ranks.
+        """Return a number that is returned only once; the same on all ranks.
 
         All ranks request tags in the same order.
         """
-        # Copies may be made on one rank only. Count the tags of copies separately: copies must not
-        # shift the tags of the models, which all ranks make.
+        # Count the tags of copied models separately. Perhaps only one rank copies a model, and then
+        # the copy must not change the next tags of models that all ranks make.
         self._num_tags[_is_copying] += 1
         return 2 * self._num_tags[_is_copying] + _is_copying
 
     def new_model(self) -> int:
-        """A number below 256 that identifies a model. Ranks construct models in the same order."""
+        """Return a number below 256 for a new model. All ranks build models in the same order."""
         self._num_models += 1
         return self._num_models % 256
 
@@ -186,8 +193,8 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """The transport for tensors on ``device`` of the flat parameter with this tag."""
-        # The size is not needed: no transport is better for small tensors and worse for large ones
-        # (1 MB takes 0.4 ms with each transport).
+        # The choice does not depend on the size: no transport is better for small tensors and worse
+        # for large tensors (1 MB takes 0.4 ms with each transport).
         return next(one for one in self.transports if one.accepts(device, tag))
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
@@ -212,7 +219,7 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # for an all-reduce the first half is noted
+        else:  # of an all-reduce, `reduce_scatter` has noted the first half already
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
@@ -272,12 +279,17 @@ class Communicator(Members):
         return self.host.maxima(values, op_name)
 
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
-        """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
+        """Combine a few numbers over the ranks, in place, and wait for the result.
 
-        On the host, ranks in reductions of different names raise. On a stream, such ranks get NaN
-        (integers: -1), and their next backward raises.
+        If ranks call this method with different names, all ranks raise if the host waits. If a
+        stream waits, the ranks get NaN (integers: -1), and the next backward raises.
 
-        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        Collective: all ranks of the group, in the same order of calls.
+
+        Args:
+            values: the numbers; the result overwrites them.
+            op: name of a member of ``torch.distributed.ReduceOp``.
+            op_name: the operation, for errors.
         """
         if self.size == 1:
             return values
@@ -292,14 +304,15 @@ class Communicator(Members):
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
-        # Comparing names on the host would make the host wait for the stream. So the reduction also
-        # carries marks of the name, and the device overwrites the result if the marks differ.
+        # Ranks must notice if their names differ. Comparing names on the host would make the host
+        # wait for the stream. So numbers computed from the name (marks) are reduced together with
+        # the values, and the device overwrites the result if the marks differ between ranks.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # Large tensors are not copied: a separate reduction before the tensor's reduction carries
-        # the marks.
+        # Copy only small tensors. For a large tensor, reduce the marks separately, before the
+        # tensor.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         with self._named_on_stream(op_name):
@@ -336,12 +349,18 @@ class Communicator(Members):
     def exchange(
         self, sent: Tensor, lengths: list[int], expected: list[int], *, op_name: str
     ) -> tuple[AsyncWork, Tensor]:
-        """Begin to send bytes ``sent``: to each rank, in order, the next ``lengths[rank]`` bytes.
-
-        Returns the work, and the bytes that the work fills: ``expected[rank]`` bytes from each
-        rank.
+        """Begin an all-to-all of bytes.
 
         Collective: all ranks of the group, in the same order of calls.
+
+        Args:
+            sent: the bytes for all ranks, in rank order.
+            lengths: number of bytes for each rank.
+            expected: number of bytes from each rank.
+            op_name: the operation, for errors.
+
+        Returns:
+            The work, and the tensor that the work fills with the received bytes, in rank order.
         """
         self.note("all_to_all", op_name, sent.nbytes)
         wire = sent.cpu() if self.is_gloo else sent
@@ -360,9 +379,9 @@ class Communicator(Members):
 def _marks(op_name: str, op: str) -> list[int]:
     """Four numbers whose reduction shows whether the name is the same on all ranks."""
     # SUM: if n ranks send the same x and x**2, the sums are n * x and n * x**2 on every rank. If
-    # numbers differ, every rank sees a sum that is not n times its own number (Cauchy-Schwarz). x
-    # has 16 bits, so that float64 holds the sums exactly. MAX, MIN: the results for x and -x are
-    # every rank's own x and -x only if all ranks send the same x.
+    # numbers differ, every rank sees a sum that is not n times its own number (Cauchy-Schwarz).
+    # float64 holds the sums exactly, because x has 16 bits. MAX, MIN: each rank's results for x and
+    # -x equal the rank's own x and -x only if all ranks send the same x.
     digest = digest_of(f"{op} {compared_name(op_name)}")
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":
@@ -378,21 +397,21 @@ ALONE = Communicator(None)
 class Topology:
     """The groups of one unit.
 
-    The flat parameter has ``shard.size`` parts, and this rank holds part ``index``. Parameters are
-    all-gathered over ``intra_group``. Gradients are reduced first over ``intra_group``, and then
-    over ``inter_group`` (which divides the parts further) or ``replicate`` (which keeps the parts).
+    A flat parameter is divided into ``shard.size`` parts, and this rank holds part ``index``.
+    Parameters are all-gathered over ``intra_group``. Gradients are first reduced over
+    ``intra_group``. Then they are reduce-scattered over ``inter_group``, or all-reduced over
+    ``replicate``, if that group has several ranks.
     """
 
     world: Communicator  # every rank that trains the model
     shard: Communicator  # the ranks that split the flat parameter
     replicate: Communicator  # the ranks that hold the same shard
-    # `shard` itself, unless only gradients and optimizer state are divided among all ranks of
-    # `shard`.
+    # The ranks that all-gather parameters: `shard`, or with HYBRID_SHARD_OP the ranks of one node.
     intra_group: Communicator
-    # One rank of each `intra_group` in `shard`. The ranks of `inter_group` divide the part of the
-    # `intra_group` further.
+    # With HYBRID_SHARD_OP one rank of each node: these ranks divide the gradients that were reduced
+    # over `intra_group`.
     inter_group: Communicator = ALONE
-    # Group for all-gathers in backward of the parts that `reshard_after_forward=n` kept.
+    # The ranks that all-gather in backward, if `reshard_after_forward=k` keeps secondary shards.
     regather: Communicator | None = None
 
     @property
@@ -402,13 +421,14 @@ class Topology:
 
     @property
     def across(self) -> Communicator:
-        """The ranks over which gradients are reduced after ``intra_group``; possibly only one."""
+        """The group of the second stage of a reduction; a group of one rank if there is none."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
-        """Open connections for reductions on ``device``, if streams wait for these. Collective.
+        """Open connections for reductions on ``device``, if a stream waits for the reductions.
 
-        With ``fixed_order`` the backend only exchanges gradients, and flatshard adds them.
+        Collective. With ``fixed_order`` the backend only exchanges gradients, and flatshard adds
+        them.
         """
         for group in (self.intra_group, self.inter_group, self.replicate):
             transport, replicas = group.transport_for(device), group is self.replicate
@@ -418,7 +438,7 @@ class Topology:
 
     @property
     def transport(self) -> str:
-        """The transports for the unit's parameters and gradients, in words."""
+        """Names of the transports that move the unit's parameters and gradients."""
         groups = (self.intra_group, self.inter_group)
         ways = [group.transport_for().name for group in groups if group.size > 1]
         if self.replicate.size > 1:
@@ -427,6 +447,6 @@ class Topology:
 
     @property
     def transport_reason(self) -> str:
-        """Why the unit uses ``transport``, if the ranks found a reason."""
+        """The reason why the unit uses these transports and no faster one; may be empty."""
         reasons = [group.transport_reason for group in (self.intra_group, self.inter_group)]
         return "; ".join(dict.fromkeys(filter(None, reasons)))

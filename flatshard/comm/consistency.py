@@ -36,13 +36,19 @@ def check_same_model(
 ) -> None:
     """Compare names, shapes, dtypes, memory formats, units and settings with the other ranks.
 
-    Collective: all ranks of ``comm``. ``named`` are parameters and buffers. ``ignored`` are names,
-    and only these names must agree.
+    Collective: all ranks of ``comm``.
+
+    Args:
+        named: names and tensors of the parameters and buffers.
+        settings: text of the settings, separated by ``", "``.
+        units: descriptions of the units.
+        ignored: names of ignored tensors. Their shapes and dtypes may differ between ranks.
+        comm: the ranks that train the model.
 
     Raises:
         ValueError: on every rank, with the first difference.
     """
-    # Number the settings, tensors and units, because their order must agree too.
+    # Number the settings, tensors and units, because their order must be the same too.
     facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
     facts["what is ignored"] = repr(list(ignored))
     tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
@@ -57,8 +63,8 @@ def _describe(tensor: Tensor) -> str:
     shape = tuple(tensor.shape)
     text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     if isinstance(tensor, nn.Parameter):
-        # The strides in the flat layout. Strides of buffers may differ, because nothing depends on
-        # them.
+        # Strides of parameters must be the same, because they decide the order of elements in the
+        # flat parameter. Strides of buffers may differ.
         text += f", strides {strides_of(shape, memory_order(shape, tensor.stride()))}"
     return text
 
@@ -66,9 +72,9 @@ def _describe(tensor: Tensor) -> str:
 def raise_everywhere(
     error: Exception | None, comm: Communicator, op_name: str = "comparing errors"
 ) -> None:
-    """Raise an error of any rank on every rank, as an error of the same type.
+    """If any rank has an error, raise an error of the same type on every rank.
 
-    If several ranks have an error, the error of the first rank is raised.
+    If several ranks have an error, all ranks raise the error of the first of these ranks.
 
     Collective: all ranks of ``comm``. ``op_name`` names the call in errors about absent ranks.
     """
@@ -88,10 +94,16 @@ def agreed(
     *,
     differ: str = "ranks differ",
 ) -> T:
-    """Run ``prepare`` on each rank; return only if it succeeds on all ranks, with equal facts.
+    """Run ``prepare`` on each rank, and return its result only if all ranks succeed and agree.
 
-    Collective: all ranks of each of ``comms``; without ``comms``, only this rank. ``op_name`` names
-    the call in errors. Errors about facts that ``differ`` end with ``remedy``.
+    Collective: all ranks of each of ``comms``; without ``comms``, only this rank.
+
+    Args:
+        prepare: returns a result, and facts that must be equal on all ranks.
+        comms: groups of ranks that must agree.
+        op_name: names the call in errors.
+        remedy: end of the error about facts that differ.
+        differ: begin of the error about facts that differ.
 
     Raises:
         ValueError: on all ranks, if ``prepare`` raised on any rank or if facts differ.
@@ -103,7 +115,8 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # Exchange only digests: the facts of a large model are megabytes, and almost always equal.
+    # Exchange digests first: the facts of a large model take megabytes, and are almost always equal
+    # on all ranks.
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
     mine = None if problem is None else str(problem), digest
     problems: list[str] = []
@@ -129,7 +142,10 @@ def agreed(
 
 
 def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str]:
-    """The first name whose facts differ between ``ranks``, and a text about the difference."""
+    """Return the first fact that differs between ``ranks``: its name, and a text with the values.
+
+    ``everyone``: the facts of each rank.
+    """
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(key, "nothing") for facts in everyone]
         for rank, value in zip(ranks, values, strict=True):
@@ -140,14 +156,14 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """Sums over a tensor's bytes; the sums also differ if only the order of elements differs."""
+    """Return two sums over a tensor's bytes. The sums also depend on the order of the bytes."""
     if tensor.numel() == 0:
         return (0, 0)
     data = as_bytes(tensor.detach().contiguous())
     is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
     words = data.view(torch.int64) if is_wide else data
-    # Arrange the words as a table, and weight the sums of rows and columns by their position. Plain
-    # sums would not detect exchanged elements.
+    # Arrange the words as a table, and multiply the sum of each row and column by its position:
+    # plain sums would not notice that two elements were exchanged.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (

@@ -1,16 +1,16 @@
-"""``HostExchange``: exchanges small values in host memory; every exchange has a name.
+"""``HostExchange``: exchanges small values in host memory, and checks the name of each exchange.
 
 [Note: frames]
-gloo matches collectives only by their order. Two ranks that begin different collectives would get
+gloo matches collectives only by their order. If two ranks begin different collectives, they receive
 each other's values, wait for ever, or end by SIGABRT if the sizes differ. Therefore every exchange
-begins with the same collective: an all-reduce (MAX) of a frame of ``FRAME_BYTES``. A frame holds
+begins with the same collective: an all-reduce (MAX) of a frame of ``FRAME_BYTES``. A frame contains
 the digest of the exchange's name and the complement of each digest byte. If all names are equal,
-the maximum of a digest byte and the maximum of its complement add up to 255. If names differ, some
-pair adds up to more, on every rank: then all ranks tell each other their names, and all raise,
-before any rank has used a value. The next exchange starts in step again.
+the maximum of a digest byte and the maximum of its complement add up to 255. If names differ, the
+sum is larger for some byte, on every rank. Then all ranks send each other their names, and all
+ranks raise before any rank has used a value. Afterwards the ranks are in step again.
 
-Short values travel in the frame itself. Longer values follow in a second collective, whose kind and
-size are part of the compared name.
+Short values are sent in the frame itself. Longer values follow in a second collective, whose kind
+and size are part of the compared name.
 """
 
 from __future__ import annotations
@@ -32,35 +32,38 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-_ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES  # bytes of a value that fit into the frame
+_ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES  # largest value in bytes that fits into the frame
 _NAME_BYTES = 512  # longest name in the error about different names
 _LENGTH_BYTES = 8
 _DETAIL = re.compile(r"\(|: ")
 
 
 def with_complements(data: Iterable[int]) -> bytes:
-    """Each byte of ``data`` and its complement, to be compared by ``differ`` after a maximum."""
+    """Return each byte of ``data``, followed by the byte's complement.
+
+    After an all-reduce (MAX), ``differ`` finds the bytes that were not the same on all ranks.
+    """
     return bytes(value for number in data for value in (number, 255 - number))
 
 
 def differ(maxima: bytes) -> list[bool]:
-    """For each byte given to ``with_complements``, whether two ranks gave different bytes.
+    """For each byte passed to ``with_complements``, whether two ranks passed different bytes.
 
-    A rank that sends zeros for a byte and for the byte's complement abstains.
+    A rank abstains if it sends zeros for both the byte and the complement.
     """
     # A byte and its complement add up to 255 if all ranks agree, and to 0 if all ranks abstain.
     return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
 
 
 def compared_name(op_name: str) -> str:
-    """The part of a name before ``(`` or ``: ``; this part must be equal on all ranks."""
-    # The rest of a name may differ between ranks: a path that ranks spell differently, or details
-    # of one rank.
+    """Return the part of a name before ``(`` or ``: ``, which must be equal on all ranks."""
+    # The rest of a name may differ between ranks: it is a path, for example, or a detail of one
+    # rank.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
 def digest_of(name: str) -> bytes:
-    """Eight bytes to identify a name; two names collide with a probability of 2**-64."""
+    """Eight bytes that identify a name. Two names collide with a probability of 2**-64."""
     return blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -74,13 +77,14 @@ class HostExchange:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, name: str = ""
     ) -> None:
-        """Exchange over ``group``. Nothing else may run collectives on ``group``.
+        """Exchange over ``group``. No other code may run collectives on ``group``.
 
         Args:
-            group: the process group; None means that this rank is alone.
+            group: the process group. None: only this rank.
             device: a device whose tensors the backend of ``group`` can send; the CPU if the backend
                 can send CPU tensors.
-            name: the name of the history that records this rank's collectives. Empty: the group's.
+            name: the name of the history that records this rank's collectives. Empty: the name of
+                the group.
         """
         self._device, self._abort = device, None
         if group is None:
@@ -89,7 +93,7 @@ class HostExchange:
         self.group, self._rank = group, dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self.history = History(name or group.group_name, self._ranks, self._rank)
-        # The host waits in these collectives. Only on gloo can another thread end the wait.
+        # The host waits in these collectives. Another thread can end such a wait only on gloo.
         if backend_for(group, "cpu") == "gloo":
             self._abort = partial(abort, group)
 
@@ -111,9 +115,10 @@ class HostExchange:
         return not any(differ(self.maxima(with_complements(value), op_name)))
 
     def reduce(self, values: Tensor, op: str, op_name: str) -> None:
-        """Combine ``values`` over the ranks, in place; ``op`` as in ``torch.distributed.ReduceOp``.
+        """Combine ``values`` over the ranks, in place.
 
-        ``values`` are on this exchange's device, with the same dtype and size on all ranks.
+        ``values`` are on this exchange's device, with the same dtype and size on all ranks. ``op``
+        is the name of a member of ``torch.distributed.ReduceOp``.
         """
         self._frame(f"{op} of {values.numel()} {values.dtype}", op_name, b"")
         with self._waiting(op_name):
@@ -140,12 +145,12 @@ class HostExchange:
             data.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
 
     def gather(self, value: Any, op_name: str) -> list[Any]:
-        """The ``value`` (picklable) of every rank, in the group's order."""
+        """Return the ``value`` of every rank, in the group's order. ``value`` is picklable."""
         if len(self._ranks) == 1:
             return [value]
         row = pickle.dumps(value)
-        # Each row is padded to a power of two, because the exponent fits into one byte of the
-        # frame.
+        # All rows of a collective have the same length. Pad each row to a power of two: ranks then
+        # agree on the length by the maximum of the exponents, which take one byte of the frame.
         exponent = (len(row) + _LENGTH_BYTES).bit_length()
         (exponent,) = self._frame("objects", op_name, bytes([exponent]))
         row = len(row).to_bytes(_LENGTH_BYTES, "big") + row
@@ -153,10 +158,10 @@ class HostExchange:
         return [_unpacked(row) for row in rows]
 
     def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
-        """The ``value`` (picklable) of every rank, in order, or only one value if all are equal.
+        """Return the ``value`` of every rank, in order; if all are equal, only one value.
 
         Equal values cost one message of constant size. Values with the same ``repr`` count as
-        equal.
+        equal. ``value`` is picklable.
         """
         if self.all_equal(digest_of(repr(value)), op_name):
             return [value]
@@ -165,7 +170,7 @@ class HostExchange:
     # ------------------------------------------------------------ messages
 
     def _frame(self, kind: str, op_name: str, value: bytes) -> bytes:
-        """Compare names, and return the maximum of each byte of ``value``; see the note."""
+        """Compare names, and return the maximum of each byte of ``value``; see [Note: frames]."""
         start = _start_of(f"{kind}, {len(value)}", op_name)
         frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
         if frame[: len(start)] != start:
@@ -173,7 +178,7 @@ class HostExchange:
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise on all ranks, with each rank's exchange and line of the program."""
+        """Raise on all ranks. The error has the exchange and the program line of each rank."""
         line = watch().program_line()
         place = f"{name}, at {line}" if line else name
         row = place.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
@@ -188,7 +193,7 @@ class HostExchange:
         """The maximum of each byte, for ``data`` of the same length on all ranks."""
         sent = bytearray(data)
         mine = torch.frombuffer(sent, dtype=torch.uint8)
-        wire = mine.to(self._device)  # the same tensor in host memory
+        wire = mine.to(self._device)  # no copy if the device is the CPU
         with self._waiting(op_name):
             dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
         if wire is not mine:
@@ -210,9 +215,9 @@ class HostExchange:
         return named(words, self.history.begin(self.group.group_name, "", self._abort))
 
 
-@lru_cache(maxsize=256)  # a step repeats few names
+@lru_cache(maxsize=256)  # every step uses the same few names
 def _start_of(kind: str, op_name: str) -> bytes:
-    """The start of a frame, which ranks compare to check that all are in the same exchange."""
+    """The first bytes of a frame, which are equal on all ranks that are in the same exchange."""
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
 
 

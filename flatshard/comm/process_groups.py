@@ -1,4 +1,4 @@
-"""Making and ending process groups, and the abilities of their backends."""
+"""Functions that create, abort and inspect process groups, and end gloo's threads at exit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch import Tensor
 # name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_NO_TAG = (1 << 31) - 1  # no message is ever sent under this tag
-_LISTED = 16  # largest number of ranks that a message lists in full
+_NO_TAG = (1 << 31) - 1  # tag for receives that must time out: no rank ever sends with this tag
+_LISTED = 16  # largest number of ranks that a text lists in full
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -29,15 +29,16 @@ def abort(group: dist.ProcessGroup) -> None:
     if backend_for(group, "cpu") != "gloo":
         return
     nothing = torch.empty(1, dtype=torch.uint8)
-    # Only a receive that times out aborts a gloo group. A receive from a rank that has left fails
-    # earlier, and does not affect the connections to other ranks. So receive from every rank.
+    # A gloo group is aborted only by a receive that times out. A receive from a rank that has ended
+    # fails before the timeout, and leaves the connections to other ranks open. So try to receive
+    # from every rank.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words, for messages: up to 16 ranks, or some ranks and the number of ranks."""
+    """Text that lists ranks, for messages: up to 16 ranks, or some ranks and their number."""
     listed = list(ranks)
     if len(listed) <= _LISTED:
         return ", ".join(map(str, listed))
@@ -51,17 +52,22 @@ _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def made_here() -> set[dist.ProcessGroup]:
-    """The groups that ``new_group`` made in this process, without deleted groups."""
+    """The groups that ``new_group`` made in this process and that still exist."""
     return {group for group, pid in list(_made_in.items()) if pid == os.getpid()}
 
 
 def new_group(
     parent: dist.ProcessGroup, ranks: Sequence[int] | None = None, *, on_host: bool = False
 ) -> dist.ProcessGroup:
-    """A group with its own order of collectives; by default with the parent's ranks and backend.
+    """Make a group with the timeout and backend of ``parent``.
 
-    The timeout is the parent's. With ``on_host`` the backend moves tensors in host memory, if such
-    a backend is available.
+    Collectives on the new group match independently of collectives on ``parent``.
+
+    Args:
+        parent: the group from which timeout, backend and by default the ranks are taken.
+        ranks: members of the new group, as ranks in the default group. None: all ranks of
+            ``parent``.
+        on_host: use a backend for tensors in host memory, if there is one.
     """
     ranks = dist.get_process_group_ranks(parent) if ranks is None else ranks
     is_world = parent is dist.group.WORLD
@@ -69,9 +75,9 @@ def new_group(
     if on_host and backend_for(parent, "cpu") is None and dist.is_gloo_available():
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
-    # Only members call this function. If the default group is bound to a device, NCCL would split
-    # the communicator of the default group, and a split needs all ranks. So unbind the default
-    # group meanwhile.
+    # Only the members of the new group call this function. If the default group is bound to a
+    # device, NCCL would split the default group's communicator, and a split must be called by all
+    # ranks. So unbind the default group during the call.
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
     if bound is not None and not has_all_ranks:
@@ -93,9 +99,9 @@ def new_group(
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The group's timeout; ``new_group`` would otherwise take the backend's default."""
+    """The group's timeout, to pass to ``new_group``: torch does not inherit it."""
     for device in ("cpu", "cuda"):
-        # Some groups have no backend for the device, and some backends have no options.
+        # Ignore groups without a backend for the device, and backends without options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
@@ -119,9 +125,10 @@ _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """The group, and the device of its tensors, for exchanges of a few numbers that the host needs.
+    """Return a group of the same ranks for small exchanges between hosts, and a device.
 
-    Collective at the first call for a group without a backend for host memory.
+    The group's backend can send tensors on the returned device. Collective at the first call for a
+    group without a backend for host memory.
     """
     if backend_for(group, "cpu") is not None:
         return group, torch.device("cpu")
@@ -135,7 +142,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
 
 
 def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of the group if the group is bound to a GPU; otherwise this thread's current GPU."""
+    """The GPU to which the group is bound; if there is none, this thread's current GPU."""
     bound: torch.device | None = getattr(group, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return bound
@@ -143,7 +150,7 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A view of the same memory as real numbers: some backends do not support complex ones."""
+    """View a complex tensor as real numbers: some backends do not support complex tensors."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -156,31 +163,31 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 # [Note: end of the program]
 # While Python shuts down, a thread that requests the GIL is unwound (from Python 3.14 on, the
-# thread blocks for ever). A thread that is unwound in the middle of a backend's C++ code ends the
-# process with SIGABRT, whatever the exit code of the program was. Two kinds of threads request the
+# thread blocks for ever). If the unwound thread is in the middle of a backend's C++ code, the
+# process ends with SIGABRT, even if the program was successful. Two kinds of threads request the
 # GIL: flatshard's own threads, when a wait for other ranks ends, and gloo's threads, which free the
-# tensors of a collective after the end of the collective has been reported.
+# tensors of a collective after gloo has reported the end of the collective.
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
-_REST_SECONDS = 0.01  # twice the time after which a thread requests the GIL again
-_END_SECONDS = 5.0  # longest total time
+_REST_SECONDS = 0.01  # twice the interval at which a waiting thread requests the GIL
+_END_SECONDS = 5.0  # longest time that `come_to_rest` waits
 
 
 def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Make all unfinished collectives of these groups fail, and wait until threads are at rest.
+    """Abort all unfinished collectives of ``groups``, and wait until their threads are at rest.
 
-    See the note. Other ranks see the failures too, but this rank begins no further collective.
+    See [Note: end of the program]. The collectives fail on the other ranks too. This rank begins no
+    further collective.
     """
     for group in groups:
         abort(group)
     deadline = time.monotonic() + _END_SECONDS
     before: list[list[str]] | None = None
-    # While this thread sleeps, it holds neither the GIL nor a core. So another thread that only
-    # needs the GIL or a core can run meanwhile. A thread that did nothing during the sleep waits
-    # for something else.
+    # While this thread sleeps, any thread that only needs the GIL or a core can run. So a thread
+    # that did not run during the sleep waits for another event, and will not request the GIL.
     while time.monotonic() < deadline:
         now = _what_threads_did()
         if not now or (now == before and all("State:\tS (sleeping)" in one for one in now)):
@@ -190,7 +197,7 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _what_threads_did() -> list[list[str]]:
-    """For each thread, the state and the number of times that the thread started to run."""
+    """Each thread's state, and how often the thread was switched out; equal if it did not run."""
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     found = []
     for path in Path("/proc/self/task").glob("*/status"):  # no files if the system is not Linux

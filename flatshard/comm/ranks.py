@@ -1,4 +1,4 @@
-"""``Ranks``: the ranks that train a model, from the user's arguments, divided by placements."""
+"""``Ranks``: the ranks that train a model, and their groups for each sharding strategy."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Ranks:
     """The ranks that train a model."""
 
     world: Communicator
-    # The ranks that share one copy of the parameters, and the ranks that hold the same part of each
-    # copy. None: the user passed no grid, so hybrid placements divide the ranks by node.
+    # The user's shard group and replicate group. None: the user passed only one group, so HYBRID
+    # strategies divide the ranks by node.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None
     mode: TransportOptions
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
-        """Facts that must be the same on every rank, as text."""
+        """Text of the division into groups, to compare between ranks."""
         if self.grid is None:
             return f"{self.ranks_per_node} ranks per node"
         shard, replicate = self.grid
         return f"{shard.size} ranks share a copy, {replicate.size} copies"
 
     def resolve(self, placement: Placement) -> Topology:
-        """The groups for a placement. Collective at the first call for each placement.
+        """Return the groups for a placement. Collective at the first call for each placement.
 
         Raises:
-            ValueError: the ranks cannot be divided for the placement, or the placement averages
-                over replicas although a wire dtype is set.
+            ValueError: the ranks cannot be divided for the placement, or a wire dtype is set and
+                the placement averages over replicas.
         """
         if placement not in self._known:
             found = self._resolve(placement)
@@ -59,8 +59,8 @@ class Ranks:
             if wire_dtype is not None and found.replicate.size > 1:
                 raise ValueError(
                     f"wire_dtype={wire_dtype}: gradients are averaged over "
-                    f"{found.replicate.size} replicas by the backend, which sends them as they "
-                    "are. Use a strategy that shards over all ranks (FULL_SHARD, "
+                    f"{found.replicate.size} replicas by the backend, which cannot round them. "
+                    "Use a strategy that shards over all ranks (FULL_SHARD, "
                     "HYBRID_SHARD_OP), or wire_dtype=None."
                 )
             self._known[placement] = found
@@ -77,13 +77,13 @@ class Ranks:
         shard, replicate = self.grid or self._by_node()
         regather = _regather(shard, placement)
         if placement.over_all:
-            # Gradients are first divided among the ranks of a node. Then each part is divided among
-            # the nodes.
+            # HYBRID_SHARD_OP: gradients are reduce-scattered among the ranks of a node, and then
+            # each part is reduce-scattered among the nodes.
             return Topology(world, world, ALONE, shard, inter_group=replicate, regather=regather)
         return Topology(world, shard, replicate, intra_group=shard, regather=regather)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Divide the ranks of the world by node."""
+        """Return this rank's shard group (its node) and replicate group (one rank per node)."""
         size = self.ranks_per_node
         if self.world.size == 1:
             return self.world, ALONE
@@ -124,7 +124,7 @@ def _regather(shard: Communicator, placement: Placement) -> Communicator | None:
 def _rows_and_columns(
     parent: Communicator, rows: Sequence[Sequence[int]]
 ) -> tuple[Communicator, Communicator]:
-    """This rank's row and column of a grid of global ranks. Collective."""
+    """Return communicators of this rank's row and column in a grid of ranks. Collective."""
     me = dist.get_rank()
     row = next(row for row in rows if me in row)
     column = [other[row.index(me)] for other in rows]
@@ -135,18 +135,18 @@ def _rows_and_columns(
 
 
 def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
-    """Read ``process_group`` and ``device_mesh``; without both, only this rank trains the model.
+    """Read ``process_group`` and ``device_mesh``. If both are None, only this rank trains.
 
-    Collective if a group is given.
+    Collective if a group or a mesh is given.
 
     Args:
         process_group: a group, a pair (shard group, replicate group), or None.
-        device_mesh: a 1-D mesh; a 2-D mesh (replicate, shard), in either order if its dimensions
-            are named so; or None.
-        mode: how to move tensors.
+        device_mesh: a 1-D mesh; a 2-D mesh (replicate, shard), in either order if the dimensions
+            have these names; or None.
+        mode: the user's choice of transport.
 
     Raises:
-        TypeError: something else was passed.
+        TypeError: an argument has another type.
         ValueError: both were passed, the mesh has other dimensions, or the groups do not form a
             grid of ranks.
     """
@@ -164,7 +164,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
-    """None, one group, or a pair."""
+    """Read ``process_group``: None, one group, or a pair of groups."""
     if process_group is None:
         return ()
     is_pair = isinstance(process_group, tuple | list)
@@ -172,8 +172,8 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     # `new_group` returns this object to ranks that are not members.
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
         raise ValueError(
-            f"process_group: rank {dist.get_rank()} is not in this group. Only ranks that are in "
-            "it wrap the model and train it."
+            f"process_group: rank {dist.get_rank()} is not in this group. Wrap the model only on "
+            "ranks of the group."
         )
     are_groups = all(isinstance(group, dist.ProcessGroup) for group in groups)
     if not are_groups or (is_pair and len(groups) != 2):
@@ -185,7 +185,7 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _groups_of_mesh(mesh: Any) -> Any:
-    """The group of a 1-D mesh, or the (shard, replicate) pair of a 2-D one."""
+    """The group of a 1-D mesh, or the (shard, replicate) pair of a 2-D mesh."""
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
         raise TypeError(f"device_mesh: expected a DeviceMesh, got {mesh!r}")
     if mesh.ndim == 1:
@@ -193,20 +193,20 @@ def _groups_of_mesh(mesh: Any) -> Any:
     if mesh.ndim != 2:
         raise ValueError(
             f"device_mesh: expected 1 dimension, or 2 for (replicate, shard), got {mesh.ndim}. "
-            "Pass the part of it over which this model's data are split, such as "
+            "Pass only the dimensions over which the model's inputs are split, such as "
             'mesh["replicate", "shard"].'
         )
-    # Without names, assume the dimension order of torch's FSDP. Refuse other dimensions (tensor
-    # parallelism, for example): the ranks along another dimension hold other parameters, or compute
-    # on the same inputs.
+    # Without names, assume the dimension order of torch's FSDP. Refuse dimensions with other names,
+    # such as tensor parallelism: ranks along such a dimension hold different parameters or compute
+    # on the same inputs, so their parameters must not be sharded together.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
         raise ValueError(
-            f"device_mesh: its dimensions are named {names}, and not replicate and shard (nor "
-            'such as "dp_replicate" and "dp_shard"). Pass the part of it over which this '
-            'model\'s data are split, such as mesh["dp"], or process_group=(shard_group, '
-            "replicate_group)."
+            f"device_mesh: its dimensions are named {names}. Expected names that contain "
+            '"replicate" and "shard", such as "dp_replicate" and "dp_shard". Pass only the '
+            'dimensions over which the model\'s inputs are split, such as mesh["dp"], or '
+            "process_group=(shard_group, replicate_group)."
         )
     shard_dim = kinds.index(["shard"])
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
@@ -214,8 +214,9 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # SLURM_NTASKS_PER_NODE counts only if srun starts the ranks themselves. SLURM's variables also
-    # exist in the shell of a job, so compare SLURM_NTASKS with the world size.
+    # Trust SLURM_NTASKS_PER_NODE only if srun started the ranks. SLURM also sets its variables in
+    # the shell of a job, where torchrun or a script may start the ranks. So compare SLURM_NTASKS
+    # with the world size.
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -226,7 +227,7 @@ def _ranks_per_node() -> int | None:
 
 
 def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Group]) -> Communicator:
-    """The communicator of all ranks of a grid with these ``rows``. Collective."""
+    """Return the communicator of all ranks of a grid. Collective. ``rows``: the shard groups."""
     size = shard.size * replicate.size
     for group in (shard, replicate):
         if group.size == size:
@@ -245,19 +246,19 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
-    """Check that groups and modes are consistent on all ranks; returns the known shard groups.
+    """Check that all ranks passed consistent groups and modes, and return known shard groups.
 
-    A rank sends the members of its replicate group to the ranks of its shard group, and the other
-    way round. So each rank checks the groups that share a rank with its own groups, and no rank
-    needs to know all groups.
+    A rank sends the members of its replicate group to the ranks of its shard group, and the members
+    of its shard group to the ranks of its replicate group. So each rank checks all groups that
+    share a rank with its own groups, and no rank needs to know every group of the grid.
 
     Collective: all ranks of the groups.
 
     Raises:
-        ValueError: on all these ranks, if groups or modes do not fit.
+        ValueError: on all ranks of the groups, if groups or modes are not consistent.
     """
-    # Compare before a communicator is made: the mode decides which groups a rank makes for the
-    # communicator. If a rank makes fewer groups than the other ranks, the other ranks wait for
+    # Compare before making communicators: the mode decides how many process groups a communicator
+    # makes. If one rank made fewer groups than the other ranks, the other ranks would wait for
     # ever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
@@ -282,7 +283,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
                 known[their_place].add(members[place])
                 known[1 - their_place].add(their_crossing)
     problem = problem or _grid_problem(rows, columns)
-    # Only some ranks may see a problem: without this exchange the rest would wait for these ranks.
+    # Perhaps only some ranks see a problem. If only these ranks raised, the other ranks would wait
+    # for them for ever, so share the problem first.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather_unless_equal(problem, _COMPARING)), None)
     if problem is not None:
@@ -302,7 +304,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
             return (
                 f"{_PAIR}: groups of different sizes: {kind} groups {first} and {second}. {remedy}"
             )
-    # Sets, once per group: an intersection of sets takes only the time of the smaller set.
+    # Make a set of each group once: intersecting two sets takes only the time of the smaller set.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (
@@ -314,27 +316,27 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
 
 # ---------------------------------------------------------------- communicators of groups
 
-# A communicator is kept as long as its group, also between models: the groups that flatshard made
-# for the communicator live as long.
+# Communicators by process group. Later models on the same group use the same communicator, so that
+# flatshard does not make new process groups for every model.
 _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
 
 
 def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> Communicator:
-    """The communicator of a process group; None gives ``ALONE``.
+    """Return the communicator of a process group; ``ALONE`` if ``group`` is None.
 
     Collective at the first call for a group and a mode.
     """
     if group is None:
         return ALONE
     if (group, mode) not in _communicators:
-        # Destroyed groups would otherwise keep their transports' threads alive.
+        # The communicator of a destroyed group would keep the threads of its transports alive.
         forget_destroyed()
         _communicators[group, mode] = Communicator(group, mode=mode)
     return _communicators[group, mode]
 
 
 def forget_destroyed() -> None:
-    """Forget communicators of destroyed groups, so that their threads end."""
+    """Drop the communicators of destroyed groups, so that their threads end."""
     for group, mode in list(_communicators):
         try:
             dist.get_process_group_ranks(group)
@@ -343,8 +345,8 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # After an error this rank may have begun a collective that another rank never begins.
-            # The destructor of a gloo group would wait for that collective until the timeout.
+            # After an error, this rank may have begun a collective that another rank never begins.
+            # The destructor of a gloo group would wait for such a collective until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 
@@ -354,14 +356,14 @@ def _end() -> None:
     groups = made_here()
     for one in _communicators.values():
         if one.size > 1 and one.reduce_group in groups:
-            groups.add(one.gather_group)  # `gather_group` may be the user's group
+            groups.add(one.gather_group)  # not in `made_here()` if it is the user's group
     come_to_rest(groups)
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """The communicator of some of the parent's ranks, including this rank.
+    """Return the communicator of some of the parent's ranks, including this rank.
 
-    ``ranks`` are global. Collective: these ranks, at the first call for these ranks.
+    ``ranks``: ranks in the default group. Collective: ``ranks``, at the first call for them.
     """
     if len(ranks) == 1:
         return ALONE

@@ -1,11 +1,11 @@
-"""``AsyncWork``: an unfinished collective, its number in ``History``, and the waits for its end.
+"""Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-Each group has a ``History`` of the collectives that this rank has begun. Each thread lists the
-blocks in which it waits for other ranks (``watched``). The extra ``deadlock`` reads histories and
-waits in its own thread (``CollectiveWatch``), so a step calls nothing of the extra. Without the
-extra, nobody reads the waits. If a backend matches collectives only by order, ranks compare their
-histories even without the extra. Otherwise results of different collectives would be mixed up
-(``flatshard/engine/agreement.py``).
+Each group has a ``History`` of the collectives that this rank has begun. Each thread keeps a list
+of the blocks in which the thread waits for other ranks (``watched``). The extra ``deadlock`` reads
+histories and waits from its own thread (``CollectiveWatch``), so a training step never calls the
+extra. Without the extra, nobody reads the waits. If a backend matches collectives only by order,
+ranks compare their histories even without the extra (``flatshard/engine/agreement.py``): otherwise
+one rank could receive data of a different collective.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.options.extras import default_extra
 
 REMEDY = (
-    "All ranks must call what is collective, in the same order: forward (in evaluation too), "
+    "All ranks must make the same collective calls in the same order: forward (in evaluation too), "
     "backward, state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and "
     "norms and sums of parameters and gradients. Units that some ranks skip, or run in another "
     "order, such as experts and dropped layers, need allow_divergence (docs/recipes.md)."
 )
 
-_KEPT = 64  # number of collectives whose names are kept
+_KEPT = 64  # number of descriptions that a history keeps
 
 Begun = tuple[int, str]  # the number of a collective in its group, and its description
 
@@ -45,14 +45,14 @@ class CollectiveWatch:
         """Watch one more group. From now on other ranks of the group wait for this rank."""
 
     def explain(self, wait: watched) -> str | None:
-        """Why a failed wait could not end; None if the reason is not known.
+        """Return the reason why ``wait`` failed; None if the reason is not known.
 
         Called inside the block of the wait.
         """
         return None
 
     def program_line(self) -> str:
-        """The line of the user's program that this thread runs; "" if the line is not known."""
+        """Return the line of the user's program that this thread runs; "" if unknown."""
         return ""
 
 
@@ -67,47 +67,57 @@ def watch() -> CollectiveWatch:
 
 
 class WaitCondition(NamedTuple):
-    """End of a wait: ``ranks`` (global) begin their ``number``th collective of a kind."""
+    """Condition that ends a wait: all ``ranks`` have begun ``number`` collectives of a kind."""
 
     group: str  # `History.name`, or the name of a process group
     kind: Hashable
     number: int
-    ranks: Sequence[int]
+    ranks: Sequence[int]  # ranks in the default group
     abort: Callable[[], None] | None = None  # makes the wait fail
 
 
 class History:
     """The collectives of one group that this rank has begun, counted by kind.
 
-    Collectives that match between ranks only by order also have a description. The history keeps
-    the last descriptions, and a digest of all descriptions.
+    If collectives match between ranks only by order, each collective also has a description. The
+    history keeps the last descriptions, and a digest of all descriptions.
     """
 
     def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
-        """Make an empty history. ``name`` is the same on all ranks; all ranks are global."""
+        """Make an empty history.
+
+        Args:
+            name: name of the history, the same on all ranks.
+            ranks: ranks of the group, as ranks in the default group.
+            rank: this rank in the default group.
+        """
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
-        self.problem = ""  # why no further collective may begin
+        # Text of the error that every further collective raises; "" as long as there is none.
+        self.problem = ""
         # Whether ranks compare names before a collective that gloo matches only by order.
         self.announces = True
-        self.described: Hashable = None  # the kind of the collectives below
+        self.described: Hashable = None  # kind of the collectives that have descriptions
         self.digest = 0
-        # Time of the first collective that ranks have not compared; 0: all are compared.
+        # Time of the first collective that the ranks have not compared yet. 0: all are compared.
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""
-        # The collective that has always followed two others; "": not always the same.
+        # For each pair of consecutive descriptions, the description that has followed the pair. If
+        # different descriptions have followed the pair: "".
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
     def begin(
         self, kind: Hashable, what: str = "", abort: Callable[[], None] | None = None
     ) -> WaitCondition:
-        """Count one more collective; returns the end condition: all other ranks begin it too.
+        """Count one more collective, and return the condition that ends a wait for the collective.
+
+        The condition: all other ranks of the group have begun the collective, too.
 
         Args:
-            kind: collectives match in order within their kind.
+            kind: the n-th collective of a kind on one rank matches the n-th on every other rank.
             what: describes the collective, equal on all ranks; "" if ranks need not compare the
                 collective.
             abort: makes a wait for the collective fail.
@@ -137,10 +147,11 @@ class History:
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def is_usual(self, what: str) -> bool:
-        """Whether every other rank also begins ``what`` next, or first announces something else.
+        """Whether ``what`` may begin without an announcement.
 
-        True if only ``what`` has ever followed the last two collectives. All ranks give the same
-        answer, because all ranks call ``learn`` together.
+        True if in the past only ``what`` has followed the last two collectives. Then every other
+        rank also begins ``what`` next, or announces a different collective first. All ranks give
+        the same answer, because all ranks call ``learn`` together.
         """
         return self._next.get(self._last_two) == what
 
@@ -150,17 +161,20 @@ class History:
         self._next[self._last_two] = what if what == first else ""
 
     def to_compare(self) -> bytes:
-        """The digest. The caller compares it with the digests of the other ranks."""
+        """Return the digest, which the caller compares with the digests of the other ranks."""
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        # Copied first, because another thread may append meanwhile.
+        # Copy the deque first, because another thread may append during an iteration.
         return list(self._recent.copy())
 
 
 def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
-    """Text about the first difference between ranks' collectives; None if none is known."""
+    """Describe the first difference between the ranks' collectives; None if there is none.
+
+    ``recent``: for each rank, the last collectives that the rank has begun.
+    """
     begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
         ranks_of: dict[str, list[int]] = {}
@@ -173,7 +187,7 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
 
 
 def describe_difference(names: Mapping[int, str]) -> str:
-    """Text of an error: the collective of each rank, and the remedy."""
+    """Text of an error that lists the collective of each rank, and the remedy."""
     differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
     return f"the ranks are in different collectives, {differ}. {REMEDY} [FS-DEADLOCK]"
 
@@ -190,7 +204,7 @@ class ThreadWaits(list["watched"]):
 class _Own(threading.local):
     """The waits of the current thread."""
 
-    def __init__(self) -> None:  # once per thread
+    def __init__(self) -> None:  # runs once in each thread
         self.waits = ThreadWaits()
         self.waits.thread = threading.get_ident()
         _by_thread[self.waits.thread] = self.waits
@@ -202,18 +216,24 @@ _own = _Own()
 
 
 def waits_by_thread() -> list[ThreadWaits]:
-    """The waits of each thread that has ever waited for other ranks and still runs."""
-    threads = [known() for known in _by_thread.valuerefs()]  # other threads may add waits meanwhile
+    """The waits of each running thread that has ever waited for other ranks."""
+    # `valuerefs` returns a list, so other threads may add entries during the loop.
+    threads = [known() for known in _by_thread.valuerefs()]
     return [waits for waits in threads if waits is not None]
 
 
 class watched:
-    """A block in which this thread waits for other ranks."""
+    """A context manager around code in which this thread waits for other ranks."""
 
     __slots__ = ("_op", "condition")
 
     def __init__(self, op: str | Callable[[], str], condition: WaitCondition | None = None) -> None:
-        """``op`` describes the wait. ``condition`` ends the wait; None if unknown."""
+        """Make the context manager.
+
+        Args:
+            op: description of the wait, or a function that returns the description.
+            condition: the condition that ends the wait; None if unknown.
+        """
         self._op, self.condition = op, condition
 
     def describe(self) -> str:
@@ -230,7 +250,7 @@ class watched:
             _own.waits.pop()
 
     def failed(self, error: BaseException) -> None:
-        """Called inside the block when an error leaves the block. May raise a different error."""
+        """Called when the block raises ``error``. May raise a different error."""
 
 
 class CollectiveError(RuntimeError):
@@ -247,7 +267,7 @@ class CollectiveError(RuntimeError):
 
 
 class named(watched):
-    """A wait that adds the name of the operation to errors of the backend, and to logs.
+    """A ``watched`` block that turns errors of the backend into errors that name the operation.
 
     Raises:
         CollectiveError: the backend raised.
@@ -256,13 +276,13 @@ class named(watched):
     __slots__ = ()
 
     def failed(self, error: BaseException) -> None:
-        # An OutOfMemoryError keeps its class for callers, and does not concern other ranks. The
-        # error of a collective inside the block already names the collective.
+        # Leave two kinds of errors unchanged. Callers may catch OutOfMemoryError, and other ranks
+        # have not caused it. A CollectiveError from a nested block already names its collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return
-        # If another rank found a deadlock and left, the backend sees only a closed connection. The
-        # watch may know the reason.
+        # If another rank found a deadlock and raised, the backend of this rank only sees a closed
+        # connection. The watch may know that the reason was a deadlock.
         failed, reason = f"{self.describe()} failed", watch().explain(self)
         if reason is not None:
             raise CollectiveError(f"{failed}: {reason}") from error
@@ -283,17 +303,20 @@ class named(watched):
 
 @dataclass(eq=False)
 class AsyncWork:
-    """An unfinished collective. The work keeps the tensors alive until no rank needs them."""
+    """An unfinished collective.
 
-    works: Sequence[Any]  # the backend's handles to wait for before the result is complete
-    op_name: str  # has the unit, the rank and the collective
+    This object keeps the tensors of the collective alive until no rank needs the tensors.
+    """
+
+    works: Sequence[Any]  # the backend's handles: the result is complete once all are waited for
+    op_name: str  # names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects kept alive until all ranks have received everything
     _: KW_ONLY
     peers: Sequence[int] = ()  # the senders of the first works, if each work receives from one rank
     then: Callable[[], None] | None = None  # called once after the wait
     # Handles that complete when all ranks have received this rank's data.
     sends: Sequence[Any] = ()
-    reports_end: bool = True  # whether `done` can become true before the wait
+    reports_end: bool = True  # whether `done` can become true before `wait` is called
     need: WaitCondition | None = None  # the condition that ends the wait for ``works``
     sends_need: WaitCondition | None = None
 
@@ -304,7 +327,7 @@ class AsyncWork:
     def wait(self, pending_sends: PendingSends) -> None:
         """Wait for the result. On an accelerator the current stream waits instead of the host.
 
-        The source must not be written before ``pending_sends.wait_sends()``.
+        The tensor that this rank sends must not be written before ``pending_sends.wait_sends()``.
 
         Raises:
             CollectiveError: a peer failed or did not arrive within the group's timeout.
@@ -316,14 +339,14 @@ class AsyncWork:
             self.kept = ()
 
     def finish(self) -> None:
-        """Wait for the result and for the sends to the other ranks; raises as ``wait`` does."""
+        """Wait for the result and for the sends to the other ranks; raises like ``wait``."""
         self._have()
         self.wait_sends()
 
     def _have(self) -> None:
         # Clear the fields before waiting. A second wait after a failure would hang or hide the
-        # first error, and a second wait after success must not run ``then`` again (average or widen
-        # twice).
+        # first error. A second wait after success must not run ``then`` again, because ``then``
+        # would average or cast the result twice.
         works, then = self.works, self.then
         self.works, self.then = (), None
         try:
@@ -335,7 +358,7 @@ class AsyncWork:
                 with named(self.op_name):
                     then()
         except CollectiveError:
-            self.sends = ()  # the sends would not end either
+            self.sends = ()  # a wait for the sends would not end either
             raise
 
     def _describe(self, works: Sequence[Any]) -> str:
@@ -357,7 +380,7 @@ class AsyncWork:
         return True
 
     def wait_sends(self) -> None:
-        """Wait until the other ranks have received everything; raises as ``wait`` does."""
+        """Wait until the other ranks have received everything; raises like ``wait``."""
         sends, self.sends = self.sends, ()
         if sends:
             with named(self.op_name, self.sends_need):
@@ -378,26 +401,28 @@ class PendingSends:
     """Collectives that are complete on this rank, but perhaps not on every rank."""
 
     # A rank has its result as soon as all other ranks have sent their data. At this time the other
-    # ranks may not have received this rank's data yet. Until then, this rank must not overwrite the
-    # source, but may continue: otherwise a rank that is ahead would wait at every unit. So the
-    # works stay here until the end of a forward or backward, before anybody may write the shards.
+    # ranks may not have received this rank's data yet. Until they have, this rank must not
+    # overwrite the sent tensor. But this rank may continue with other work: if it waited, the
+    # fastest rank would wait at every unit. So the unfinished sends are collected here, and are
+    # waited for at the end of a forward or backward, before the shards may be written.
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Works that never report their end, and are not polled; perhaps two per unit of a model.
+        # Works that never report their end, so that polling them is useless. A model may have two
+        # such works per unit.
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
         (self._pending if pending.reports_sent else self._silent).append(pending)
 
     def wait_sends(self) -> None:
-        """Wait until other ranks have received all sent tensors, so that these may be written.
+        """Wait until other ranks have received all sent tensors. Then the tensors may be written.
 
         Raises:
             CollectiveError: as ``AsyncWork.wait``.
         """
         for kept in (self._silent, self._pending):
-            # Pop the works one by one: after an error, the rest can still be waited for.
+            # Pop the works one by one: if one wait raises, a later call can wait for the rest.
             while kept:
                 kept.pop(0).wait_sends()
 
@@ -407,7 +432,7 @@ class PendingSends:
         return any(pending.keeps(tensor) for pending in (*self._silent, *self._pending))
 
     def drop_sent(self) -> None:
-        """Release the works whose data the other ranks have received meanwhile."""
+        """Release the works whose data the other ranks have received."""
         self._pending = [pending for pending in self._pending if not pending.is_sent()]
 
 
@@ -415,11 +440,11 @@ class PendingSends:
 class RunLink:
     """The unit's name and the unfinished sends, for the collectives of one flat parameter.
 
-    All parts of the flat parameter share this object: both fields change when a module around the
-    unit is wrapped.
+    All objects that serve the flat parameter share this object, because both fields change when a
+    module around the unit is wrapped.
     """
 
     unit_name: str  # for errors
-    # Works with sources that other ranks may still be reading; shared by all flat parameters of a
-    # run.
+    # Works whose sent tensors other ranks may still be reading. All flat parameters of a model
+    # share this object.
     pending_sends: PendingSends = field(default_factory=PendingSends)

@@ -1,16 +1,16 @@
-"""Casts around units and modules, and buffers and gradients in another dtype than their own.
+"""Mixed precision: casts of inputs, outputs and buffers, and gradients in another dtype.
 
-A precision policy belongs to one unit. ``PrecisionPlan`` decides, before anything is sharded, which
-parameters and modules inside the unit deviate from the policy: here modules of the classes in
-``module_classes_to_ignore``, and in the extra ``overrides`` also modules and parameters by name or
-by function. Parameters that deviate become flat parameters of their own, and modules that deviate
-get hooks that cast at their boundary.
+A precision policy (a ``MixedPrecision``) belongs to one unit. ``PrecisionPlan`` decides, before
+anything is sharded, which parameters and modules inside the unit deviate from the policy: modules
+of the classes in ``module_classes_to_ignore``, and with the extra ``overrides`` also modules and
+parameters chosen by name or by a function. Parameters that deviate are flattened into a separate
+flat parameter. Modules that deviate get hooks that cast their inputs and outputs.
 
 [Note: modules in a dtype of their own]
-A norm in float32 inside a unit in bfloat16 is no unit: its parameters are a flat parameter of
-their own in the unit. Two hooks cast what goes in, and what comes out back to the
-dtype that the module was called with. They are the innermost ones of those that were there before,
-so that users' hooks see what the caller sees.
+Example: a float32 norm inside a bfloat16 unit. The norm is not a unit, but its parameters lie in a
+separate flat parameter of the unit. A forward pre-hook casts the norm's inputs to float32. A
+forward hook casts the norm's outputs back to the dtype of the inputs. Both hooks run inside of the
+hooks that users registered before wrapping, so users' hooks see the tensors of the caller.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from torch.utils import _pytree as pytree
 from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
 from flatshard.plan.module_proxy import ModuleProxy
 
-# In a module's `__dict__`: the dtype of its buffers, and by name the one that they had.
+# Key in a module's `__dict__`. The value is a pair: the dtype to which the module's buffers are
+# cast, and a dict from each buffer's name to the buffer's original dtype.
 _CAST_BUFFERS = "_flatshard_cast_buffers"
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating point tensors in a value: in containers, and in fields of dataclasses."""
+    """Cast floating point tensors in ``value``, also in nested containers and dataclasses."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     cast = [_cast_leaf(leaf, dtype) for leaf in leaves]
-    # The object itself where nothing is cast: a list that a module appends to stays the same.
+    # Return the object itself if no tensor was cast: the module may append to a list that the
+    # caller passed, and the caller must see the new items.
     if all(after is before for after, before in zip(cast, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(cast, spec)
@@ -60,14 +62,14 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
         return leaf
     twin = copy.copy(leaf)
     for name, value in cast.items():
-        object.__setattr__(twin, name, value)  # frozen ones too
+        object.__setattr__(twin, name, value)  # also works on frozen dataclasses
     return twin
 
 
 def _cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # One by one, so that what needs no cast stays the same object.
+    # Cast each argument separately, so that an argument without a cast stays the same object.
     return (
         tuple(cast_floats(value, dtype) for value in args),
         {name: cast_floats(value, dtype) for name, value in kwargs.items()},
@@ -76,16 +78,16 @@ def _cast_arguments(
 
 @dataclass(frozen=True)
 class UnitCasts:
-    """The casts of a unit's inputs and outputs; None: they stay as they are."""
+    """The dtypes to which a unit's inputs and outputs are cast. None: no cast."""
 
-    as_root: torch.dtype | None = None  # of its inputs, where it is the root
-    below_root: torch.dtype | None = None  # of its inputs elsewhere
-    outputs: torch.dtype | None = None
+    as_root: torch.dtype | None = None  # dtype of the inputs if the unit is the root
+    below_root: torch.dtype | None = None  # dtype of the inputs if the unit is not the root
+    outputs: torch.dtype | None = None  # dtype of the outputs
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_root: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The unit's arguments; None where nothing is cast."""
+        """Return the unit's arguments after the cast; None if the unit casts no inputs."""
         dtype = self.as_root if is_root else self.below_root
         return None if dtype is None else _cast_arguments(args, kwargs, dtype)
 
@@ -94,12 +96,16 @@ class UnitCasts:
 
 
 class ModuleCasts:
-    """Hooks of one module that computes in another dtype than its parent module; see the note."""
+    """Hooks on a module whose dtype for computation differs from the parent module's.
+
+    See [Note: modules in a dtype of their own].
+    """
 
     def __init__(self, dtype: torch.dtype | None, outside: torch.dtype | None) -> None:
-        # None: the dtype that its parameters, or else buffers, have.
+        # Dtype in which the module computes. None: the dtype of the module's parameters, or of the
+        # buffers if the module has no parameters.
         self._dtype = dtype
-        # In which its outputs are, where it is called without floating point tensors.
+        # Dtype of the outputs if no input is a floating point tensor.
         self._outside = outside
         self._called_with: torch.dtype | None = None
 
@@ -110,9 +116,9 @@ class ModuleCasts:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Kept here: the hook after forward is given the arguments already cast.
+        # Save the dtype now, because torch passes the cast arguments to the hook after forward.
         self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
-        # Looked up at each call: the module may have been converted since it was wrapped.
+        # Look the dtype up in each call: the user may have converted the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
         return _cast_arguments(args, kwargs, self._dtype or own)
 
@@ -126,11 +132,14 @@ def _first_float(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
-    """Cast modules' own floating point buffers, for good; state dicts give them uncast.
+    """Cast floating point buffers permanently. State dicts contain the original dtypes.
 
-    Buffers whose ids are ``left_alone`` stay as they are.
+    Args:
+        wanted: modules, with the dtype to which each module's own buffers are cast.
+        left_alone: ids of buffers that are not cast.
     """
-    for module, dtype in wanted.items():  # before any is cast: some may be the same
+    # Record the dtypes of all buffers before casting any: modules may share a buffer.
+    for module, dtype in wanted.items():
         own = {
             name: buffer.dtype
             for name, buffer in module._buffers.items()
@@ -138,17 +147,19 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
         }
         if own:
             module.__dict__[_CAST_BUFFERS] = dtype, own
-            # Torch marks the functions that it is given.
+            # Register a new `partial` object: torch sets an attribute on each registered hook, and
+            # the function itself must stay unchanged.
             module.register_state_dict_post_hook(partial(_give_own_dtypes))
     for module in wanted:
         _cast_again(module)
 
 
 def convert_buffers(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
-    """After a conversion that applied ``fn`` to buffers, give them their policy's dtype again."""
+    """Cast buffers to the policy's dtype again, after a conversion applied ``fn`` to them."""
     for module in modules:
-        # As unsharded parameters do, they compute in the policy's dtype whatever `module.to` says;
-        # what changes is their own dtype, which state dicts give.
+        # Buffers compute in the policy's dtype, like unsharded parameters, even after
+        # `module.to(dtype)`. The conversion changes only the original dtype, which is the dtype in
+        # state dicts.
         _, own = module.__dict__.get(_CAST_BUFFERS, (None, {}))
         for name, dtype in own.items():
             own[name] = fn(torch.empty(0, dtype=dtype)).dtype
@@ -168,13 +179,14 @@ def _give_own_dtypes(
     _, own = module.__dict__[_CAST_BUFFERS]
     for name, dtype in own.items():
         value = state_dict.get(prefix + name)
-        # With keep_vars=True users want the buffers themselves.
+        # With keep_vars=True the state dict must contain the module's own buffers.
         if isinstance(value, Tensor) and value is not module._buffers.get(name):
             state_dict[prefix + name] = value.to(dtype)
 
 
-# Torch's optimizers, by name, that cannot step gradients of another dtype than the parameter's,
-# as MixedPrecision(keep_low_precision_grads=True) leaves them, or should not; and why.
+# MixedPrecision(keep_low_precision_grads=True) leaves gradients in another dtype than the
+# parameter's. This table has the names of torch's optimizers that refuse or misuse such gradients,
+# with the reason for the error message.
 _NEEDS_SAME_DTYPE = "needs gradients in the parameters' dtype"
 _REFUSALS = {
     **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam"), _NEEDS_SAME_DTYPE),
@@ -184,15 +196,17 @@ _REFUSALS = {
 }
 
 
-# Under DisableTorchFunctionSubclass these take a third of the time of the attribute.
+# The descriptor's functions: under DisableTorchFunctionSubclass a call takes a third of the time of
+# the attribute `param.grad`.
 _GRAD: Any = Tensor.grad
 get_grad, _put_grad = _GRAD.__get__, _GRAD.__set__
 
 
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Assign ``param.grad``, of whatever floating point dtype."""
+    """Assign ``param.grad``. The gradient may have any floating point dtype."""
     if grad is not None and grad.dtype != param.dtype:
-        # None: any dtype. Where torch lacks the attribute, MixedPrecision has raised.
+        # With `grad_dtype = None` torch accepts a gradient of any dtype. If torch has no
+        # `grad_dtype`, the constructor of MixedPrecision has already raised.
         param.grad_dtype = None
     _put_grad(param, grad)
 
@@ -200,10 +214,11 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 def check_dtype(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter, name: str | None
 ) -> None:
-    """Check before a step that an optimizer accepts a gradient in another dtype.
+    """Check before a step that the optimizer accepts a gradient in another dtype.
 
     Raises:
-        RuntimeError: it cannot, or its state would have that dtype too.
+        RuntimeError: the optimizer cannot step the gradient, or would keep its state in the
+            gradient's dtype.
     """
     with torch._C.DisableTorchFunctionSubclass():
         grad = param.grad
@@ -220,11 +235,11 @@ def check_dtype(
     if why is not None:
         named = f"parameter {name!r}: " if name is not None else ""
         raise RuntimeError(
-            f"{named}its gradient is {grad.dtype} and it is {param.dtype}, as "
-            "MixedPrecision(keep_low_precision_grads=True) asks for, but "
+            f"{named}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "
+            "MixedPrecision(keep_low_precision_grads=True), but "
             f"{type(optimizer).__name__} {why}. Leave keep_low_precision_grads out, or use an "
-            "optimizer that accepts them: Adadelta, Adagrad, ASGD, RMSprop, SGD without momentum, "
-            "or one of your own."
+            "optimizer that accepts low precision gradients: Adadelta, Adagrad, ASGD, RMSprop, "
+            "SGD without momentum, or your own optimizer."
         )
 
 
@@ -232,9 +247,14 @@ _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects.
+    """Yield the tensors in arguments or outputs of a module.
 
-    ``depth``: how many objects may lie inside of one another; 0: only lists, tuples and mappings.
+    The search includes containers, and the attributes of objects.
+
+    Args:
+        value: an argument, an output, or a container of arguments or outputs.
+        depth: how many levels of nested objects are searched. 0: only lists, tuples and mappings
+            are searched.
     """
     if isinstance(value, Tensor):
         yield value
@@ -251,7 +271,7 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """The dtype of modules or parameters that deviate from the policy; None: their own dtype."""
+    """The dtype of modules or parameters that deviate from the policy. None: their own dtype."""
 
     dtype: torch.dtype | None
 
@@ -271,13 +291,15 @@ class PrecisionPlan:
         # The policy of every planned unit, including the root. An inner unit with its own policy
         # takes no overrides from the policy of an outer unit.
         policies: Mapping[nn.Module, MixedPrecision],
-        left_alone: Collection[int],  # ids of parameters and buffers: ignored, or another unit's
+        # Ids of parameters and buffers that are ignored, or belong to a unit with its own plan.
+        left_alone: Collection[int],
     ) -> None:
-        """Decide.
+        """Choose the dtypes of all modules and parameters; change nothing in the model.
 
         Raises:
-            TypeError: a function in ``overrides`` gives something else than a floating point dtype.
-            ValueError: tied parameters would have to be in several dtypes.
+            TypeError: a function in ``overrides`` returns something that is no floating point
+                dtype.
+            ValueError: the policies ask for two dtypes of one tied parameter.
         """
         self._root, self._policies, self._left_alone = root, policies, left_alone
         self._policy_of: dict[nn.Module, MixedPrecision] = {}
@@ -291,9 +313,12 @@ class PrecisionPlan:
     def _plan_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> None:
-        """Decide for a module and all below it.
+        """Choose the dtypes of ``module``, its parameters, and the modules below.
 
-        ``policy`` and ``around`` are the policy and the override of the module's parent.
+        Args:
+            module: the module.
+            policy: the policy of the module's parent.
+            around: the override of the module's parent.
         """
         if module in self._policy_of or isinstance(module, ModuleProxy):
             return
@@ -322,25 +347,25 @@ class PrecisionPlan:
             names = [repr(name) for name, tied in named if tied is param]
             raise ValueError(
                 f"mixed_precision: parameters {' and '.join(names)} are tied, and would be "
-                f"unsharded in {before or 'param_dtype'} and in {override or 'param_dtype'}. Name "
-                "all of them in overrides."
+                f"unsharded in {before or 'param_dtype'} and in {override or 'param_dtype'}. Tied "
+                "parameters share memory: give all of these names the same dtype in overrides."
             )
 
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """The override of a module, in whose parent the override ``around`` holds."""
+        """Return the override of ``module``. ``around`` is the override of the parent module."""
         is_ignored = isinstance(module, tuple(policy.module_classes_to_ignore))
         return Override(None) if is_ignored else around
 
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """The override of the parameter ``module.attribute``."""
+        """Return the override of the parameter ``module.attribute``."""
         return self._override_of[module]
 
     def describe(self) -> str:
-        """The choices that must be the same on every rank and are not in the policies."""
+        """Text of the choices that the policies do not show, to compare between ranks."""
         return ""
 
     def warnings(self) -> list[str]:
@@ -355,7 +380,7 @@ class PrecisionPlan:
         ]
 
     def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:
-        """The dtypes of a parameter and its gradient; ``policy`` is its unit's."""
+        """Return the dtypes of ``param`` and its gradient. ``policy`` is the unit's policy."""
         own = ParamPrecision(
             keeps_reduce_dtype=policy.keep_low_precision_grads,
             fixed_order=policy.reduce_mode is ReduceMode.FIXED_ORDER,
@@ -372,14 +397,16 @@ class PrecisionPlan:
             )
         computed, reduce_dtype = override.dtype or param.dtype, None
         if policy.reduce_dtype is not None:
-            # A parameter kept in fp32, say, is not to have its gradient rounded to bf16.
+            # Reduce in the wider dtype: if the override keeps a parameter in fp32, rounding its
+            # gradient to bf16 would lose the precision that the user asked for.
             wider = torch.promote_types(computed, policy.reduce_dtype)
             reduce_dtype = None if wider == computed else wider
         return replace(own, compute_dtype=override.dtype, reduce_dtype=reduce_dtype)
 
     def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
-        """The casts of a unit's inputs and outputs."""
-        # What the module casts itself, the unit must not cast before.
+        """Return the casts of a unit's inputs and outputs."""
+        # If the module has casting hooks, the unit must not cast the inputs first: the hooks cast
+        # outputs back to the dtype of the inputs, so the hooks must see the caller's dtype.
         override = self._override_of.get(module)
         inputs = None if module in self._casts else _dtype_of(policy, override)
         return UnitCasts(
@@ -389,7 +416,7 @@ class PrecisionPlan:
         )
 
     def install(self) -> None:
-        """Hook modules, and cast buffers."""
+        """Register the casting hooks on modules, and cast buffers."""
         for module, casts in self._casts.items():
             casts.install(module)
         wanted = {
@@ -401,5 +428,5 @@ class PrecisionPlan:
 
 
 def _dtype_of(policy: MixedPrecision, override: Override | None) -> torch.dtype | None:
-    """The dtype of unsharded parameters; None: their own."""
+    """The dtype of unsharded parameters. None: each parameter's own dtype."""
     return policy.param_dtype if override is None else override.dtype

@@ -1,10 +1,10 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
 [Note: scattered gradients]
-``FlatChunks`` are values of a flat parameter that lie in several tensors. Gradients can be averaged
-directly from the tensors in which autograd made them: copying gradients to one buffer first would
-take as long as a fast network needs to send them. ``ChunkPlan`` decides which small gradients are
-copied together nevertheless.
+``FlatChunks`` describes values of a flat parameter that lie in several tensors. With ``FlatChunks``
+gradients are sent directly from the tensors that autograd made. Copying all gradients to one buffer
+first would take as long as a fast network needs to send them. Only small gradients are copied into
+a common tensor; ``ChunkPlan`` chooses these.
 
 This module also computes sums over ranks, in rank order and at least in fp32, so that the sums are
 the same in every run and on every transport.
@@ -32,12 +32,13 @@ from flatshard.plan.layout import FlatLayout
 
 
 class Members:
-    """The ranks of one group, as a transport sees them; a ``Communicator`` is a ``Members``."""
+    """The interface of a ``Communicator`` that transports use: the ranks, and their groups."""
 
     rank: int  # rank of this process within the group
     ranks: tuple[int, ...]  # global ranks of the members
     gather_group: dist.ProcessGroup
-    # The same ranks, with a separate order of collectives for reductions.
+    # A group of the same ranks for reductions, so that the order of reductions is independent of
+    # the order of all-gathers.
     reduce_group: dist.ProcessGroup
     host: HostExchange  # exchanges small values between the ranks
     options: TransportOptions
@@ -59,17 +60,22 @@ class Members:
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks, beginning with the next rank, so that all links are used at once."""
+        """The other ranks, beginning with the next rank, so that ranks send to different peers."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition | None:
-        """Count a collective that this rank begins now; returns the condition that ends the wait.
+        """Count a collective that this rank begins now, and return the condition that ends it.
 
-        ``kind``: key that matches the collective on other ranks; None: the ranks' next collectives
-        on the group match. ``what`` describes the collective, equal on all ranks. The result is
-        None if the host does not wait.
+        Args:
+            group: the group of the collective.
+            kind: key that is the same for this collective on all ranks. None: the next collectives
+                of all ranks on the group belong together.
+            what: description of the collective, equal on all ranks.
+
+        Returns:
+            The condition that ends the wait for the collective; None if the host does not wait.
         """
         kind = group.group_name if kind is None else kind
         if self.is_gloo:
@@ -79,9 +85,10 @@ class Members:
 
     def announce(self, what: str) -> None:
         """Raise CollectiveError on all ranks if ranks are about to begin different collectives."""
-        # gloo ends the process with SIGABRT if it receives more data than expected. A rank that
-        # leaves the usual order waits here, while the other ranks wait in the usual collective.
-        # Then deadlock detection ends both waits.
+        # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
+        # leaves the usual order of collectives waits here for all ranks. If the other ranks are in
+        # the usual collective, the ranks wait for each other, and deadlock detection ends the
+        # waits.
         is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
         if what and not is_safe:
             self.host.meet(what)
@@ -93,16 +100,17 @@ class Chunk(NamedTuple):
 
     part: int  # index of the part
     offset: int  # where the elements begin in the part
-    start: int  # where the elements begin and end in the flat parameter
+    start: int  # range [start, end) of the elements in the flat parameter
     end: int
     values: Tensor | None  # None: zeros
 
 
 @dataclass(frozen=True)
 class FlatChunks:
-    """Values over the full length of a flat parameter, gradients for example, on each rank."""
+    """Values for all elements of a flat parameter, for example gradients, in several tensors."""
 
-    parts: Sequence[Tensor | None]  # (end - start,) each, contiguous, of one dtype; None: zeros
+    # Contiguous tensors of one dtype, one per range, each (end - start,). None: zeros.
+    parts: Sequence[Tensor | None]
     ranges: Sequence[tuple[int, int]]  # [start, end) of each part; ascending, the same on all ranks
     numel: int  # number of all elements, padding included
     dtype: torch.dtype
@@ -114,11 +122,11 @@ class FlatChunks:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parts, without parts of zeros."""
+        """The parts that are tensors; parts of zeros have no tensor."""
         return [part for part in self.parts if part is not None]
 
     def cut(self, begin: int, end: int, numel: int | None = None) -> Iterator[Chunk]:
-        """The chunks in ``[begin, end)``, each with at most ``numel`` elements."""
+        """Yield the chunks of the range ``[begin, end)``, each with at most ``numel`` elements."""
         for index, (first, last) in enumerate(self.ranges):
             start, stop = max(first, begin), min(last, end)
             part = self.parts[index]
@@ -139,8 +147,8 @@ class ChunkPlan:
     def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
         self._runs: list[list[int]] = []
-        # The ranges depend only on the layout, not on which gradients exist, so the ranges are the
-        # same on all ranks.
+        # Ranks may have gradients of different parameters, but the ranges must be the same on all
+        # ranks. So the ranges depend only on the layout.
         joins = False
         for index, span in enumerate(layout.spans):
             is_small = (span.end - span.start) * dtype.itemsize < min_bytes
@@ -151,10 +159,10 @@ class ChunkPlan:
             joins = is_small
 
     def chunks(self, gradients: dict[int, Tensor]) -> FlatChunks:
-        """Make chunks of gradients, keyed by index of the parameter; missing gradients are zeros.
+        """Make chunks of gradients. Missing gradients count as zeros.
 
-        The elements of each gradient are in memory order, in any dtype. A gradient that forms a
-        part without others is removed from ``gradients``.
+        ``gradients``: keyed by the parameter's index; elements in memory order, in any dtype. A
+        gradient that is a part by itself is removed from ``gradients``.
         """
         spans = self._layout.spans
         ranges = [(spans[run[0]].start, spans[run[-1]].end) for run in self._runs]
@@ -176,14 +184,14 @@ class ChunkPlan:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype for sums of values that arrive in ``dtype``."""
+    """Dtype in which values that were sent in ``dtype`` are added."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # Add one row after another: a kernel for the whole sum would choose an order that depends on
-    # the sizes.
+    # Add one row after another: a kernel that adds all rows at once would choose an order that
+    # depends on the sizes.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -191,9 +199,9 @@ def average(rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 def divide(total: Tensor, number: int, out: Tensor) -> None:
-    """Fill ``out`` with ``total / number``; same dtype, and perhaps the same tensor."""
+    """Fill ``out`` with ``total / number``. Same dtype; ``out`` may be the same tensor."""
     if number & (number - 1) == 0 and not total.is_complex():
-        # For a power of two the result is equal bit by bit, in half the time.
+        # For a power of two the product is bitwise equal to the quotient, and takes half the time.
         torch.mul(total, 1 / number, out=out)
     else:
         torch.div(total, number, out=out)
@@ -202,15 +210,15 @@ def divide(total: Tensor, number: int, out: Tensor) -> None:
 class Gather(NamedTuple):
     """An all-gather of parameters, or of the result of a ``ReduceScatter``."""
 
-    shard: Tensor  # (shard_numel,); must not be written before it is sent
+    shard: Tensor  # (shard_numel,); must not be written until the other ranks have received it
     out: Tensor  # (shard_numel * size,), same dtype and device
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     purpose: str  # purpose of the all-gather, for error messages
-    # From ``allocate_unsharded``, if ``out`` is the buffer of this memory.
+    # The result of ``allocate_unsharded`` if ``out`` lies in it; otherwise None.
     memory: BufferMemory | None = None
     exact: bool = False  # whether to send the values unrounded, even with a wire dtype
-    # Whether this is the second half of an all-reduce, in the order of reductions.
+    # Whether this is the second half of an all-reduce. Then the order of reductions applies.
     reduced: bool = False
 
     @property
@@ -226,16 +234,16 @@ class Gather(NamedTuple):
 class ReduceScatter(NamedTuple):
     """An average over the ranks; each rank gets one part."""
 
-    # ``shard_numel * size`` elements, in one part unless ``min_chunk_bytes`` allows several. A
-    # single part is undefined afterwards. Several parts are not written.
+    # ``shard_numel * size`` elements: one part, or several parts if ``min_chunk_bytes`` is not
+    # None. The values of a single part are undefined afterwards; several parts are not written.
     chunks: FlatChunks
-    # (shard_numel,), in the dtype of the sum. Elements that no range of ``chunks`` covers are
-    # unchanged.
+    # (shard_numel,), in the dtype of the sum. Elements outside of the ranges of ``chunks`` are not
+    # written.
     out: Tensor
     unit_fqn: str
     tag: int
-    fixed_order: bool = False  # add in rank order, even if the backend would add
-    # "all_reduce": the first half of an all-reduce; the second is a ``Gather`` with ``reduced``.
+    fixed_order: bool = False  # add in rank order, also on backends that add in another order
+    # "all_reduce": this is the first half of an all-reduce; a ``Gather`` with ``reduced`` follows.
     kind: str = "reduce"
 
 
@@ -243,11 +251,11 @@ class BufferRequest(NamedTuple):
     """A request for the memory of an unsharded buffer."""
 
     numel: int  # number of elements over all ranks
-    dtype: torch.dtype  # dtype of the buffer, also during the all-gather
+    dtype: torch.dtype  # dtype of the buffer and of the all-gather
     device: torch.device
     tag: int  # tag of the flat parameter
-    # Target that makes the file of this rank's shard, if the buffer may contain the shard; then
-    # all-gathers need not copy the shard.
+    # Offload target of this rank's shard, if the buffer may map the shard's memory. Then
+    # all-gathers need not copy the shard into the buffer.
     shard_target: OffloadTarget | None = None
 
 
@@ -259,25 +267,26 @@ class Transport(abc.ABC):
 
     name: str  # for reports and messages
     reason = ""  # why the group uses this transport
-    # Whether collectives match between ranks by the order in which they begin; otherwise by tag.
+    # Whether collectives of different ranks match by the order in which they begin. False: by tag.
     is_ordered = False
-    adds_here = True  # whether reductions add on this host, in rank order and at least in fp32
-    # Whether an all-gather makes progress on the network while the host computes. Then starting
-    # early pays.
+    # Whether flatshard adds gradients, in rank order and at least in fp32. False: the backend adds.
+    adds_here = True
+    # Whether an all-gather makes progress on the network while the host computes. If so, starting
+    # all-gathers early saves time.
     gathers_in_background = False
 
     @classmethod
     @abc.abstractmethod
     def connect(cls, members: Members) -> Transport | str:
-        """The transport for a group, or the reason against it; "" if nobody requested it.
+        """Return a transport for the group, or a text why the group cannot use this transport.
 
-        Collective, and the result has the same kind on all ranks: decide by facts that all ranks
-        know.
+        The text is empty if the user's options exclude the transport. Collective: either all ranks
+        return a transport or all ranks return a text.
         """
 
     @abc.abstractmethod
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether the transport moves tensors on ``device`` with this tag; equal on all ranks."""
+        """Whether the transport moves tensors on ``device`` with this tag; same on all ranks."""
 
     @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
@@ -310,11 +319,11 @@ class Transport(abc.ABC):
         return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Size in bytes from which a gradient is cheaper to send in place than to copy.
+        """Size in bytes from which sending a gradient in place is cheaper than copying it.
 
-        None: ``reduce_scatter`` accepts only one chunk.
+        None: ``reduce_scatter`` accepts only chunks with one part.
         """
-        # By default ``reduce_scatter`` accepts only one chunk.
+        # A subclass that can send several parts overrides this method.
         return None
 
     def warm_up(  # noqa: B027 (nothing to open)
@@ -322,8 +331,10 @@ class Transport(abc.ABC):
     ) -> None:
         """Open connections for reductions of tensors on ``device``, once. Collective.
 
-        ``fixed_order``: the backend only exchanges gradients, and flatshard adds them.
-        ``replicas``: each rank needs the whole average.
+        Args:
+            device: device of the gradients.
+            fixed_order: the backend only exchanges gradients, and flatshard adds them.
+            replicas: the reductions are all-reduces instead of reduce-scatters.
         """
 
 

@@ -17,7 +17,7 @@ from flatshard.comm.work import AsyncWork
 # name.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Number of elements for which no backend uses its algorithm for small reductions.
+# Number of elements that every backend reduces by its algorithm for large tensors.
 _LARGE_NUMEL = 1 << 20
 
 
@@ -66,7 +66,8 @@ class NativeTransport(Transport):
         group, kept, then = self._members.reduce_group, [buffer, request.out], None
         need = self._members.begin(group)
         if request.fixed_order:
-            # The work keeps `arrived` alive: the backend fills the tensor after this call returns.
+            # The backend fills `arrived` after this call returns, so the work must keep `arrived`
+            # alive.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
@@ -76,7 +77,7 @@ class NativeTransport(Transport):
         else:
             into, op = as_real(request.out), dist.ReduceOp.AVG
             work = _reduce_scatter_single(into, as_real(buffer), op=op, group=group, async_op=True)
-        # gloo's reduce-scatter never reports that it is completed.
+        # The handle of gloo's reduce-scatter never reports completion before a wait.
         reports_end = buffer.device.type not in self._on_gloo
         return self._under_way(work, op_name, *kept, need=need, then=then, reports_end=reports_end)
 
@@ -87,14 +88,14 @@ class NativeTransport(Transport):
         return self._under_way(work, op_name, buffer, need=need)
 
     def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-        # Fake collectives complete immediately, but never report completion.
+        # Collectives of torch's "fake" backend complete immediately, but never report completion.
         works = [] if self._members.is_fake else [work]
         return AsyncWork(works, op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        # A backend that connects in the first reduction blocks the host meanwhile. In a backward, a
-        # single rank may start the reduction while the other ranks wait for an all-gather from this
-        # rank: a deadlock.
+        # A backend that opens connections in the first reduction blocks the host until all ranks
+        # start the reduction. In a backward, one rank may start the reduction while the other ranks
+        # wait for an all-gather with this rank: a deadlock.
         kind = device, fixed_order, replicas
         if self._members.is_fake or kind in self._warmed_up:
             return

@@ -1,15 +1,15 @@
 """``SocketTransport``: all-gathers and averages by gloo's sends and receives.
 
-This transport does not use gloo's collectives: gloo's ``all_gather`` fills a temporary tensor, and
-``reduce_scatter`` is an all-reduce and a copy. gloo's all-to-all sends before it can receive, so
-the two directions of a slow link take turns. Here, sends and receives have a tag per flat
-parameter, and match in whatever order the ranks begin them.
+gloo's own collectives are slower: ``all_gather`` fills a temporary tensor, ``reduce_scatter`` is an
+all-reduce and a copy, and the all-to-all sends before it can receive, so that only one direction of
+a slow link is used at a time. Here, sends and receives have a tag per flat parameter. Messages
+match by tag, so ranks may begin the all-gathers of different flat parameters in different orders.
 
-gloo's sends and receives complete only in a wait, and a wait cannot be cancelled. Therefore a
-thread waits for the receives of averages, and adds the pieces as they arrive. The host can ask
-whether an average is complete, and can continue without it. Beginning a message can take as long as
-sending it, because gloo then waits for its own thread, or writes into the socket directly.
-Therefore a second thread begins all messages.
+gloo's sends and receives complete only when a thread waits for them, and a wait cannot be
+cancelled. Therefore a background thread waits for the receives of averages, and adds the pieces as
+they arrive. The training thread can ask whether an average is complete, and can continue meanwhile.
+Beginning a message can take as long as sending the message, because gloo waits for its own thread
+or writes into the socket directly. Therefore a second background thread begins all messages.
 """
 
 from __future__ import annotations
@@ -44,30 +44,35 @@ from flatshard.options.transport_options import Collectives
 
 # Averages are received and added in pieces of this size, while the next pieces are on their way.
 PIECE_BYTES = 2 << 20
-# Gradients of at least this size are sent directly from the tensor that autograd made: a copy would
-# cost more than separate messages.
+# Gradients of at least this size are sent directly from the tensors that autograd made: copying
+# them together would cost more than sending separate messages.
 SENT_IN_PLACE_BYTES = 1 << 20
-# Number of elements that are added at a time. So few elements stay in the cache, and torch starts
-# no threads for so few elements. Otherwise torch would start a separate thread pool for each of
-# flatshard's threads.
+# Number of elements that are added at a time. This number is small enough that the elements stay in
+# the CPU's cache, and that torch starts no threads: torch would otherwise start a separate thread
+# pool for each of flatshard's background threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
 class _Message:
-    """One receive or send under a tag; same interface as ``dist.Work``."""
+    """One receive or send with a tag; same interface as ``dist.Work``."""
 
-    reports_end = False  # a message is completed only by a wait
+    reports_end = False  # gloo completes a message only when a thread waits for the message
 
     def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
-        """Prepare ``begin``, ``recv`` or ``send`` of a group, for ``tensor`` from or to ``peer``.
+        """Prepare a message, without beginning it.
 
-        A sent tensor must not be written until the message is completed.
+        Args:
+            begin: method ``recv`` or ``send`` of a process group.
+            tensor: the tensor to fill or to send. A sent tensor must not be written until the
+                message is completed.
+            peer: the rank that sends or receives.
+            tag: the tag that matches the send and the receive.
         """
         self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
         self._begun: Future[Any] | None = Future()
 
     def begin(self) -> None:
-        """Begin the message. An error is raised in ``wait``."""
+        """Begin the message. If this fails, ``wait`` raises the error."""
         assert self._begun is not None, "begun before it is waited for"
         try:
             self._begun.set_result(self._ask())
@@ -75,15 +80,15 @@ class _Message:
             self._begun.set_exception(error)
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited for the message."""
+        """Whether ``wait`` has returned."""
         return self._begun is None
 
     def wait(self) -> None:
         """Wait until the message is completed. Call it only once, on one thread."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Drop both references, because both keep the tensor alive, and later messages may take
-        # long.
+        # Both attributes keep the tensor alive. Drop them now, because this object lives until all
+        # other messages of the collective are completed.
         del self._ask
         self._begun = None
 
@@ -132,12 +137,12 @@ class SocketTransport(Transport):
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         numel, dtype, target = request.numel, request.dtype, request.shard_target
         part = numel // self._members.size
-        # If values are rounded for the wire, the buffer differs from the shard, so the buffer
-        # cannot show the shard.
+        # If values are rounded to the wire dtype, this rank's range of the buffer differs from the
+        # shard, so the buffer cannot map the shard's memory.
         is_exact = self._sent_dtype(dtype) is dtype
         if target is not None and is_exact and fills_pages(part * dtype.itemsize):
             start = self._members.rank * part
-            # No addresses are left, or no file can be made.
+            # If the system has no addresses left or cannot make a file, use ordinary memory.
             with contextlib.suppress(OSError, OffloadError):
                 return PooledBuffer(numel, dtype, range(start, start + part), target)
         return allocate(numel, dtype, request.device)
@@ -148,7 +153,7 @@ class SocketTransport(Transport):
         dtype = source.dtype if request.exact else self._sent_dtype(source.dtype)
         arrived, then = out, None
         if dtype is not source.dtype:
-            # Round this rank's own part too, so that the values are equal on all ranks.
+            # Round this rank's own part too, so that all ranks compute with the same values.
             source, arrived = source.to(dtype), torch.empty_like(out, dtype=dtype)
 
             def then() -> None:
@@ -156,8 +161,9 @@ class SocketTransport(Transport):
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
         # Begin all receives before the sends. gloo sends a message only after the receiver has
-        # announced its receive, and announcements use the same connection as the data. Behind data,
-        # an announcement would arrive late, and the two directions of a link would take turns.
+        # announced the receive, on the same connection as the data. If this rank sent data first,
+        # its announcements would wait behind the data, and only one direction of a link would be
+        # used at a time.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
@@ -181,7 +187,7 @@ class SocketTransport(Transport):
         step = max(PIECE_BYTES // dtype.itemsize, 1)
         average = _Average(members, request, dtype, step)
         leaving = [_leaving(chunks, peer, out.numel(), dtype, step) for peer in members.peers]
-        # Send pieces to all peers in turn, so that all links are used at once.
+        # Send one piece to each peer in turn, so that all links are used at the same time.
         for pieces in zip_longest(*leaving):
             for peer, piece in zip(members.peers, pieces, strict=True):
                 if piece is not None:
@@ -196,7 +202,7 @@ class SocketTransport(Transport):
 def _leaving(
     chunks: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
 ) -> list[Tensor]:
-    """The values for ``peer``, in the same pieces in which ``peer`` receives the values."""
+    """Split the values for ``peer`` into the same pieces that ``peer`` receives."""
     leaving: list[Tensor] = []
     for one in chunks.cut(peer * numel, (peer + 1) * numel):
         if one.values is None:
@@ -210,28 +216,31 @@ def _leaving(
 class _Piece(NamedTuple):
     """A piece of an average."""
 
-    out: Tensor
+    out: Tensor  # receives the average
     # The values of the first peer, then the values of the other ranks and of this rank in rank
-    # order.
-    values: list[Tensor | None]  # None: zeros
+    # order. None: zeros.
+    values: list[Tensor | None]
     receives: list[_Message]  # the messages that fill ``values``
 
 
 class _Average:
-    """An average in progress, with the interface of ``dist.Work``: receives, adds and sends."""
+    """An average in progress, with the interface of ``dist.Work``.
+
+    ``run`` receives the values of the other ranks, adds them, and waits for this rank's sends.
+    """
 
     def __init__(
         self, members: Members, request: ReduceScatter, dtype: torch.dtype, step: int
     ) -> None:
-        """Make the receives of the other ranks' values, ``step`` elements at a time."""
+        """Make the messages that receive the other ranks' values, ``step`` elements each."""
         self._size, self._pieces = members.size, list[_Piece]()
         self.sends: list[_Message] = []
         self._over: Future[None] = Future()
         # The background thread and a waiting thread compete for this lock; only the winner runs.
         self._is_taken = threading.Lock()
         out, peers, numel = request.out, sorted(members.peers), request.out.numel()
-        # If the dtypes are equal, the first peer's part is received directly into the result, where
-        # all parts are added.
+        # If the sent dtype and the result's dtype are equal, the values of the first peer are
+        # received directly into the result, and the other values are added to them.
         self._in_place = dtype is out.dtype
         num_rows = len(peers) - 1 if self._in_place else len(peers)
         rows = [out] if self._in_place else []
@@ -244,7 +253,8 @@ class _Average:
                 _Message(members.reduce_group.recv, row[part], peer, request.tag)
                 for row, peer in zip(rows, peers, strict=True)
             ]
-            # The order of the first two addends does not change the sum.
+            # If this rank is rank 0, its values come second instead of first. The sum is the same,
+            # because the order of the first two addends does not matter.
             values.insert(max(members.rank, 1), own.values)
             self._pieces.append(_Piece(out[part], values, receives))
 
@@ -258,14 +268,14 @@ class _Average:
 
     def wait(self) -> None:
         """Wait until the average is complete; raises the error of the average, if any."""
-        # The background thread may be busy with another model's average, and the other ranks may
-        # begin that average only after this one. So the waiting thread runs the average, unless the
-        # average runs already.
+        # The background thread may be busy with an average of another model, which the other ranks
+        # may begin only after this average. So the waiting thread runs this average itself, unless
+        # the background thread has taken it already.
         self.run()
         self._over.result()
 
     def run(self) -> None:
-        """Run the average, unless it runs or has run already. Errors are raised in ``wait``."""
+        """Run the average, unless another thread has taken it. ``wait`` raises any error."""
         if not self._is_taken.acquire(blocking=False):
             return
         try:
@@ -282,13 +292,13 @@ class _Average:
             self._add(piece)
         for send in self.sends:
             send.wait()
-        # Drop all references: when ``wait`` returns, nothing may refer to the memory any more.
+        # Drop all references to tensors: after ``wait`` the caller may free or reuse the memory.
         self._pieces.clear()
         self.sends.clear()
 
     def _add(self, piece: _Piece) -> None:
         first, *others = piece.values
-        assert first is not None, "the first peer's arrived"
+        assert first is not None, "the first peer's values have arrived"
         for start in range(0, piece.out.numel(), _ADDED_AT_ONCE):
             end = start + _ADDED_AT_ONCE
             total = piece.out[start:end]
@@ -303,8 +313,8 @@ class _Average:
 class _Thread:
     """Runs tasks one after another in a background thread, which the first task starts."""
 
-    # Not a thread of `concurrent.futures`: the program would join such threads at its end, and the
-    # threads may be waiting for a rank that is gone.
+    # This class does not use `concurrent.futures`, because Python joins the threads of executors at
+    # the end of the program. A thread that waits for a dead rank would then block the exit.
 
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name
@@ -323,4 +333,4 @@ class _Thread:
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # otherwise the task's tensors would live until the next task
+        del task  # otherwise the task would keep its tensors alive until the next task arrives
