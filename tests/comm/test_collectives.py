@@ -302,7 +302,7 @@ def _other_backend(rank: int, world_size: int) -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     for keywords in ({"collectives": "sockets"}, {"wire_dtype": torch.bfloat16}):
-        with pytest.raises(ValueError, match=r"backend is gloo, but the backend of this group is .*fake"):
+        with pytest.raises(ValueError, match=r"gloo, but the backend of this group is .*fake"):
             _wrapped("FULL_SHARD", **keywords)
     _groups_without_host_memory(dist.group.WORLD)
     dist.destroy_process_group()
