@@ -312,10 +312,10 @@ def table(names: list[str]) -> str:
             lines.append(f"| {' | '.join(row)} |")
             print(lines[-1], file=sys.stderr)
     about = (
-        f"{STEPS} steps on 2 gloo ranks and CPUs, torch {torch.__version__.partition('+')[0]}: the "
-        "largest differences of losses and of weights from the framework's own "
-        "DistributedDataParallel (DDP). *runs DDP*: asked for FSDP, the framework takes that on "
-        "CPUs, without a word."
+        "The largest differences of losses and of weights from the framework's own "
+        f"DistributedDataParallel (DDP), after {STEPS} steps on 2 gloo ranks on CPUs with torch "
+        f"{torch.__version__.partition('+')[0]}. *runs DDP*: the program asks for FSDP, but "
+        "on CPUs the framework runs DDP, without a warning."
     )
     return "\n".join([about, "", *lines])
 
