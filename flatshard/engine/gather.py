@@ -29,7 +29,7 @@ from torch import Tensor
 from flatshard.comm.communicator import Topology
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork, RunLink
-from flatshard.memory.buffers import BufferMemory
+from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.memory.offload_target import OffloadTargets, beside, copy_stream
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
@@ -52,9 +52,7 @@ class ParamGather:
         self,
         link: RunLink,
         options: HandleOptions,
-        device: torch.device,
-        dtype: torch.dtype,
-        shard_numel: int,
+        shard: Tensor,  # on the device that computes
     ) -> None:
         self._link, self._topology = link, options.topology
         self._precision, self._targets = options.precision, options.targets
@@ -67,14 +65,14 @@ class ParamGather:
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
-            self._float8 = reduction.Float8Shard(gather_dtype, shard_numel)
+            self._float8 = reduction.Float8Shard(gather_dtype, shard.numel())
         # None: all all-gathers of the strategy read the shards.
         self.secondary: SecondaryShard | None = None
         if topology.regather is not None or inter_group.size > 1:
             self.secondary = SecondaryShard(topology, link)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None
-        self.move_to(device, dtype)
+        self.move_to(shard.device, shard.dtype)
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
         """All-gather shards of ``dtype`` into buffers on ``device`` from now on.
@@ -94,16 +92,21 @@ class ParamGather:
         is_copied = self.secondary is not None or self._float8 is not None
         is_cast = self.compute_dtype != dtype
         self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
+        # Whether the shard is the unsharded buffer. Then modules compute with the sharded
+        # parameters, and no full parameters exist beside them.
+        self.is_aliased = is_alone and not (is_cast or self._is_offloaded)
         # Copy of an offloaded shard that stays on the device, and the version of the copied shard.
         self._device_copy: tuple[Tensor, int] | None = None
         if self.secondary is not None:
             self.secondary.drop()
 
-    def allocate(self, numel: int) -> BufferMemory:
-        """Memory for the unsharded buffer, ``(numel,)``.
+    def allocate(self, numel: int, shard: Tensor | None = None) -> BufferMemory:
+        """Memory for the unsharded buffer, ``(numel,)``; ``shard`` itself if ``is_aliased``.
 
         If ``reads_shard``, the memory may contain the shard, too.
         """
+        if shard is not None and self.is_aliased:
+            return ShardItself(shard)
         target = self._targets.shard if self.reads_shard else None
         request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], target)
         return self._topology.intra_group.allocate_unsharded(request)

@@ -1,8 +1,8 @@
 """``FlatParamHandle``: owns every buffer of one flat parameter, which is one segment of a unit.
 
 A handle works on the current stream and gets all settings as arguments. It never picks a stream and
-never reads the phase of a step: ``Unit`` decides when to call it. ``module.handle_making`` makes,
-converts and copies handles.
+never reads the phase of a step: ``Unit`` decides when to call it. ``module.construction`` makes
+handles; ``module.conversion`` converts and copies them.
 
 [Note: who owns what]
     FlatParamHandle  the unsharded buffer, and the way from the shard to the buffer and back
@@ -27,13 +27,11 @@ from flatshard.engine.gather import HandleOptions, ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
-from flatshard.memory.buffers import BufferCache, BufferMemory, ShardItself, num_uses
+from flatshard.memory.buffers import BufferCache, ShardItself, num_uses
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, view_of
-from flatshard.plan.module_tree import ParamInfo
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
-from flatshard.tensor.shard_spec import ShardSpec
 
 # A module, the attribute of a parameter in the module, and the parameter.
 Place = tuple[nn.Module, str, OriginalParam]
@@ -61,23 +59,19 @@ class FlatParamHandle:
 
     def __init__(
         self,
-        owned: Sequence[ParamInfo],  # in the order of ``layout.spans``
-        link: RunLink,
+        params: Sequence[OriginalParam],
+        unit_name: str,
         options: HandleOptions,
         layout: FlatLayout,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        shard: Tensor,  # (layout.shard_numel,), on the device that computes
     ) -> None:
-        """Make a handle without memory; call ``adopt``, ``show_shard`` and ``make_buffer`` next."""
-        self.link, self.options, self.layout, self.device = link, options, layout, device
+        """Turn ``params``, in place, into sharded parameters that show ``shard``."""
+        self.link, self.options, self.layout = RunLink(unit_name), options, layout
+        self.device = shard.device
         self.topology, self.reduces_alone = options.topology, options.reduces_alone
         # Whether this rank holds the whole flat parameter.
         self.is_whole = options.topology.shard.size == 1
-        # Whether the shard is the unsharded buffer: then modules compute with the sharded
-        # parameters, and no full parameters exist beside them.
-        self.is_aliased = False
-        self.params = [self._original(index, info) for index, info in enumerate(owned)]
+        self.params = list(params)
         # Every place of a parameter: a module's attribute and the parameter.
         self.places: list[Place] = [
             (place.module, place.attribute, param)
@@ -92,29 +86,14 @@ class FlatParamHandle:
         self.lingers = False
         self._unsharded_version = -1  # version of the shard when the buffer was filled
         self._targets, self._precision = options.targets, options.precision
-        self.gather = ParamGather(link, options, device, dtype, layout.shard_numel)
+        self.gather = ParamGather(self.link, options, shard)
         self._replicate_tag = self.topology.replicate.new_tag()
-        self.grad_buffer = self._plan_gradients(dtype)
+        self.grad_buffer = self._plan_gradients(shard.dtype)
         target = self._targets.gradient
-        self.grad_publish = GradPublish(self.params, self.grad_buffer, target, link)
+        self.grad_publish = GradPublish(self.params, self.grad_buffer, target, self.link)
         # The reduction that backward started last; None once gradients are published.
         self.grad_reduce: GradReduce | None = None
-
-    def _original(self, index: int, info: ParamInfo) -> OriginalParam:
-        topology, span = self.topology, self.layout.spans[index]
-        spec = ShardSpec(
-            span.name,
-            self.link.unit_name,
-            span,
-            self.layout.local_span(index, topology.index),
-            comm=topology.shard,
-            replicas=topology.replicate,
-            # Layout of a former DTensor, set by `extras/tensor_parallel`.
-            tensor_parallel=getattr(info.param, "tensor_parallel", None),
-            # Where optimizers keep state of the parameter's shape. None: in memory.
-            state_target=self.options.targets.state,
-        )
-        return OriginalParam(info, index, spec)
+        self.adopt(shard)
 
     @property
     def unit_name(self) -> str:
@@ -133,46 +112,36 @@ class FlatParamHandle:
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Keep ``shard``, ``(layout.shard_numel,)``, in the memory of its offload target."""
-        memory: BufferMemory | None = None
-        if self.gather.reads_shard:
-            memory = self.gather.allocate(self.layout.padded_numel)
-        shown = None if memory is None else memory.shard
-        # Keep the shard, which the optimizer updates.
-        self._set_shard(self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard))
-        # Memory of the unsharded buffer. If the buffer does not contain the shard, `make_buffer`
-        # allocates it.
-        self.memory = ShardItself(self.flat_param) if memory is None else memory
-        self.page_out()
+        """Keep ``shard``, ``(layout.shard_numel,)``, in its offload target, and show it.
 
-    def _set_shard(self, chunk: Tensor) -> None:
-        self.flat_param = FlatParameter(chunk, self.layout, self.topology.index, self.params)
-
-    def show_shard(self) -> None:
-        """Let the sharded parameters show the shard."""
-        for param in self.params:
-            param.show_chunk(self.flat_param, is_whole=self.is_whole)
-
-    def make_buffer(self) -> None:
-        """Make the unsharded buffer, and the full parameters as views of it, once for all steps."""
-        shard, device = self.flat_param, self.device
-        is_uncast = self.gather.compute_dtype == shard.dtype
-        self.is_aliased = self.is_whole and is_uncast and shard.device.type == device.type
-        with torch.inference_mode(False), torch.no_grad():
-            if self.is_aliased:
-                self.memory = ShardItself(shard)
-            elif not self.gather.reads_shard:
-                self.memory = self.gather.allocate(self.layout.padded_numel)
+        The sharded parameters become views of the shard, and the full parameters views of a new
+        unsharded buffer, once for all steps.
+        """
+        gather, padded_numel = self.gather, self.layout.padded_numel
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            # A buffer that contains the shard is allocated first. Every other buffer is allocated
+            # after the parameters have given back the memory that they had before.
+            memory = gather.allocate(padded_numel) if gather.reads_shard else None
+            shown = None if memory is None else memory.shard
+            # Keep the shard, which the optimizer updates.
+            shard = self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard)
+            self._set_shard(shard)
+            for param in self.params:
+                param.show_chunk(self.flat_param, is_whole=self.is_whole)
+            self.memory = memory or gather.allocate(padded_numel, self.flat_param)
             # ``(layout.padded_numel,)``. The buffer keeps one storage object for life, because
             # autograd saves views of it (`weight.t()`, for example). While sharded, the storage is
             # resized to zero bytes, or gives its pages back.
-            self.buffer = self.memory.buffer
+            self.buffer, self.is_aliased = self.memory.buffer, gather.is_aliased
             for param in self.params:
-                param.make_full(None if self.is_aliased else self.buffer)
+                param.make_full(None if self.is_aliased else view_of(self.buffer, param.span))
         self._num_uses = num_uses(self.buffer)
         if not self.is_aliased:
             self._free_buffer()
-        self.show_sharded()
+            self.put_back()
+
+    def _set_shard(self, shard: Tensor) -> None:
+        self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
 
     def part(self, param: OriginalParam) -> Tensor:
         """This rank's part of an original parameter, ``(numel held here,)``; a view."""

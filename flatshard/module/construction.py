@@ -15,7 +15,6 @@ from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module import unit_report
-from flatshard.module.handle_making import make_handle
 from flatshard.module.initial_values import InitialValues, broadcast_buffers, compare_values
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
@@ -28,6 +27,7 @@ from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy, put_in_place
 from flatshard.plan.policies import explain_no_match
 from flatshard.state.model_state import UnitStateDict
+from flatshard.tensor.flat_parameter import OriginalParam
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
@@ -152,6 +152,23 @@ class Construction:
         settings, precision = planned.settings, self._plan.precision
         topology = settings.topology
         modules = [member.module for member in planned.members]
+        handles = []
+        for kind, infos in planned.flat_params.items():
+            layout = planned.layouts[kind]
+            params = [
+                OriginalParam(
+                    info,
+                    index,
+                    layout,
+                    topology,
+                    unit_name=planned.name,
+                    state_target=self._offload.state,
+                )
+                for index, info in enumerate(infos)
+            ]
+            shard = initial_values.shard(params, layout.shard_numel, settings.device)
+            options = HandleOptions(topology, self._offload, kind.precision, kind.apart != 0)
+            handles.append(FlatParamHandle(params, planned.name, options, layout, shard))
         unit = Unit(
             {module: precision.of_unit(module, settings.precision) for module in modules},
             planned.names,
@@ -159,28 +176,12 @@ class Construction:
             topology=topology,
         )
         hooks = UnitHooks(unit)
-        hooks.own(
-            make_handle(
-                params,
-                unit.name,
-                HandleOptions(
-                    topology,
-                    self._offload,
-                    kind.precision,
-                    reduces_alone=kind.apart != 0,
-                ),
-                layout=planned.layouts[kind],
-                device=settings.device,
-                missing=initial_values.missing,
-                source=initial_values.source,
-            )
-            for kind, params in planned.flat_params.items()
-        )
+        hooks.own(handles)
         state_dict = UnitStateDict(unit)
         for member in planned.members:
             module, wrapper = member.module, wrappers[member.module]
-            put_in_place(wrapper, module)
             surround(hooks, module)
+            put_in_place(wrapper, module)
             ignored = self._plan.ignored.within(module)
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, member.reason

@@ -14,11 +14,13 @@ from flatshard.comm.communicator import copying
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
-from flatshard.module import handle_making
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, shardings_in, units_in
+from flatshard.plan.layout import memory_order, strides_of
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_tree import unit_text
 from flatshard.precision import convert_buffers
+from flatshard.tensor.flat_parameter import OriginalParam
 
 
 def convert(
@@ -42,7 +44,7 @@ def convert(
         root.check_has_all_modules("converted")
     # Check all units before converting any: an error must leave no unit converted.
     for handle in handles:
-        handle_making.check_keeps_order(handle, fn)
+        _check_keeps_order(handle, fn)
     context.is_converting = True
     try:
         with _hidden(handles):
@@ -51,7 +53,7 @@ def convert(
     finally:
         context.is_converting = False
     for handle in handles:
-        handle_making.convert(handle, fn)
+        _convert_handle(handle, fn)
     context.refresh()
 
 
@@ -61,6 +63,55 @@ def _changes(shard: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
         before = probe.data_ptr()
         after = fn(probe)
         return after is not probe or after.data_ptr() != before or bool(after != 1)
+
+
+def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise RuntimeError if ``module._apply``'s function changes a parameter's memory format."""
+    # Optimizer state lies in the order of the shard, and nobody would rearrange it.
+    after: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for param in handle.params:
+        span = param.span
+        if span.order not in after:
+            # As many dimensions in the same order, but small: the shape takes no part.
+            sizes = (2,) * len(span.order)
+            strides = strides_of(sizes, span.order)
+            probe = fn(handle.flat_param.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
+            after[span.order] = memory_order(probe.shape, probe.stride())
+        asked = strides_of(span.shape, after[span.order])
+        if asked != span.strides:
+            raise RuntimeError(
+                f"{param.where}: the memory format "
+                f"cannot be changed after wrapping: strides are {span.strides}, {asked} are asked "
+                "for. Call model.to(memory_format=...) before ShardedWrapper(model)."
+            )
+
+
+def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
+    """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
+    handle.reshard()
+    # Other ranks may still be reading the shard's present memory.
+    if handle.gather.secondary is not None:
+        handle.gather.secondary.finish_refresh()
+    handle.absorb_replaced()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        before = handle.flat_param.data_ptr()
+        converted = fn(handle.flat_param)
+        if converted is handle.flat_param and converted.data_ptr() == before:
+            return
+        if converted.device.type == "meta":
+            raise RuntimeError(
+                f"{unit_text(handle.unit_name)}: moving a sharded model to the meta device would "
+                "lose its weights"
+            )
+        if converted.device != handle.flat_param.device:
+            handle.device = converted.device
+        handle.gather.move_to(handle.device, converted.dtype)
+        grads = handle.grad_publish.take_off()
+        handle.adopt(converted)
+        handle.page_out()
+        take_in = handle.options.targets.gradient.take_in
+        handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
+    handle.replan_gradients()
 
 
 def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
@@ -83,13 +134,37 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
     with copying():
         for one in hooks:
-            handles = [handle_making.copied(handle, memo) for handle in one.unit.handles]
+            handles = [_copied(handle, memo) for handle in one.unit.handles]
             one.copy_into(memo, memo[id(one)], memo[id(one.unit)], handles)
             for module in memo[id(one)].unit.modules:  # torch copies no compiled call
                 surround(memo[id(one)], module)
     if is_outermost:
         # One rank may copy alone: a new number there would shift the numbers of its later models.
         start_run(shardings_in(twin)[0], number=root.context.number)
+    return twin
+
+
+def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
+    """The same for modules that were deep-copied, as the finished copy's ``memo`` knows them.
+
+    Gradients that wait for a reduction stay with the original.
+    """
+    handle.absorb_replaced()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        shard = handle.flat_param.detach().to(handle.device, copy=True)
+    params = [
+        OriginalParam(
+            param.copied(memo),
+            param.index,
+            handle.layout,
+            handle.topology,
+            unit_name=handle.unit_name,
+            state_target=handle.options.targets.state,
+        )
+        for param in handle.params
+    ]
+    twin = FlatParamHandle(params, handle.unit_name, handle.options, handle.layout, shard)
+    twin.page_out()
     return twin
 
 

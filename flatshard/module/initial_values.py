@@ -16,6 +16,8 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.module.model_plan import ModelPlan
+from flatshard.plan.layout import part_of
+from flatshard.tensor.flat_parameter import OriginalParam
 
 LEFT_EMPTY = "_flatshard_left_empty"
 
@@ -51,6 +53,18 @@ class InitialValues:
     def source(self) -> Communicator | None:
         """The ranks whose rank 0 broadcasts its values; None: each rank has its own values."""
         return self.world if self.sends else None
+
+    def shard(self, params: Sequence[OriginalParam], numel: int, device: torch.device) -> Tensor:
+        """This rank's shard of a flat parameter, ``(numel,)``, with the values of ``params``.
+
+        Missing values are zeros. Collective if rank 0's values count.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            shard = torch.zeros(numel, dtype=params[0].sharded.dtype, device=device)
+            for param in params:
+                if id(param.sharded) not in self.missing:
+                    take_part(shard, param, param.sharded, self.source)
+        return shard
 
     def warnings(self) -> list[str]:
         """A warning that names tensors which differed."""
@@ -92,6 +106,30 @@ def compare_values(
     missing = {id(tensor) for (_, tensor), mark in zip(named, marks, strict=True) if mark}
     different = [] if sync is True else different
     return InitialValues(world, sync, sends, missing, any(everywhere), different)
+
+
+def take_part(
+    shard: Tensor, param: OriginalParam, value: Tensor | None, source: Communicator | None
+) -> None:
+    """Copy this rank's part of ``value``, all of ``param``, into ``shard``.
+
+    With ``source`` the value is that of rank 0 of ``source``; the other ranks may pass None.
+    Collective with a ``source``: all its ranks.
+    """
+    span, local = param.span, param.local
+    part = shard[local.start : local.end]
+    if source is not None:
+        # One parameter at a time, on rank 0 without a copy if possible: a unit fits in memory.
+        if source.rank == 0:
+            assert value is not None, "rank 0 has the values"
+            whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
+        else:
+            whole = torch.empty(span.numel, dtype=part.dtype, device=part.device)
+        source.broadcast(whole, op_name=span.name)
+        part.copy_(whole[local.offset : local.offset + local.numel])
+    else:
+        assert value is not None, "every rank has the values"
+        part.copy_(part_of(value, span, local))
 
 
 def names_of_different(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,13 @@ def read_ignored(
 
 def find_device(
     module: nn.Module,
-    ignored: Ignored,
+    left_alone: Collection[int],  # ids of tensors that are ignored
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
     """The device of the shards and of computation; ValueError if this host has none such."""
     if device_id is not None:
         return _read_device(device_id)
-    left_alone = ignored.ids()
     present = [param for param in module.parameters() if id(param) not in left_alone]
     # Ranks with and without values must agree, so tensors on the meta device do not count.
     devices = [param.device for param in present if not param.is_meta]

@@ -48,6 +48,7 @@ class PlannedUnit:
     settings: Settings
     owned: Sequence[ParamInfo]
     number: int  # among the units of the model
+    # Once laid out, in the order of the layout.
     flat_params: dict[FlatParamKind, list[ParamInfo]] = field(default_factory=dict)
     layouts: dict[FlatParamKind, FlatLayout] = field(default_factory=dict)  # once laid out
 
@@ -70,7 +71,10 @@ class PlannedUnit:
                 itemsize=kind.dtype.itemsize,
                 orders=[memory_order(info.param.shape, info.param.stride()) for info in infos],
             )
-            self.layouts[kind] = move(layout, boundary, kind.dtype.itemsize, self.number)
+            layout = move(layout, boundary, kind.dtype.itemsize, self.number)
+            by_name = {info.name: info for info in infos}
+            self.flat_params[kind] = [by_name[span.name] for span in layout.spans]
+            self.layouts[kind] = layout
         if boundary != "element":
             check_padding(self.name, self.layouts.values(), boundary)
         return self.layouts
@@ -141,11 +145,8 @@ class ModelPlan:
         self.precision = precision_plan(module, policies, self.left_alone)
         # In registration order, the root last.
         self.units: list[PlannedUnit] = []
-        for members in self._coalesce(owners):
+        for members in [*self._coalesce(owners), [root]]:
             self._plan_unit(members, [info for plan in members for info in owners[plan.module]])
-        # A large parameter of the root is reduced by itself, while units inside compute: the rest
-        # of the root is complete only at the end of backward.
-        self._plan_unit([root], owners[module], splits=bool(self.units))
 
     def _coalesce(self, owners: Mapping[nn.Module, list[ParamInfo]]) -> list[list[UnitPlan]]:
         """Put neighbours together that agree in settings and kinds of parameters.
@@ -177,13 +178,14 @@ class ModelPlan:
                 total, last = nbytes, this
         return groups
 
-    def _plan_unit(
-        self, members: list[UnitPlan], owned: list[ParamInfo], *, splits: bool = False
-    ) -> None:
+    def _plan_unit(self, members: list[UnitPlan], owned: list[ParamInfo]) -> None:
         settings = self.settings_of[members[0].module]
         unit = PlannedUnit(members, settings, owned, len(self.units))
-        # Whole parameters balance only beside others.
-        splits = splits and settings.boundary != "tensor"
+        # A large parameter of the root is reduced by itself, while units inside compute: the rest
+        # of the root is complete only at the end of backward. With boundary="tensor" it is not:
+        # whole parameters balance only beside others.
+        is_around = members[0].module is self.module and bool(self.units)
+        splits = is_around and settings.boundary != "tensor"
         for info in owned:
             param = info.param
             # The root often holds an embedding, whose gradient comes last, and a head, whose

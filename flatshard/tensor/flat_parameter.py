@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
+from flatshard.comm.communicator import Topology
+from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.layout import FlatLayout, view_of
 from flatshard.plan.module_tree import ParamInfo, unit_text
-from flatshard.tensor import unsharded
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
     GRADIENT,
@@ -120,9 +121,30 @@ class OriginalParam:
 
     full: nn.Parameter
 
-    def __init__(self, info: ParamInfo, index: int, spec: ShardSpec) -> None:
-        self.index, self.spec, self.span, self.local = index, spec, spec.span, spec.local
-        self.sharded, self.locations = info.param, info.locations
+    def __init__(
+        self,
+        info: ParamInfo,
+        index: int,
+        layout: FlatLayout,
+        topology: Topology,
+        *,
+        unit_name: str,
+        state_target: OffloadTarget | None,
+    ) -> None:
+        self.index, self.sharded, self.locations = index, info.param, info.locations
+        self.span, self.local = layout.spans[index], layout.local_span(index, topology.index)
+        self.spec = ShardSpec(
+            info.name,
+            unit_name,
+            self.span,
+            self.local,
+            comm=topology.shard,
+            replicas=topology.replicate,
+            # Layout of a former DTensor, set by `extras/tensor_parallel`.
+            tensor_parallel=getattr(info.param, "tensor_parallel", None),
+            # Where optimizers keep state of the parameter's shape. None: in memory.
+            state_target=state_target,
+        )
         self.held: Any = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         # Tensor hooks and post-accumulate hooks that users registered before wrapping. The hooks
@@ -130,7 +152,7 @@ class OriginalParam:
         # ``RemovableHandle`` still works.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: GradHook | None = None
-        spec.original = self
+        self.spec.original = self
 
     @property
     def name(self) -> str:
@@ -227,14 +249,16 @@ class OriginalParam:
 
     # ------------------------------------------------------------ the full parameter
 
-    def make_full(self, buffer: Tensor | None) -> None:
-        """Make ``full`` over an unsharded buffer, ``(padded_numel,)``; None: use ``sharded``."""
+    def make_full(self, view: Tensor | None) -> None:
+        """Make ``full`` from its view of an unsharded buffer; None: ``full`` is ``sharded``."""
         before: nn.Parameter | None = getattr(self, "full", None)
-        if buffer is None:
+        if view is None:
             self.full = self.sharded
         else:
-            self.full = nn.Parameter(view_of(buffer, self.span), False)
-            unsharded.name(self.full, self.spec)
+            self.full = nn.Parameter(view, False)
+            # Errors about the full parameter name it with the spec. A weak reference: the spec
+            # refers to the parameter, and a cycle would live until the collector runs.
+            self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # Integer parameters never require a gradient.
         self.full.requires_grad_(self.requires_grad)
         # Without a buffer, ``full`` and ``sharded`` are one object. `model.to()` then keeps this
@@ -270,8 +294,9 @@ class OriginalParam:
                 param.requires_grad_(is_trained)
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
-        """The parameter's counterpart in deep-copied modules."""
+        """The parameter's counterpart in deep-copied modules, with the same name."""
         places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
+        places[0] = replace(places[0], name=self.name)
         return ParamInfo(memo.get(id(self.sharded), self.sharded), places)
 
     # ------------------------------------------------------------ gradients

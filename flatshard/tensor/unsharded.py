@@ -18,7 +18,6 @@ writes.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -75,13 +74,6 @@ class FreedParameter(nn.Parameter):
             "again: norms, sums and element-wise operations work on the sharded parameter, and "
             "full_tensor(), called on all ranks, gives the full one. [FS-FREED]"
         )
-
-
-def name(param: nn.Parameter, spec: ShardSpec) -> None:
-    """Record the spec on a full parameter, so that errors can name the parameter."""
-    # A weak reference: the spec refers to the parameter, and a cycle would live until the collector
-    # runs.
-    param._full_of = weakref.ref(spec)  # type: ignore[attr-defined]
 
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:

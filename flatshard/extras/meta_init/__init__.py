@@ -29,12 +29,12 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.process_groups import as_bytes
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.module.handle_making import fill
 from flatshard.module.initial_values import (
     LEFT_EMPTY,
     InitialValues,
     names_of_different,
     take_from_rank_0,
+    take_part,
 )
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import handles_in, sharding_of, shardings_in
@@ -427,7 +427,7 @@ class MetaInit:
                             slot.tensor, slot.name, start.world, self._device
                         )
                 elif slot.is_first and (value is not None or start.sends):
-                    fill(handle, param, value, start.source)
+                    take_part(handle.flat_param, param, value, start.source)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
             # Shards that live on disk must not all be in memory at once.
