@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
@@ -120,18 +120,24 @@ class Construction:
     def _make_units(
         self, root: ModuleProxy, kind: type[ModuleProxy], initial_values: InitialValues
     ) -> None:
-        """Change the module: make the units inside it, then let ``root`` wrap it. Collective."""
-        plan, units = self._plan, []
-        wrappers: dict[nn.Module, ModuleProxy] = {}
-        *planned_units, planned_root = plan.units
-        for planned in planned_units:
+        """Change the module: make its units, the root last, and wrap their modules. Collective."""
+        plan = self._plan
+        wrappers: dict[nn.Module, ModuleProxy] = {plan.module: root}
+        units: list[Unit] = []
+        for planned in plan.units:
             for member in planned.members:
-                wrappers[member.module] = wrapper = kind.__new__(kind)
-                nn.Module.__init__(wrapper)
+                if member.module is not plan.module:
+                    wrappers[member.module] = wrapper = kind.__new__(kind)
+                    nn.Module.__init__(wrapper)
             units.append(self._make_unit(planned, wrappers, initial_values))
+        units.insert(0, units.pop())  # the root first
         _replace_children(plan.module, wrappers)
-        units.insert(0, self._make_unit(planned_root, {plan.module: root}, initial_values))
-        self._make_values(initial_values, root, [one for unit in units for one in unit.handles])
+        handles = [handle for unit in units for handle in unit.handles]
+        if initial_values.any_missing:
+            self._meta_init.run(root, handles)
+        for handle in handles:
+            handle.page_out()
+        self._offload.trim()
         # Connecting is collective: all ranks in the same order of units and kinds.
         for unit in units:
             for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
@@ -156,14 +162,7 @@ class Construction:
         for kind, infos in planned.flat_params.items():
             layout = planned.layouts[kind]
             params = [
-                OriginalParam(
-                    info,
-                    index,
-                    layout,
-                    topology,
-                    unit_name=planned.name,
-                    state_target=self._offload.state,
-                )
+                OriginalParam(info, index, layout, topology, planned.name, self._offload.state)
                 for index, info in enumerate(infos)
             ]
             shard = initial_values.shard(params, layout.shard_numel, settings.device)
@@ -187,16 +186,6 @@ class Construction:
                 wrapper, unit, hooks, state_dict, settings, ignored, member.reason
             )
         return unit
-
-    def _make_values(
-        self, initial_values: InitialValues, root: ModuleProxy, handles: Sequence[FlatParamHandle]
-    ) -> None:
-        """Initialise what was on the meta device, and fill replicas. Collective."""
-        if initial_values.any_missing:
-            self._meta_init.run(root, handles)
-        for handle in handles:
-            handle.page_out()
-        self._offload.trim()
 
 
 def _warnings(plan: ModelPlan) -> list[str]:

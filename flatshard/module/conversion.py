@@ -152,18 +152,12 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         shard = handle.flat_param.detach().to(handle.device, copy=True)
+    unit_name, options, layout = handle.unit_name, handle.options, handle.layout
     params = [
-        OriginalParam(
-            param.copied(memo),
-            param.index,
-            handle.layout,
-            handle.topology,
-            unit_name=handle.unit_name,
-            state_target=handle.options.targets.state,
-        )
-        for param in handle.params
+        OriginalParam(info, index, layout, options.topology, unit_name, options.targets.state)
+        for index, info in enumerate(param.copied(memo) for param in handle.params)
     ]
-    twin = FlatParamHandle(params, handle.unit_name, handle.options, handle.layout, shard)
+    twin = FlatParamHandle(params, unit_name, options, layout, shard)
     twin.page_out()
     return twin
 

@@ -127,7 +127,6 @@ class OriginalParam:
         index: int,
         layout: FlatLayout,
         topology: Topology,
-        *,
         unit_name: str,
         state_target: OffloadTarget | None,
     ) -> None:
