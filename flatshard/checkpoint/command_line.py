@@ -69,9 +69,6 @@ def describe(path: str) -> str:
         dtype = str(one.dtype).removeprefix("torch.")
         lines.append(f"{name:<{width}}  {tuple(one.shape)!s:<20} {dtype:<10} {one.nbytes:>15,}")
     lines += [f"{alias} is {kept}" for alias, kept in source.ties.items()]
-    if source.others:
-        more = f" and {len(source.others) - 20} more" if len(source.others) > 20 else ""
-        lines.append(f"no tensors: {', '.join(source.others[:20])}{more}")
     total = sum(one.nbytes for one in named.values())
     return "\n".join([*lines, f"{len(named)} tensors, {total:,} bytes, complete"])
 

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import time
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from typing import Any
 MARKER = "flatshard.json"
 _FORMAT = "flatshard.checkpoint/1"
 INCOMPLETE = ".incomplete"
+
+Advance = Callable[[int], object]
+"""Called with the number of bytes that this rank has just written or read."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,12 @@ class Marker:
     format: str = _FORMAT
 
     @property
+    def lengths(self) -> dict[str, int]:
+        return {name: file.bytes for name, file in self.files.items()}
+
+    @property
     def bytes(self) -> int:
-        return sum(file.bytes for file in self.files.values())
+        return sum(self.lengths.values())
 
 
 def read_marker(folder: Path) -> Marker | None:
@@ -92,6 +101,50 @@ def _complete_in(directory: Path) -> list[tuple[float, Path]]:
     return found
 
 
+def record_of(path: Path, advance: Advance) -> FileRecord:
+    """Read a file, to find its length and checksum."""
+    piece, crc32, length = memoryview(bytearray(4 << 20)), 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            crc32, length = zlib.crc32(piece[:count], crc32), length + count
+            advance(count)
+    return FileRecord(length, crc32)
+
+
+def check_sum(folder: Path, marker: Marker, name: str, advance: Advance) -> None:
+    """Raise ValueError if the content of a file is not the content that was saved."""
+    got, expected = record_of(folder / name, advance), marker.files[name]
+    if got != expected:
+        raise ValueError(
+            f"{folder / name} is corrupted: expected CRC-32 {expected.crc32:08x} of "
+            f"{expected.bytes} bytes, got {got.crc32:08x} of {got.bytes}. Load another checkpoint."
+        )
+
+
+def check_lengths(
+    folder: Path, lengths: Mapping[str, int], remedy: str, *, seconds: float = 0.0
+) -> None:
+    """Wait at most ``seconds`` until each file has at least its length in bytes.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is too short.
+    """
+    deadline = time.monotonic() + seconds
+    for name, expected in lengths.items():
+        path = folder / name
+        while not path.exists() or path.stat().st_size < expected:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+            elif path.exists():
+                got = path.stat().st_size
+                raise ValueError(
+                    f"{path} is incomplete: expected {expected} bytes, got {got}. {remedy}"
+                )
+            else:
+                raise FileNotFoundError(f"{path} is missing, expected {expected} bytes. {remedy}")
+
+
 def own_file(rank: int) -> str:
     """Names the file of what one rank has for itself: its generators; of rank 0 more."""
     return f"rank-{rank:05d}.pt"
@@ -128,8 +181,9 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Let what was written be the checkpoint ``path``, and keep ``keep`` of its series."""
     folder = incomplete(path)
-    for name, record in marker.files.items():
-        _wait_for(folder / name, record)
+    # The file system of a network may show the files of another host a little later.
+    remedy = "Save on a file system that all hosts share."
+    check_lengths(folder, marker.lengths, remedy, seconds=10)
     with (folder / MARKER).open("w") as file:
         json.dump(asdict(marker), file, indent=1)
         file.flush()
@@ -143,23 +197,11 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
         shutil.rmtree(incomplete(old))
 
 
-def _wait_for(path: Path, record: FileRecord) -> None:
-    """A network's file system may show another host's file a little later."""
-    deadline = time.monotonic() + 10
-    while not (path.exists() and path.stat().st_size == record.bytes):
-        if time.monotonic() > deadline:
-            raise FileNotFoundError(
-                f"rank 0 does not see {path} with its {record.bytes} bytes, which another rank "
-                "wrote. Save on a file system that all hosts share"
-            )
-        time.sleep(0.1)
-
-
-def sync(folder: Path) -> None:
-    """Have the names in a folder written to the disk."""
-    if os.name == "nt":  # which opens no folders
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    if os.name == "nt":  # Windows cannot open a folder
         return
-    file = os.open(folder, os.O_RDONLY)
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:

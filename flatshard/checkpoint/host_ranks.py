@@ -82,6 +82,10 @@ class HostRanks:
                 raise self.told_by(rank, told, op_name) from error
         return cast(T, result)
 
+    def on_first(self, work: Callable[[], object], op_name: str) -> None:
+        """Run ``work`` on the first rank; if ``work`` raises, all ranks raise. Collective."""
+        self.agree(work if self.rank == 0 else lambda: None, op_name)
+
     def compare(self, facts: Facts, op_name: str, remedy: Callable[[str], str]) -> None:
         """Raise ValueError on all ranks if their ``facts`` differ. Collective: all ranks.
 

@@ -89,7 +89,7 @@ def load(
     def prepare() -> tuple[Marker, Metadata, StateDict, StateDict]:
         marker = _require_complete(path)
         # Also without ``verify``: a flipped bit may give metadata of another meaning.
-        dcp_files.check_sum(path, marker, ".metadata", lambda _: None)
+        folders.check_sum(path, marker, ".metadata", lambda _: None)
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
@@ -105,7 +105,7 @@ def load(
     progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)
     if verify:
         mine = sorted(marker.files)[ranks.rank :: ranks.size]
-        check = partial(dcp_files.check_sum, path, marker, advance=progress.advance)
+        check = partial(folders.check_sum, path, marker, advance=progress.advance)
         ranks.agree(lambda: [check(name) for name in mine], op_name)
 
     def read() -> tuple[StateDict | None, StateDict]:
@@ -191,8 +191,8 @@ def _require_complete(path: Path) -> Marker:
     """The marker of a checkpoint whose files are all there, and as long as they were.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or it is incomplete.
-        ValueError: it has another format, or a file is missing or truncated.
+        FileNotFoundError: there is no checkpoint, it is incomplete, or a file is missing.
+        ValueError: it has another format, or a file is truncated.
     """
     marker = folders.read_marker(path)
     if marker is None:
@@ -212,14 +212,8 @@ def _require_complete(path: Path) -> Marker:
             f"{path} was not saved by flatshard.checkpoint.save: expected {folders.MARKER}, got "
             f"{kind}. {remedy}"
         )
-    for name, record in marker.files.items():
-        got = (path / name).stat().st_size if (path / name).exists() else None
-        if got != record.bytes:
-            state = "missing" if got is None else f"truncated: it has {got} bytes"
-            raise ValueError(
-                f"{path / name} is {state}, expected {record.bytes}. Load another checkpoint. (The "
-                "hosts must share the file system.)"
-            )
+    remedy = "Load another checkpoint. (The hosts must share the file system.)"
+    folders.check_lengths(path, marker.lengths, remedy)
     return marker
 
 

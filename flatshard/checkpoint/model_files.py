@@ -90,10 +90,10 @@ def save_safetensors(
     with ExitStack() as incomplete:
         if is_first:
             incomplete.callback(plan.discard)
-        ranks.agree(lambda: plan.create() if is_first else None, op_name)
+        ranks.on_first(plan.create, op_name)
         progress = Progress("saving", _held_bytes(entries), is_shown=is_first)
         ranks.agree(lambda: _write(entries, plan, is_first, progress), op_name)
-        ranks.agree(lambda: plan.commit() if is_first else None, op_name)
+        ranks.on_first(plan.commit, op_name)
         incomplete.pop_all()
     progress.end(path, sum(place.nbytes for place in plan.places.values()))
 
@@ -113,23 +113,18 @@ def _held_bytes(entries: Entries) -> int:
 
 def _write(entries: Entries, plan: Plan, is_first: bool, progress: Progress) -> None:
     """Write this rank's elements of the planned tensors."""
-    path = ""
-    try:
-        with OpenFiles(os.O_WRONLY) as files, torch.no_grad():
-            for name, place in plan.places.items():
-                path, one = place.path, entries[name]
-                low, high = 0, one.local.numel()
-                if one.replicas is not None:  # ranks that hold the same elements write a part each
-                    rank, size = one.replicas.rank, one.replicas.size
-                    low, high = high * rank // size, high * (rank + 1) // size
-                if low < high and (one.replicas is not None or is_first):
-                    part = one.local[low:high]
-                    write_range(files[path], place, part, one.order, one.offset + low)
-                progress.advance(one.local.nbytes)
-            files.sync()
-    except OSError as error:
-        error.filename = error.filename or path
-        raise
+    with OpenFiles(os.O_WRONLY) as files, torch.no_grad():
+        for name, place in plan.places.items():
+            one = entries[name]
+            low, high = 0, one.local.numel()
+            if one.replicas is not None:  # ranks that hold the same elements write a part each
+                rank, size = one.replicas.rank, one.replicas.size
+                low, high = high * rank // size, high * (rank + 1) // size
+            if low < high and (one.replicas is not None or is_first):
+                part = one.local[low:high]
+                write_range(files[place.path], place, part, one.order, one.offset + low)
+            progress.advance(one.local.nbytes)
+        files.sync()
 
 
 def load_safetensors(

@@ -1,7 +1,7 @@
 """Ranges of tensors in files: which bytes hold them, and how these are read and written in place.
 
 Files hold tensors row by row. A parameter may lie in another memory order (channels_last): then a
-range of it is cut into boxes, and every box into runs that are contiguous in the file.
+range of it is cut into boxes, and every box into pieces that are contiguous in the file.
 
 ``Progress`` shows how far reading or writing has come.
 """
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.plan.layout import Box, boxes_of, strides_of
+from flatshard.plan.layout import boxes_of, strides_of
 
 logger = logging.getLogger("flatshard.checkpoint")
 
@@ -45,47 +45,34 @@ class Place(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Slab(NamedTuple):
-    """Elements of a range that are moved at once: a box of the tensor."""
+def _pieces(
+    place: Place, order: Sequence[int], start: int, part: Tensor
+) -> Iterator[tuple[Tensor, int]]:
+    """Cut the range ``part`` into views that are contiguous in the file.
 
-    position: int  # in the range
-    sizes: tuple[int, ...]  # of the box, in memory order
-    order: tuple[int, ...]
-    runs: Sequence[int]  # where the box begins in the file, and where it goes on, in elements
-    run_numel: int
-
-    def in_file_order(self, part: Tensor) -> Tensor:
-        """The slab of a range ``part``, 1-D, with the dimensions of the file; a view."""
-        slab = part[self.position : self.position + math.prod(self.sizes)].view(self.sizes)
-        return slab.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
-
-
-def _slabs(place: Place, order: Sequence[int], start: int, part: Tensor) -> Iterator[_Slab]:
-    """Cut ``part``, the elements from ``start`` on in memory order, into slabs."""
-    shape, end, piece_numel = place.shape, start + part.numel(), PIECE_BYTES // place.dtype.itemsize
-    dimensions = [d for d in order if shape[d] != 1]
-    if dimensions == sorted(dimensions):
-        for at in range(start, end, piece_numel):
-            numel = min(piece_numel, end - at)
-            yield _Slab(at - start, (numel,), (0,), (at,), numel)
-        return
-    row = math.prod(shape[d] for d in order[1:])
-    # Cut between rows: a part of a row may be runs of one element each.
-    piece = max(1, piece_numel // row) * row
+    ``part`` begins with element ``start`` of the tensor in memory order. Yields each view, with
+    the dimensions of the file, and the index of the view's first element in the file.
+    """
+    shape, end, num_dims = place.shape, start + part.numel(), len(place.shape)
+    strides, in_file = (
+        strides_of(shape, range(num_dims)),
+        sorted(range(num_dims), key=order.__getitem__),
+    )
+    # In another memory order, cut between rows: elements of a part of a row are far from one
+    # another in the file.
+    row = 1 if sorted(order) == list(order) else math.prod(shape[d] for d in order[1:])
+    piece = max(1, PIECE_BYTES // place.dtype.itemsize // max(1, row)) * max(1, row)
     cuts = [start, *range((start // piece + 1) * piece, end, piece), end]
     for low, high in itertools.pairwise(cuts):
         for box in boxes_of(shape, low, high, order):
-            sizes = tuple(box.sizes[d] for d in order)
-            yield _Slab(low - start + box.position, sizes, tuple(order), *_runs(shape, box))
-
-
-def _runs(shape: Sequence[int], box: Box) -> tuple[list[int], int]:
-    strides = strides_of(shape, range(len(shape)))
-    # The dimensions behind `split` are whole, so that steps in it touch one another.
-    split = max((d for d, size in enumerate(shape) if box.sizes[d] != size), default=0)
-    first = sum(map(operator.mul, box.offsets, strides))
-    steps = [range(0, box.sizes[d] * strides[d], strides[d]) for d in range(split)]
-    return [first + sum(at) for at in itertools.product(*steps)], box.sizes[split] * strides[split]
+            sizes = [box.sizes[d] for d in order]
+            values = part[low - start + box.position :][: box.numel].view(sizes).permute(in_file)
+            # The box is whole in the dimensions behind `split`, so its elements in these dimensions
+            # and in `split` are contiguous in the file.
+            split = max((d for d in range(num_dims) if box.sizes[d] != shape[d]), default=0)
+            for steps in itertools.product(*map(range, box.sizes[:split])):
+                at = map(operator.add, box.offsets, (*steps, *[0] * num_dims))
+                yield values[steps], sum(map(operator.mul, at, strides))
 
 
 def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
@@ -93,9 +80,9 @@ def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], sta
 
     ``file`` is open for writing. Values are cast to the dtype in the file.
     """
-    for slab in _slabs(place, order, start, part):
-        values = slab.in_file_order(part).to(place.dtype).cpu().contiguous()
-        _move(values, slab, place, lambda data, at: os.pwrite(file, data, at))
+    for values, first in _pieces(place, order, start, part):
+        source = values.to(place.dtype).cpu().contiguous()
+        _move(source, first, place, lambda data, at: os.pwrite(file, data, at))
 
 
 def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
@@ -104,28 +91,22 @@ def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], star
     Raises:
         ValueError: the file ends before.
     """
-    for slab in _slabs(place, order, start, part):
-        target = slab.in_file_order(part)
-        is_there = target.is_contiguous() and target.is_cpu and target.dtype == place.dtype
-        values = target if is_there else torch.empty(target.shape, dtype=place.dtype)
-        _move(values, slab, place, lambda data, at: os.preadv(file, [data], at))
-        if values is not target:
-            target.copy_(values)
+    for values, first in _pieces(place, order, start, part):
+        is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
+        target = values if is_there else torch.empty(values.shape, dtype=place.dtype)
+        _move(target, first, place, lambda data, at: os.preadv(file, [data], at))
+        if target is not values:
+            values.copy_(target)
 
 
-def _move(
-    values: Tensor, slab: _Slab, place: Place, move: Callable[[memoryview, int], int]
-) -> None:
-    """Let ``move`` write or read each run of a slab; it returns how many bytes it has moved."""
-    size = place.dtype.itemsize
-    data, step = bytes_of(values), slab.run_numel * size
-    for index, run in enumerate(slab.runs):
-        at, left = place.offset + run * size, data[index * step : (index + 1) * step]
-        while left:
-            count = move(left, at)
-            if not count:
-                raise ValueError(f"{place.path}: it ends at byte {at}, and was longer before")
-            left, at = left[count:], at + count
+def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, int], int]) -> None:
+    """Let ``move`` write or read values; it returns how many bytes it has moved."""
+    at, left = place.offset + first * place.dtype.itemsize, bytes_of(values)
+    while left:
+        count = move(left, at)
+        if not count:
+            raise ValueError(f"{place.path}: it ends at byte {at}, and was longer before")
+        left, at = left[count:], at + count
 
 
 class OpenFiles:
@@ -134,23 +115,27 @@ class OpenFiles:
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
         self._files: dict[str, int] = {}
+        self._used = ""  # the path that was used last
 
     def __getitem__(self, path: str) -> int:
+        self._used = path
         if path not in self._files:
             self._files[path] = os.open(path, self._flags)
         return self._files[path]
 
     def sync(self) -> None:
         """Wait until what was written is on the disk. Raises OSError."""
-        for file in self._files.values():
-            os.fsync(file)
+        for path in self._files:
+            os.fsync(self[path])
 
     def __enter__(self) -> OpenFiles:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: object, __: object) -> None:
         for file in self._files.values():
             os.close(file)
+        if isinstance(error, OSError):  # an error about a file's number does not name the file
+            error.filename = error.filename or self._used
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -9,9 +9,9 @@ import os
 import random
 import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.checkpoint import folder as folders
-from flatshard.checkpoint.folder import Marker
+from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.host_ranks import HostRanks, Training
 from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.sources import leaves
@@ -217,28 +217,22 @@ class PendingSave:
     """
 
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
-        self.path, self._write = path, write
-        self._error: BaseException | None = None
+        self.path = path
         # Python waits for the thread at the end of the program.
-        self._thread = threading.Thread(target=self._run, name="flatshard-checkpoint")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:  # raised by who waits
-            self._error = error
+        thread = ThreadPoolExecutor(1, "flatshard-checkpoint")
+        self._written = thread.submit(write)
+        thread.shutdown(wait=False)  # the thread ends with the save
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return not self._thread.is_alive()
+        return self._written.done()
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete; raises, once, what ``save`` raises."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        global _pending
+        if _pending is self:
+            _pending = None
+        self._written.result()
 
 
 _pending: PendingSave | None = None
@@ -246,12 +240,10 @@ _pending: PendingSave | None = None
 
 def wait_for_pending() -> None:
     """Wait for the save that is going on; raises its error if nobody has seen it."""
-    global _pending
-    pending, _pending = _pending, None
-    if pending is not None:
-        if not pending.done():
-            logger.info("waiting until %s is saved", pending.path)
-        pending.wait()
+    if _pending is not None:
+        if not _pending.done():
+            logger.info("waiting until %s is saved", _pending.path)
+        _pending.wait()
 
 
 @atexit.register
@@ -282,11 +274,8 @@ class Save:
         # Errors of one rank are raised on all, before anything is written.
         prepare = partial(self._prepare, take, async_)
         snapshot, own = self.ranks.agree(prepare, self.op_name)
-        try:
-            self._check_same(snapshot)
-        except ValueError:
-            self._discard()
-            raise
+        self._check_same(snapshot)
+        self.ranks.on_first(partial(folders.begin, self.path, self.keep), self.op_name)
         write = partial(self._write, snapshot, own)
         _pending = PendingSave(self.path, write) if async_ else None
         if not async_:
@@ -300,8 +289,6 @@ class Save:
     def _prepare(self, take: Callable[[], Snapshot], async_: bool) -> tuple[Snapshot, bytes]:
         snapshot = take()
         own = snapshot.own_file(self.ranks.rank)
-        if self.ranks.rank == 0:
-            folders.begin(self.path, self.keep)
         return snapshot.staged() if async_ else snapshot, own
 
     def _check_same(self, snapshot: Snapshot) -> None:
@@ -320,54 +307,49 @@ class Save:
             self._write_files(snapshot, own)
         except Exception as error:
             # After a CollectiveError the ranks that are still there may be writing.
-            if not isinstance(error, CollectiveError):
-                self._discard()
+            if not isinstance(error, CollectiveError) and self.ranks.rank == 0:
+                shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
             last = folders.latest(self.path.parent)
             outcome = f"{self.path} was not saved. The last complete one is {last}."
-            if not self._has_group():
+            if self.ranks.group is not None and not dist.is_initialized():
                 raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
             error.add_note(outcome)
             raise
 
-    def _has_group(self) -> bool:
-        """Whether ranks are still together; torch's package would save as if each were alone."""
-        return self.ranks.group is None or dist.is_initialized()
-
-    def _discard(self) -> None:
-        if self.ranks.rank == 0:
-            shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
-
     def _write_files(self, snapshot: Snapshot, own: bytes) -> None:
         # Here, as the package is slow to load.
-        from torch.distributed.checkpoint import api, state_dict_saver
+        from torch.distributed.checkpoint import api, filesystem, state_dict_saver
 
         from flatshard.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
-        if not self._has_group():
-            raise RuntimeError(f"{self.op_name}: {_DESTROYED}")
         progress = Progress("saving", snapshot.num_bytes(), is_shown=ranks.rank == 0)
-        own_file = folders.own_file(ranks.rank), own
-        writer = dcp_files.Writer(folder, own_file, progress.advance)
         try:
             with named(f"{self.op_name}, rank {ranks.global_rank}"), dcp_files.without_warning():
                 metadata = state_dict_saver.save(
                     snapshot.tensors,
-                    storage_writer=writer,
+                    storage_writer=filesystem.FileSystemWriter(folder),
+                    planner=dcp_files.SavePlanner(progress.advance),
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
         except api.CheckpointException as raised:  # on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))
             raise ranks.told_by(rank, error, self.op_name) from raised
-        folders.sync(folder)
-        records = ranks.gather(self._has_group() and writer.fs.records, self.op_name)
-        if False in records:
-            raise RuntimeError(f"{self.op_name}: {_DESTROYED}")
+
+        def sum_up() -> dict[str, FileRecord]:
+            own_file = folder / folders.own_file(ranks.rank)
+            own_file.write_bytes(own)
+            folders.sync(own_file)
+            folders.sync(folder)
+            # The files of torch's writer: `__RANK_NUMBER.distcp`, and `.metadata` of rank 0.
+            mine = [own_file, *folder.glob(f"__{ranks.rank}_*")]
+            mine += [folder / ".metadata"] if ranks.rank == 0 else []
+            return {file.name: folders.record_of(file, lambda _: None) for file in mine}
+
+        records = ranks.gather(ranks.agree(sum_up, self.op_name), self.op_name)
 
         def complete() -> None:
-            if ranks.rank != 0:
-                return
             if missing := dcp_files.incomplete_tensors(metadata):
                 raise ValueError(f"the files lack values of {', '.join(missing):.300}")
             files = {name: record for one in records for name, record in one.items()}
@@ -376,4 +358,4 @@ class Save:
             folders.finish(self.path, marker, self.keep)
             progress.end(self.path, marker.bytes)
 
-        ranks.agree(complete, self.op_name)
+        ranks.on_first(complete, self.op_name)

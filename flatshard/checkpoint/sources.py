@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flatshard.checkpoint import safetensors
-from flatshard.checkpoint.folder import read_marker
+from flatshard.checkpoint.folder import check_lengths, read_marker
 from flatshard.checkpoint.ranges import OpenFiles, read_range
 
 Names = tuple[str, ...]  # of a value in nested dictionaries, outermost first
@@ -41,7 +41,6 @@ class Source:
     tensors: dict[Names, Tensor]  # of some only shape and dtype, on the meta device
     read: Callable[[Names], Tensor]
     facts: dict[str, object] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)  # names of what is no tensor
     ties: dict[str, str] = field(default_factory=dict)  # other names of tensors
     incomplete: list[str] = field(default_factory=list)  # names of tensors that miss values
 
@@ -135,8 +134,6 @@ def _torch(path: Path) -> Source:
             source.tensors[names] = value
         elif names and names[-1] in _PROGRESS_KEYS:
             source.facts[".".join(names)] = value
-        else:
-            source.others.append(".".join(names))
     return source
 
 
@@ -188,7 +185,11 @@ def _dcp(folder: Path) -> Source:
     from flatshard.checkpoint import dcp_files
 
     metadata = dcp_files.read_metadata(folder)
-    dcp_files.check_lengths(folder, metadata)
+    lengths: dict[str, int] = {}
+    for stored in metadata.storage_data.values():
+        end = stored.offset + stored.length
+        lengths[stored.relative_path] = max(end, lengths.get(stored.relative_path, 0))
+    check_lengths(folder, lengths, "Convert another checkpoint.")
     paths, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     names_of = {tuple(map(str, paths.get(name, (name,)))): name for name in entries}
 
@@ -205,16 +206,10 @@ def _dcp(folder: Path) -> Source:
             source.tensors[names] = _meta(entries[name].size, entries[name].properties.dtype)
             if names[0] in _PROGRESS_KEYS and source.tensors[names].numel() == 1:
                 source.facts[names[0]] = source.read(names).item()
-        else:
-            source.others.append(name)
     marker = read_marker(folder)
     if marker is not None:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
-        return source
-    # DCP calls files __RANK_NUMBER.distcp.
-    files = {one.relative_path for one in metadata.storage_data.values()}
-    source.facts["world size"] = len({one.split("_")[2] for one in files if one.count("_") > 2})
     return source
 
 

@@ -372,7 +372,7 @@ def _dies(rank: int, _: int, path: Path) -> None:
     model = ShardedWrapper(_model())
     checkpoint.save(path / "step-1", model)
     if rank == 1:
-        dcp_files.Writer.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
+        dcp_files.SavePlanner.resolve_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
     with pytest.raises(CollectiveError, match=rf"save\(.*step-2'\), rank {rank}.* failed") as error:
         checkpoint.save(path / "step-2", model)
     assert f"The last complete one is {path / 'step-1'}." in error.value.__notes__[0]
@@ -435,8 +435,8 @@ def test_a_save_that_failed_is_the_programs_status(tmp_path: Path) -> None:
 def test_other_hosts_files_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file system that the hosts do not share, rank 0 sees its own files alone."""
     monkeypatch.setattr(time, "monotonic", iter(range(0, 1000, 6)).__next__)
-    with pytest.raises(FileNotFoundError, match=r"rank 0 does not see .* Save on a file system"):
-        folder._wait_for(tmp_path / "__1_0.distcp", folder.FileRecord(1, 0))
+    with pytest.raises(FileNotFoundError, match=r"__1_0.distcp is missing, expected 1 bytes. Save"):
+        folder.check_lengths(tmp_path, {"__1_0.distcp": 1}, "Save again.", seconds=10)
 
 
 def test_errors_keep_their_type() -> None:
