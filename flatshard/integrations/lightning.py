@@ -97,9 +97,6 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         with self.model.no_sync():
             yield
 
-    def pre_backward(self, closure_loss: Any) -> None:
-        pass
-
     def teardown(self) -> None:
         # Parameters stay on the device, sharded, for Trainer.save_checkpoint() after fit().
         self.precision_plugin.teardown()
@@ -114,10 +111,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full state dict on rank 0, empty elsewhere and for sharded ones. Collective."""
-        is_wrapped = isinstance(self.model, ShardedWrapper)
-        if self._state_dict_type == "sharded" or not is_wrapped:
-            return {} if is_wrapped else super().lightning_module_state_dict()
-        return files.full_state_dict(self.model)
+        return files.full_state_dict(self.model) if self._state_dict_type == "full" else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As of an unwrapped model on rank 0, empty elsewhere and for sharded ones. Collective."""
@@ -195,11 +189,6 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         """The full state dict on rank 0, empty elsewhere. Collective."""
         return files.full_state_dict(module)
 
-    def load_module_state_dict(
-        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
-    ) -> None:
-        module.load_state_dict(state_dict, strict=strict)
-
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As of an unwrapped model on rank 0, empty elsewhere. Collective."""
         state = files.full_optim_state_dict(self.model_of(optimizer), optimizer)
@@ -207,14 +196,17 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
         """As Fabric does; optimizers get their own part of the full state. Collective."""
-        if isinstance(state, dict):
-            state.update({key: _Loads(self, v) for key, v in state.items() if _is_optimizer(v)})
-        try:
+        with contextlib.ExitStack() as stack:
+            for value in state.values() if isinstance(state, dict) else (state,):
+                optimizer = getattr(value, "optimizer", value)
+                if isinstance(optimizer, Optimizer):
+                    hook = optimizer.register_load_state_dict_pre_hook(self._part_of)
+                    stack.callback(hook.remove)
             return super().load_checkpoint(path, state, **options)  # type: ignore[no-any-return]
-        finally:
-            for key, value in (state if isinstance(state, dict) else {}).items():
-                if isinstance(value, _Loads):
-                    state[key] = value.optimizer
+
+    def _part_of(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        model = self.model_of(optimizer)
+        return ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
         """The model that has an optimizer's parameters."""
@@ -223,21 +215,6 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
             if ids & {id(param) for param in model.parameters()}:
                 return model
         raise ValueError("an optimizer has no parameters of a model that Fabric has set up")
-
-
-class _Loads:
-    """An optimizer as `load_checkpoint` is to see it: its state is full."""
-
-    def __init__(self, strategy: FlatshardFabricStrategy, optimizer: Any) -> None:
-        self._strategy, self.optimizer = strategy, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        plain = getattr(self.optimizer, "optimizer", self.optimizer)
-        model = self._strategy.model_of(plain)
-        ShardedWrapper.optim_state_dict_to_load(model, plain, state, load_directly=True)
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
@@ -251,10 +228,6 @@ def _sharded(module: nn.Module, device: torch.device, keywords: dict[str, Any]) 
     """With what the user has wrapped already, the rest is one unit."""
     policy = {} if sharded_modules(module) else {"auto_wrap_policy": "auto"}
     return ShardedWrapper(module, device_id=device, **{**policy, **keywords})
-
-
-def _is_optimizer(value: object) -> bool:
-    return isinstance(getattr(value, "optimizer", value), Optimizer)
 
 
 def _by_position(state: dict[str, Any]) -> dict[str, Any]:

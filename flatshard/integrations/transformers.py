@@ -93,8 +93,10 @@ class ShardedTrainerMixin:
         pass  # only shards go there, when the model is prepared
 
     @property
-    def _is_sharded(self: Any) -> bool:
-        return bool(sharded_modules(self.model_wrapped))
+    def _trained(self: Any) -> nn.Module:
+        # Without several processes the model is not sharded, and perhaps in another wrapper.
+        is_sharded = sharded_modules(self.model_wrapped)
+        return self.model_wrapped if is_sharded else self.model  # type: ignore[no-any-return]
 
     def _prepare_for_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.model
@@ -105,32 +107,25 @@ class ShardedTrainerMixin:
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the full model for ``from_pretrained``; rank 0 writes it. Collective: all ranks."""
-        if not self._is_sharded:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
-        state = checkpoint.full_state_dict(self.model_wrapped)
+        state = checkpoint.full_state_dict(self._trained)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        if not self._is_sharded:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            return
         folder = Path(output_dir) / _FOLDER
         if self.args.should_save and folder.exists():
             shutil.rmtree(folder)  # Trainer writes over the checkpoints of an earlier run
         self.accelerator.wait_for_everyone()
-        checkpoint.save(folder, self.model_wrapped, _plain(self.optimizer))
+        checkpoint.save(folder, self._trained, _plain(self.optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._is_sharded:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None:
             return
-        _load(Path(checkpoint), self.model_wrapped, _plain(self.optimizer))
+        _load(Path(checkpoint), self._trained, _plain(self.optimizer))
         scheduler = Path(checkpoint) / _SCHEDULER
         if scheduler.exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -138,7 +133,7 @@ class ShardedTrainerMixin:
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "_gen_kwargs"):
             # A rank whose texts have ended runs forwards for the others.
-            self._gen_kwargs.setdefault("synced_gpus", self._is_sharded)
+            self._gen_kwargs.setdefault("synced_gpus", bool(sharded_modules(self.model_wrapped)))
         return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
 
