@@ -27,13 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flatshard.comm.process_groups import abort
-from flatshard.comm.work import (
-    CollectiveWatch,
-    History,
-    WaitCondition,
-    waits_by_thread,
-    watched,
-)
+from flatshard.comm.work import CollectiveWatch, History, WaitCondition, waits_by_thread, watched
 from flatshard.extras.deadlock import detector, program
 from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
 from flatshard.extras.deadlock.program import OwnCollective

@@ -112,7 +112,7 @@ class DiskMemory(OffloadTarget):
             return os.dup(file.fileno())
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """A range whose pages ``release`` gives back."""
+        """A range whose pages ``page_out`` gives back."""
         found = mapped_files.mapped(number, nbytes)
         address = mapped_files.address_of(found)
         _mapped[address] = nbytes
@@ -151,7 +151,7 @@ class DiskMemory(OffloadTarget):
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         # Both: else each copied tensor would stay in RSS.
-        release(place, tensor)
+        self.page_out(place, tensor)
         return place
 
     def _full(self, error: OSError, nbytes: int, what: str) -> OffloadError:
@@ -163,11 +163,19 @@ class DiskMemory(OffloadTarget):
             "when the process does, or with the model and its optimizer."
         )
 
-    def page_in(self, *tensors: Tensor) -> None:
-        fetch(*tensors)
+    @staticmethod
+    def page_in(*tensors: Tensor) -> None:
+        # Read the pages that are about to be written in one call.
+        for address in _addresses(tensors):
+            mapped_files.want_pages(address, _mapped[address])
 
-    def page_out(self, *tensors: Tensor) -> None:
-        release(*tensors)
+    @staticmethod
+    def page_out(*tensors: Tensor) -> None:
+        # Pages of a mapped file occupy memory once they are touched. Released pages go to the
+        # system's file cache, which writes them to disk when memory is short. So releasing costs
+        # little, and pages that are soon used again come from the file cache.
+        for address in _addresses(tensors):
+            mapped_files.drop_pages(address, _mapped[address])
 
     def keep_state_of(self, param: Tensor) -> None:
         _state_disks[param] = self
@@ -184,21 +192,6 @@ def rounded(nbytes: int) -> int:
 def is_on_disk(tensor: Tensor) -> bool:
     """Whether the memory of an ordinary tensor is a file."""
     return tensor.untyped_storage().data_ptr() in _mapped
-
-
-def fetch(*tensors: Tensor) -> None:
-    """Read the pages of ordinary tensors that are about to be written, in one go."""
-    for address in _addresses(tensors):
-        mapped_files.want_pages(address, _mapped[address])
-
-
-def release(*tensors: Tensor) -> None:
-    """Give back the pages of ordinary tensors, those in files, and of what shares their memory."""
-    # Pages of a mapped file occupy memory once they are touched. Released pages go to the system's
-    # file cache, which writes them to disk when memory is short. So releasing costs little, and
-    # pages that are soon used again come from the file cache.
-    for address in _addresses(tensors):
-        mapped_files.drop_pages(address, _mapped[address])
 
 
 def state_disk(param: Any) -> DiskMemory | None:
@@ -230,7 +223,7 @@ class DiskSteps(OptimizerExtension):
     def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
         parts = _plan_parts(optimizer)
         for part in parts:
-            fetch(*_tensors(optimizer, part.params))
+            DiskMemory.page_in(*_tensors(optimizer, part.params))
             step_parts(optimizer, [part])
         return {id(param) for part in parts for param in part.params}
 
@@ -241,7 +234,7 @@ class DiskSteps(OptimizerExtension):
             if storage is not None and not isinstance(param, FlatShardTensor):
                 # The state of a sharded parameter is on the disk since the state was made.
                 state_to_target(optimizer.state.get(param, {}), param.shape, storage)
-        release(*_tensors(optimizer, params))
+        DiskMemory.page_out(*_tensors(optimizer, params))
 
     def before_backward(self, optimizer: torch.optim.Optimizer) -> None:
         _reserve(optimizer, before_backward=True)

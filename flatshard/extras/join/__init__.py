@@ -333,19 +333,17 @@ class Join(StepExtension):
                 "input at all, pass them: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
-        others: dict[Any, Tensor | None] = {}  # this rank's own, which get no gradients here
         for group, theirs in zip(found[0].param_groups, options, strict=True):
             for name, value in theirs:
                 if isinstance(group[name], Tensor):
                     group[name].fill_(value)
                 else:
                     group[name] = value
-            others |= {p: p.grad for p in group["params"] if p not in self._numbers}
-        for param in others:
-            param.grad = None
+            for param in group["params"]:
+                # Parameters outside of the model: this rank has no new gradients of them.
+                if param not in self._numbers:
+                    param.grad = None
         found[0].step()
-        for param, grad in others.items():
-            param.grad = grad
 
     def _treat(self, grads: tuple[str, ...]) -> None:
         """Do with gradients what ranks that have input did since they were made."""

@@ -9,6 +9,7 @@ Without this folder, ``ShardedWrapper.warn_non_finite()`` raises an error that n
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -27,7 +28,7 @@ class NonFiniteWatch(StepObserver):
 
     def __init__(self, rank: int, observers: Observers) -> None:
         self._rank, self._observers = rank, observers
-        # Of each gradient: the unit and the name of its parameter, whether it is bad, and NaN.
+        # Of each gradient: the unit and the name of its parameter, and the largest magnitude.
         self._checked: list[tuple[str, str, Tensor]] = []
 
     def begin_backward(self) -> None:
@@ -35,27 +36,25 @@ class NonFiniteWatch(StepObserver):
 
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         values = grad.detach() if grad.layout is torch.strided else grad._values()
-        if values.is_complex():
-            values = torch.view_as_real(values)
         if values.numel():
-            # One pass and no temporary of the gradient's size; NaN is both extremes.
-            extremes = torch.stack(torch.aminmax(values))
-            # On the device: the host does not wait before the end of backward.
-            answer = torch.stack([extremes.isfinite().all().logical_not(), extremes.isnan().any()])
-            self._checked.append((unit.name, param.name, answer))
+            # The largest magnitude is NaN if a value is NaN. It is computed in one pass, without a
+            # temporary of the gradient's size. It stays on the device: the host must not wait
+            # before the end of backward.
+            largest = torch.linalg.vector_norm(values, math.inf)
+            self._checked.append((unit.name, param.name, largest))
 
     def end_backward(self) -> None:
         """Warn, and look no more, if a gradient was not finite. Waits for the device."""
         checked, self._checked = self._checked, []
         if not checked:
             return
-        answers = torch.stack([answer for *_, answer in checked]).tolist()
-        for (unit, name, _), (is_bad, is_nan) in zip(checked, answers, strict=True):
-            if is_bad:
+        magnitudes = torch.stack([largest.double() for *_, largest in checked]).tolist()
+        for (unit, name, _), largest in zip(checked, magnitudes, strict=True):
+            if not math.isfinite(largest):
                 self._observers.remove(self)
                 warnings.warn(
                     f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} "
-                    f"holds {'nan' if is_nan else 'inf'}, as autograd gave it on this rank, before "
+                    f"holds {abs(largest)}, as autograd gave it on this rank, before "
                     "any average over ranks; it is the first one of this backward. "
                     "torch.autograd.detect_anomaly() finds the operation; what overflows in fp16 "
                     "is for torch.amp.GradScaler. This is said once: warn_non_finite() looks on.",

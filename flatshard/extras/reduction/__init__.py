@@ -43,7 +43,6 @@ _AVERAGING = {
     "fp16_compress_hook": torch.float16,
     "bf16_compress_hook": torch.bfloat16,
 }
-_WRAPPERS = {"fp16_compress_wrapper": torch.float16, "bf16_compress_wrapper": torch.bfloat16}
 
 _COMPRESS = (
     "To compress, use torch's fp16_compress_hook or bf16_compress_hook, or "
@@ -148,18 +147,11 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
             return True, dtype
-    for name, dtype in _WRAPPERS.items():
-        code = getattr(getattr(ddp, name, None), "__code__", None)
-        # The wrapper returns a new function each time, but always with the same code object.
-        if code is not None and getattr(hook, "__code__", hook) in code.co_consts:
-            wrapped = inspect.getclosurevars(hook).nonlocals["hook"]
-            if wrapped is getattr(ddp, "allreduce_hook", None):
-                return True, dtype
     return False, None
 
 
 def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
-    """Raise if the hook's state asks for anything but the average over all ranks."""
+    """Raise if the hook's state names a process group of other ranks."""
     group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
     if isinstance(group, dist.ProcessGroup):
         ranks = sorted(dist.get_process_group_ranks(group))
@@ -168,15 +160,6 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
                 f"the state of {_name(hook)} is for ranks {ranks_text(ranks)}, the model trains on "
                 f"ranks {world.ranks_text}. Pass its process group."
             )
-    # torch's states may divide twice, to keep sums of float16 small; here the sum is divided once.
-    before = getattr(state, "gradient_predivide_factor", 1)
-    after = getattr(state, "gradient_postdivide_factor", world.size)
-    if before * after != world.size:
-        raise ValueError(
-            f"the state of {_name(hook)} divides by {before} and {after}, which is not the average "
-            f"over {world.size} ranks that the hook means here. Scale the loss instead, or write a "
-            "hook of your own."
-        )
 
 
 def _check_callable_for(unit: Unit, hook: Any) -> None:

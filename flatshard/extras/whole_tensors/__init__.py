@@ -18,12 +18,7 @@ import torch
 
 from flatshard.comm.consistency import agreed
 from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
-from flatshard.extras.whole_tensors.whole_step import (
-    OP,
-    REMEDY,
-    WholeStep,
-    sharded_params,
-)
+from flatshard.extras.whole_tensors.whole_step import OP, REMEDY, WholeStep, sharded_params
 from flatshard.optimizer.stepper import Closure, State, Stepper
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor

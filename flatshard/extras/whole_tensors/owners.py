@@ -67,11 +67,8 @@ def choose_owners(
     for index in sorted(divided, key=lambda index: -costs[index]):
         least = min(range(size), key=taken.__getitem__)
         parts = {least: 0, **held[index]}
-        fits = [rank for rank in parts if taken[rank] + costs[index] <= most]
-        if fits:
-            give(index, max(fits, key=lambda rank: (parts[rank], -taken[rank], -rank)))
-        else:
-            give(index, min(parts, key=lambda rank: (taken[rank], -parts[rank], rank)))
+        fits = [rank for rank in parts if taken[rank] + costs[index] <= most] or [least]
+        give(index, max(fits, key=lambda rank: (parts[rank], -taken[rank], -rank)))
     return owners
 
 

@@ -151,12 +151,10 @@ def _compression(rank: int, world_size: int) -> None:
         ],
         torch.float16: [
             (group, ddp_hooks.fp16_compress_hook),
-            (None, ddp_hooks.fp16_compress_wrapper(ddp_hooks.allreduce_hook)),
             (low_precision, fsdp_hooks.fp16_compress_hook),
         ],
         torch.bfloat16: [
             (None, ddp_hooks.bf16_compress_hook),
-            (group, ddp_hooks.bf16_compress_wrapper(ddp_hooks.allreduce_hook)),
             (low_precision, fsdp_hooks.bf16_compress_hook),
         ],
     }
@@ -182,16 +180,10 @@ def _compression(rank: int, world_size: int) -> None:
                 assert events == runs[0][1]
 
     half = dist.new_group([0])
-    wider = fsdp_hooks.DefaultState(group)
-    wider.gradient_predivide_factor = 8.0
-    for state, hook, message in (
-        (half if rank == 0 else None, ddp_hooks.allreduce_hook, r"is for ranks 0, the model"),
-        (wider, fsdp_hooks.reduce_scatter_hook, "divides by 8.0 and"),
-    ):
-        model = MLP.wrap(MLP.model())
-        with pytest.raises(ValueError, match=message):
-            model.register_comm_hook(state, hook)
-        register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)  # nothing was registered
+    model = MLP.wrap(MLP.model())
+    with pytest.raises(ValueError, match="is for ranks 0, the model"):
+        model.register_comm_hook(half if rank == 0 else None, ddp_hooks.allreduce_hook)
+    register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)  # nothing was registered
 
 
 # ---------------------------------------------------------------- what is refused
