@@ -54,7 +54,7 @@ SHELL = [fence for fence in BLOCKS if fence.language in ("bash", "sh", "shell", 
 def test_every_block_is_of_a_known_kind() -> None:
     kinds = {"python", "bash", "diff", "text"}  # what draws "mermaid" is fetched from elsewhere
     assert not [fence for fence in BLOCKS if fence.language not in kinds]
-    assert len(PROGRAMS) == 1
+    assert {fence.document for fence in PROGRAMS} == {"README.md", "gpus-and-nodes.md"}
 
 
 # ---------------------------------------------------------------- pieces of Python
@@ -306,7 +306,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 def test_quickstart(tmp_path: Path) -> None:
     """It trains, and goes on with another number of ranks when it runs again."""
-    (program,) = PROGRAMS
+    (program,) = (fence for fence in PROGRAMS if fence.document == "README.md")
     path = tmp_path / "quickstart.py"
     path.write_text(program.text.replace("first + 100", "first + 20"))
     for ranks, last in ((2, 20), (1, 40)):
@@ -319,6 +319,16 @@ def test_quickstart(tmp_path: Path) -> None:
     )
     assert (alone.returncode, alone.stderr.count("\n")) == (1, 1), alone.stderr
     assert alone.stderr.startswith("type: torchrun ")
+
+
+def test_program_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
+    (program,) = (fence for fence in PROGRAMS if fence.document == "gpus-and-nodes.md")
+    path = tmp_path / "train_gpu.py"
+    path.write_text(program.text.replace("range(1, 41)", "range(1, 11)"))
+    status, out, err = torchrun(2, path, environment=_environment(), cwd=tmp_path)
+    assert status == 0, err
+    assert "step 10: loss 2.8" in out  # as the page quotes
+    assert (tmp_path / "gpu-checkpoint" / "flatshard.json").exists()
 
 
 SHORTER = {
