@@ -26,11 +26,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links that are right in the repository, as they are on the site."""
     if page.file.src_uri in ("CONTRIBUTING.md", "CHANGELOG.md"):
         return re.sub(r"\]\(docs/", "](", markdown)
+    if page.file.src_uri == "index.md":
+        markdown = _with_quickstart(markdown)
     if page.file.src_uri == "api.md":
         markdown = "".join(
             map(_with_docstrings, re.split(r"^(?=## )", markdown, flags=re.MULTILINE))
         )
     return markdown.replace("](../", "](")
+
+
+def _with_quickstart(landing: str) -> str:
+    """The landing page with README's quickstart, which stands in the repository once."""
+    readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    quickstart = re.search(r"^## Quickstart\n.*?(?=^## )", readme, re.MULTILINE | re.DOTALL)
+    assert quickstart is not None, "README.md has no section Quickstart"
+    before, _, after = landing.partition("## Quickstart\n")
+    assert after, "docs/index.md has no section Quickstart"
+    _, heading, rest = after.partition("## ")  # leaves out the link that stands for the program
+    return before + quickstart[0] + heading + rest
 
 
 def _with_docstrings(section: str) -> str:
