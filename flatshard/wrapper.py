@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.engine.hooks import surround
 from flatshard.module import unit_report
-from flatshard.module.construction import Construction, local_parts
+from flatshard.module.construction import local_parts, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import find_device, read_ignored
 from flatshard.module.model_plan import ModelPlan
@@ -252,7 +252,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         with local_parts(module, ignored, settings):
             plan = ModelPlan(module, settings, ignored)
-            Construction(plan).wrap(self, ShardedWrapper, notes)
+            wrap(plan, self, ShardedWrapper, notes)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.

@@ -1,4 +1,4 @@
-"""``Construction``: makes the planned units, and puts a wrapper in the place of each module."""
+"""``wrap`` carries out a ``ModelPlan``: makes the units, and puts wrappers around their modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module import unit_report
-from flatshard.module.initial_values import InitialValues, broadcast_buffers, compare_values
+from flatshard.module.initial_values import InitialValues, compare_values, move_buffers
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
@@ -44,148 +44,152 @@ def local_parts(
     return parts
 
 
-class Construction:
-    """Carries a plan out: compares it between ranks, then makes its units."""
+def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Iterable[str]) -> None:
+    """Let ``root``, a wrapper without a module, wrap the planned module.
 
-    def __init__(self, plan: ModelPlan) -> None:
-        self._plan, self._settings = plan, plan.settings
-        self._offload = OffloadTargets()
+    Wrappers of class ``kind`` wrap the modules of the other units. Rank 0 gives ``notes`` as
+    warnings, together with the warnings about the plan.
 
-    def wrap(self, root: ModuleProxy, kind: type[ModuleProxy], notes: Iterable[str]) -> None:
-        """Let ``root``, which is empty, wrap the module, and wrappers of class ``kind`` its units.
+    Collective: all ranks.
 
-        Collective: all ranks. ``notes`` are further warnings. Raises ValueError, on all ranks, if
-        they build different models, their number does not fit a strategy, or nothing initialises
-        tensors on the meta device.
-        """
-        plan = self._plan
-        is_first = self._settings.ranks.world.rank == 0
-        initial_values = self._agree()
-        # While the module is as the user made it.
-        messages = [*notes, *_warnings(plan)] if is_first else []
-        self._make_units(root, kind, initial_values)
-        optimizer_step.install()
-        # After the last collective: where warnings are errors, no other rank waits for rank 0.
-        for message in [*initial_values.warnings(), *messages] if is_first else []:
-            warnings.warn(message, stacklevel=3)
+    Raises:
+        ValueError: on all ranks, if the ranks build different models, the number of ranks does not
+            fit a strategy, or nothing initialises tensors on the meta device.
+    """
+    _compare(plan)
+    offload = _reserve_offload(plan)
+    initial_values = compare_values(plan)
+    meta_init = None
+    if initial_values.any_missing:
+        meta_init = extra("meta_init", _ON_META).MetaInit(plan, initial_values)
+    move_buffers(plan, initial_values)
+    is_first = plan.settings.ranks.world.rank == 0
+    # Find the warnings now: the checks read the module as the user built it.
+    messages = [*notes, *_warnings(plan)] if is_first else []
+    units = _make_units(plan, root, kind, initial_values, offload)
+    handles = [handle for unit in units for handle in unit.handles]
+    if meta_init is not None:
+        meta_init.run(root, handles)
+    for handle in handles:
+        handle.page_out()
+    offload.trim()
+    # Connecting is collective: all ranks connect units, and reduction orders, in the same order.
+    for unit in units:
+        for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
+            unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
+    plan.precision.install()
+    for sharding in shardings_in(root):
+        if sharding.wrapper.module in plan.divergent:  # also those that were wrapped before
+            sharding.unit.placement = sharding.unit.placement.diverging()
+    start_run(sharding_of(root))
+    optimizer_step.install()
+    # Warn after the last collective: if warnings are errors, rank 0 raises here, and no other rank
+    # may be left waiting for rank 0.
+    for message in [*initial_values.warnings(), *messages] if is_first else []:
+        warnings.warn(message, stacklevel=3)
 
-    def _agree(self) -> InitialValues:
-        """Compare the plan with other ranks, and give buffers their values. Collective."""
-        plan, settings = self._plan, self._settings
-        ranks = settings.ranks
+
+def _compare(plan: ModelPlan) -> None:
+    """Compare the plan between ranks, and create its process groups. Collective."""
+    settings, ranks = plan.settings, plan.settings.ranks
+    # Compare before any other collective: ranks that plan different units would wait for each other
+    # in different collectives.
+    if ranks.world.size > 1:
+        described = f"{settings.describe()}{plan.precision.describe()}"
+        units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
+        # Of units that were wrapped before, compare only the sizes: ranks may hold different
+        # experts in the same place.
+        units += [one.summary() for one in shardings_in(plan.module)]
         named = [*plan.params(), *plan.buffers()]
-        # First of all: ranks that plan different units would wait in different collectives.
-        if ranks.world.size > 1:
-            described = f"{settings.describe()}{plan.precision.describe()}"
-            units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
-            # Other ranks may have other experts there, but as large ones.
-            units += [one.summary() for one in shardings_in(plan.module)]
-            consistency.check_same_model(named, described, units, plan.ignored.names, ranks.world)
-        # Creating process groups is collective, so only after all ranks agree on the strategies.
-        for unit_settings in plan.settings_of.values():
-            ranks.resolve(unit_settings.placement)
-        if any(hasattr(param, "tensor_parallel") for _, param in plan.params()):
-            extra("tensor_parallel", _A_DTENSOR).check_units(plan.units)
-        self._reserve_offload()
-        initial_values = compare_values(named, settings.sync_module_states, ranks.world)
-        if initial_values.any_missing:
-            meta_init = extra("meta_init", _ON_META)
-            self._meta_init = meta_init.MetaInit(plan, initial_values)
-        for _, buffer in plan.buffers():
-            if not buffer.is_meta and buffer.device != settings.device:
-                buffer.data = buffer.data.to(settings.device)
-        broadcast_buffers(plan, initial_values)
-        return initial_values
+        consistency.check_same_model(named, described, units, plan.ignored.names, ranks.world)
+    # Creating process groups is collective, so only after all ranks agree on the strategies.
+    for unit_settings in plan.settings_of.values():
+        ranks.resolve(unit_settings.placement)
+    if any(hasattr(param, "tensor_parallel") for _, param in plan.params()):
+        extra("tensor_parallel", _A_DTENSOR).check_units(plan.units)
 
-    def _reserve_offload(self) -> None:
-        """Choose the offload targets, and reserve room for shards that live on disk.
 
-        Collective if they do: all ranks. Raises ValueError where a unit has too much padding.
-        """
-        offload, units = self._settings.offload, self._plan.units
-        layouts_of = [unit.lay_out(unit.settings.topology.shard.size) for unit in units]
-        error: Exception | None = None
-        try:
-            self._offload = OffloadTargets.find(offload, self._settings.device)
-            for unit, layouts in zip(units, layouts_of, strict=True):
-                numels = [(kind, one.shard_numel) for kind, one in layouts.items()]
-                nbytes = [n * kind.dtype.itemsize * (1 + kind.requires_grad) for kind, n in numels]
-                self._offload.reserve(unit.name, nbytes)
-        except (ValueError, NotImplementedError, OffloadError) as found:
-            error = found
-        # Without a path no rank can fail alone.
-        if offload.path is not None:
-            consistency.raise_everywhere(error, self._settings.ranks.world)
+def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
+    """Lay out the units, and reserve disk space for shards that live on disk.
 
-    def _make_units(
-        self, root: ModuleProxy, kind: type[ModuleProxy], initial_values: InitialValues
-    ) -> None:
-        """Change the module: make its units, the root last, and wrap their modules. Collective."""
-        plan = self._plan
-        wrappers: dict[nn.Module, ModuleProxy] = {plan.module: root}
-        units: list[Unit] = []
-        for planned in plan.units:
-            for member in planned.members:
-                if member.module is not plan.module:
-                    wrappers[member.module] = wrapper = kind.__new__(kind)
-                    nn.Module.__init__(wrapper)
-            units.append(self._make_unit(planned, wrappers, initial_values))
-        units.insert(0, units.pop())  # the root first
-        _replace_children(plan.module, wrappers)
-        handles = [handle for unit in units for handle in unit.handles]
-        if initial_values.any_missing:
-            self._meta_init.run(root, handles)
-        for handle in handles:
-            handle.page_out()
-        self._offload.trim()
-        # Connecting is collective: all ranks in the same order of units and kinds.
-        for unit in units:
-            for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
-                unit.topology.connect(self._settings.device, fixed_order=fixed_order)
-        plan.precision.install()
-        for sharding in shardings_in(root):
-            if sharding.wrapper.module in plan.divergent:  # also those that were wrapped before
-                sharding.unit.placement = sharding.unit.placement.diverging()
-        start_run(sharding_of(root))
+    Collective with shards on disk: all ranks. Raises ValueError if a unit has too much padding.
+    """
+    offload, targets = plan.settings.offload, OffloadTargets()
+    layouts_of = [unit.lay_out(unit.settings.topology.shard.size) for unit in plan.units]
+    error: Exception | None = None
+    try:
+        targets = OffloadTargets.find(offload, plan.settings.device)
+        for unit, layouts in zip(plan.units, layouts_of, strict=True):
+            numels = [(kind, one.shard_numel) for kind, one in layouts.items()]
+            nbytes = [n * kind.dtype.itemsize * (1 + kind.requires_grad) for kind, n in numels]
+            targets.reserve(unit.name, nbytes)
+    except (ValueError, NotImplementedError, OffloadError) as found:
+        error = found
+    # Only files on a disk can fail, and they may fail on some ranks only.
+    if offload.path is not None:
+        consistency.raise_everywhere(error, plan.settings.ranks.world)
+    return targets
 
-    def _make_unit(
-        self,
-        planned: PlannedUnit,
-        wrappers: Mapping[nn.Module, ModuleProxy],
-        initial_values: InitialValues,
-    ) -> Unit:
-        """Make one unit, and complete the wrappers of its modules."""
-        settings, precision = planned.settings, self._plan.precision
-        topology = settings.topology
-        modules = [member.module for member in planned.members]
-        handles = []
-        for kind, infos in planned.flat_params.items():
-            layout = planned.layouts[kind]
-            params = [
-                OriginalParam(info, index, layout, topology, planned.name, self._offload.state)
-                for index, info in enumerate(infos)
-            ]
-            shard = initial_values.shard(params, layout.shard_numel, settings.device)
-            options = HandleOptions(topology, self._offload, kind.precision, kind.apart != 0)
-            handles.append(FlatParamHandle(params, planned.name, options, layout, shard))
-        unit = Unit(
-            {module: precision.of_unit(module, settings.precision) for module in modules},
-            planned.names,
-            placement=settings.placement,
-            topology=topology,
-        )
-        hooks = UnitHooks(unit)
-        hooks.own(handles)
-        state_dict = UnitStateDict(unit)
+
+def _make_units(
+    plan: ModelPlan,
+    root: ModuleProxy,
+    kind: type[ModuleProxy],
+    initial_values: InitialValues,
+    offload: OffloadTargets,
+) -> list[Unit]:
+    """Make the units, the root last, and wrap their modules. Collective; the root comes first."""
+    wrappers: dict[nn.Module, ModuleProxy] = {plan.module: root}
+    units: list[Unit] = []
+    for planned in plan.units:
         for member in planned.members:
-            module, wrapper = member.module, wrappers[member.module]
-            surround(hooks, module)
-            put_in_place(wrapper, module)
-            ignored = self._plan.ignored.within(module)
-            wrapper.__dict__["_sharding"] = Sharding(
-                wrapper, unit, hooks, state_dict, settings, ignored, member.reason
-            )
-        return unit
+            if member.module is not plan.module:
+                wrappers[member.module] = wrapper = kind.__new__(kind)
+                nn.Module.__init__(wrapper)
+        units.append(_make_unit(plan, planned, wrappers, initial_values, offload))
+    _replace_children(plan.module, wrappers)
+    return [units[-1], *units[:-1]]
+
+
+def _make_unit(
+    plan: ModelPlan,
+    planned: PlannedUnit,
+    wrappers: Mapping[nn.Module, ModuleProxy],
+    initial_values: InitialValues,
+    offload: OffloadTargets,
+) -> Unit:
+    """Make one unit, and complete the wrappers of its modules."""
+    settings, precision = planned.settings, plan.precision
+    topology = settings.topology
+    modules = [member.module for member in planned.members]
+    handles = []
+    for kind, infos in planned.flat_params.items():
+        layout = planned.layouts[kind]
+        params = [
+            OriginalParam(info, index, layout, topology, planned.name, offload.state)
+            for index, info in enumerate(infos)
+        ]
+        shard = initial_values.shard(params, layout.shard_numel, settings.device)
+        options = HandleOptions(topology, offload, kind.precision, kind.apart != 0)
+        handles.append(FlatParamHandle(params, planned.name, options, layout, shard))
+    unit = Unit(
+        {module: precision.of_unit(module, settings.precision) for module in modules},
+        planned.names,
+        placement=settings.placement,
+        topology=topology,
+    )
+    hooks = UnitHooks(unit)
+    hooks.own(handles)
+    state_dict = UnitStateDict(unit)
+    for member in planned.members:
+        module, wrapper = member.module, wrappers[member.module]
+        surround(hooks, module)
+        put_in_place(wrapper, module)
+        ignored = plan.ignored.within(module)
+        wrapper.__dict__["_sharding"] = Sharding(
+            wrapper, unit, hooks, state_dict, settings, ignored, member.reason
+        )
+    return unit
 
 
 def _warnings(plan: ModelPlan) -> list[str]:

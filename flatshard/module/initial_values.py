@@ -83,14 +83,14 @@ class InitialValues:
         return [f"{what} {outcome} [FS-WEIGHTS]"]
 
 
-def compare_values(
-    named: Sequence[tuple[str, Tensor]], sync: bool | None, world: Communicator
-) -> InitialValues:
+def compare_values(plan: ModelPlan) -> InitialValues:
     """Decide whose values count, and which tensors must be initialised. Collective.
 
     Rank 0's count if ``sync`` is True, or None and checksums differ. Tensors on the meta device
     have no values.
     """
+    sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
+    named = [*plan.params(), *plan.buffers()]
     # Values that are sent anyway need no checksum, only whether they are on the meta device.
     mine = [
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor.detach())
@@ -143,8 +143,11 @@ def names_of_different(
     return [name for n, name in enumerate(names) if any(flags[n * size : (n + 1) * size])]
 
 
-def broadcast_buffers(plan: ModelPlan, start: InitialValues) -> None:
-    """Broadcast the buffers that have values on rank 0, if those count. Collective if they do."""
+def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
+    """Move buffers to the device, with rank 0's values if those count. Collective if they do."""
+    for _, buffer in plan.buffers():
+        if not buffer.is_meta and buffer.device != plan.settings.device:
+            buffer.data = buffer.data.to(plan.settings.device)
     if not start.sends:
         return
     others = start.missing.union(plan.left_alone)

@@ -1,7 +1,7 @@
 """Extra: initialises models that are built on the meta device, after sharding, group by group.
 
 A group of modules gets full plain tensors to initialise, each rank keeps its parts of the result,
-and the full tensors are freed before the next group. Construction calls ``MetaInit``.
+and the full tensors are freed before the next group. ``construction.wrap`` calls ``MetaInit``.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises an error
 that names the folder. Ranks other than rank 0 may still have them there if rank 0 has all values
