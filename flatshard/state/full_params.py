@@ -1,4 +1,4 @@
-"""Full parameters: all-gathered copies, and modules that hold full parameters for a while."""
+"""Full parameters outside of a step: all-gathered copies, and ``summon_full_params``."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor
 def gather_full(
     handle: FlatParamHandle, shard: Tensor, device: torch.device | None, *, is_kept: bool = True
 ) -> list[Tensor]:
-    """All-gather ``shard``, and return a copy of every original on ``device``, in its full shape.
+    """All-gather ``shard``, and return copies of all original parameters in their full shapes.
 
-    ``shard`` is the handle's shard, or a tensor of the same shape such as its gradient. If not
-    ``is_kept``, this rank only takes part in the all-gather, and the list is empty.
+    Collective: all ranks of the shard group, unless the unsharded buffer has the values already.
 
-    Collective: all ranks of the shard group, unless the buffer is current.
+    Args:
+        handle: the flat parameter.
+        shard: the handle's shard, or a tensor of the same shape, such as the shard of the gradient.
+        device: device of the copies; None: the device of the all-gathered values.
+        is_kept: if False, this rank only takes part in the all-gather, and the list is empty.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
         rank = handle.topology.world.global_rank
         raise RuntimeError(
             f"{unit_text(handle.unit_name)}, rank {rank}: full tensors were asked for under "
-            "summon_full_params(rank0_only=True), where only rank 0 has them and takes no "
-            "part in another all-gather. Ask on rank 0 alone, or outside of the context."
+            "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
+            "and takes part in no other all-gather. Ask only on rank 0, or outside of the context."
         )
-    # Make normal tensors: users may write to the copies outside of inference mode, which inference
-    # tensors do not allow.
+    # Make ordinary tensors, even in inference mode: users may write to the copies later, and
+    # inference tensors cannot be written outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         if handle.is_whole:
             flat = shard.detach()
@@ -59,7 +62,7 @@ def gather_full(
 def join(
     handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """Put this rank's 1-D parts of originals into a shard; all other elements are zero."""
+    """Make a shard of the 1-D parts of original parameters on this rank. The rest is zero."""
     shard = torch.zeros_like(handle.flat_param, dtype=dtype)
     for param, part in parts:
         shard[param.local.start : param.local.end].copy_(part)
@@ -67,7 +70,7 @@ def join(
 
 
 def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None:
-    """The original parameter that ``tensor`` shows, or None."""
+    """The original parameter whose sharded or full form is ``tensor``; None if there is none."""
     if isinstance(tensor, FlatShardTensor):
         return next((param for param in handle.params if param.spec is tensor.spec), None)
     tensor = getattr(tensor, "_local_tensor", tensor)  # the local tensor of a DTensor
@@ -79,7 +82,7 @@ def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of ``summon_full_params``."""
+    """The arguments of a call of ``summon_full_params``."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -88,16 +91,16 @@ class Request:
 
 
 def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
-    """The published gradients of those original parameters that have a gradient."""
+    """The ``.grad`` of each original parameter that has one."""
     with torch._C.DisableTorchFunctionSubclass():
         grads = {param: param.sharded.grad for param in handle.params}
     return {param: grad for param, grad in grads.items() if grad is not None}
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """This rank's part of the gradients, ``(shard_numel,)``; absent gradients are zero."""
+    """This rank's shard of all ``.grad``, ``(shard_numel,)``. Absent gradients are zero."""
     parts = (
-        # A plain gradient is a full gradient, assigned by the user.
+        # A gradient that is a plain tensor is a full gradient, which the user assigned.
         (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
         for param, grad in _grads(handle).items()
     )
@@ -105,27 +108,27 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
-    """Raise, on all ranks, for parameters that cannot be shown."""
+    """Raise, on all ranks, if modules cannot hold the full parameters of ``handle``."""
     split = first_of_dtensor(param.spec for param in handle.params)
     if split is not None:
         raise NotImplementedError(
             f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
-            "DTensor, and other ranks hold the rest. Read model.state_dict(), and edit with "
-            "p.copy_(...)."
+            "DTensor, and ranks outside of the shard group hold the rest of the parameter. Read "
+            "the parameter in model.state_dict(), and edit it with p.copy_(...)."
         )
     if handle.summoned is not None:
         raise RuntimeError(
-            f"{unit_text(handle.unit_name)}: summon_full_params() inside another "
-            "summon_full_params(), which shows its parameters already. Use those, with the "
-            "arguments of the outer context, or leave that first."
+            f"{unit_text(handle.unit_name)}: summon_full_params() was called inside another "
+            "summon_full_params() of the same parameters. Use the full parameters of the outer "
+            "context, or leave the outer context first."
         )
     handle.check_places()
 
 
 def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
-    """Raise, on all ranks, for gradients that are not reduced or exist only on some ranks.
+    """Raise, on all ranks, if a gradient is not reduced, or exists only on some ranks.
 
-    Collective: all ranks that train ``handles``.
+    Collective: all ranks that train the units of ``handles``.
     """
 
     def prepare() -> tuple[Any, Facts]:
@@ -139,29 +142,34 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
                 if is_there and unreduced:
                     raise ValueError(
                         f"{param.where} has gradients that were accumulated under no_sync and not "
-                        "reduced. Run the last backward before it outside of no_sync."
+                        "reduced. Run the last backward before summon_full_params() outside of "
+                        "no_sync."
                     )
         return handles, facts
 
     op_name = "summon_full_params(with_grads=True)"
     try:
-        agreed(prepare, worlds_of(handles), op_name, "Drop or assign it on every rank.")
+        remedy = "Drop the gradient, or assign it, on every rank."
+        agreed(prepare, worlds_of(handles), op_name, remedy)
     except ValueError as error:
         raise RuntimeError(str(error)) from None
 
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
-    """The groups of ranks that train units or flat parameters, without repetition; usually one."""
+    """The groups of ranks that train units or flat parameters, without repetition.
+
+    There is one group, unless some units train only on some of the model's ranks.
+    """
     worlds = dict.fromkeys(part.topology.world for part in parts)
     return list({world.ranks: world for world in worlds}.values())
 
 
 @contextlib.contextmanager
 def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
-    """Let the modules of ``handles`` hold full plain parameters.
+    """Let the modules of ``handles`` hold plain full parameters inside the context.
 
-    Collective: all ranks, at entry; one flat parameter at a time. Raises before the first
-    all-gather if the request cannot be met, and at the end if edits cannot be kept.
+    Collective at entry: one all-gather per flat parameter. Raises before the first all-gather if
+    the request cannot be met, and at exit if edits cannot be kept.
     """
     for handle in handles:
         _check_can_show(handle)
@@ -174,7 +182,8 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
             opened.append(Summoned(handle, request))
         yield
     finally:
-        # Close after an exception, too: earlier edits are kept, as in an unwrapped model.
+        # Close after an exception, too. Edits before the exception are kept, as in an unwrapped
+        # model.
         for one in reversed(opened):
             problems += one.close()
     if problems:
@@ -183,35 +192,39 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
 
 def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
     raise RuntimeError(
-        f"{unit_text(unit_name)}: a backward reached parameters that summon_full_params() shows. "
-        "Their gradients are this rank's alone, and nothing would average them. Run forward "
-        "and backward outside of the context, or use torch.autograd.grad()."
+        f"{unit_text(unit_name)}: a backward computed gradients of full parameters from "
+        "summon_full_params(). Nothing averages these gradients over the ranks. Run forward and "
+        "backward outside of the context, or use torch.autograd.grad()."
     )
 
 
 class Summoned:
-    """Full parameters of one handle, held by its modules from construction to ``close``."""
+    """The full parameters of one handle, which modules hold from construction to ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
-        """All-gather the parameters, and let the modules hold them. Collective: the shard group."""
+        """All-gather the parameters, and let the modules hold full copies.
+
+        Collective: all ranks of the shard group.
+        """
         self.request = request
-        # Full parameters that the modules hold, by index; empty if the sharded parameters stay in
-        # the modules.
+        # The full copies that the modules hold, in the order of `handle.params`. Empty if the
+        # modules keep the sharded parameters.
         self.params: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
         self._handle, self._shows = handle, False
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            # Otherwise the sharded parameters are full plain parameters, and users edit these
-            # directly.
+            # No copies are needed if the sharded parameters are plain full parameters, which users
+            # may edit directly.
             if moves or not (handle.is_aliased and request.writeback):
                 self._gather()
         self._version = handle.version
         handle.summoned = self
-        # The full parameters that this rank's modules hold, if they hold any.
+        # The full parameters, copies or not, that the modules hold on this rank. Empty: none.
         self.shown = self.params or (handle.sharded if handle.is_aliased else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
-        # Keeps the hook on parameters with which modules compute directly.
+        # Mark the hook as flatshard's own, so that `OriginalParam.hold_hooks` does not remove it
+        # together with users' hooks.
         refuse.of_flatshard = True
         self._guards = [
             param.register_post_accumulate_grad_hook(refuse)
@@ -220,25 +233,26 @@ class Summoned:
         ]
 
     def check_shown(self) -> None:
-        """Raise RuntimeError if modules of this rank do not hold full parameters."""
+        """Raise RuntimeError if the modules do not hold full parameters on this rank."""
         if not self.shown:
             self.refuse()
 
     def refuse(self) -> NoReturn:
-        """Raise for an operation that needs the sharded parameters in full."""
+        """Raise RuntimeError, because an operation needs the full values of sharded parameters."""
         handle = self._handle
         raise RuntimeError(
             f"{unit_text(handle.unit_name)}, rank {handle.topology.world.global_rank}: its sharded "
-            "parameters were used under summon_full_params(). Use those that the modules hold "
-            "inside, with rank0_only=True on rank 0 alone, or leave the context first."
+            "parameters were used under summon_full_params(). Use the full parameters that the "
+            "modules hold inside the context (with rank0_only=True only on rank 0), or leave the "
+            "context first."
         )
 
     def _gather(self) -> None:
         handle, request = self._handle, self.request
         handle.absorb_replaced()
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
-        # Make copies in the shard's dtype. The unsharded buffer may have another dtype, and an
-        # all-gather may overwrite it at any time.
+        # Make copies in the dtype of the shard. The unsharded buffer may have another dtype, and
+        # the next all-gather overwrites the buffer.
         values = gather_full(handle, handle.flat_param, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
         present = _grads(handle)
@@ -250,28 +264,31 @@ class Summoned:
             self._show(values, grads)
 
     def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Let the modules hold parameters over ``values``, which no other code uses."""
+        """Let the modules hold parameters over the memory of ``values``, without a copy."""
         originals = self._handle.params
         self.params = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
         for one in originals:
             set_grad(self.params[one.index], grads[one.index])
-        # Compute checksums of all values, not only of this rank's part: ranks must agree on which
-        # parameters were edited. Otherwise a rank whose part is unchanged would keep its buffer,
-        # and would not take part in the next all-gather.
+        # Compute checksums of the full parameters, not only of this rank's part, so that all ranks
+        # find the same edits. An edit makes `_write_back` free the unsharded buffer. Some
+        # strategies (SHARD_OP) keep the buffer between steps: a rank with an unchanged part would
+        # keep its buffer, and would not take part in the next all-gather.
         self._sums = [checksum(param) for param in self.params] if self.request.writeback else []
         self._handle.put(self.params)
         self._shows = True
 
     def close(self) -> list[str]:
-        """Let the modules hold sharded parameters again, and keep edits.
+        """Let the modules hold sharded parameters again, and write edits into the shard.
 
-        Returns the reasons why edits are not kept.
+        Returns the reasons why edits are not kept. An empty list: all edits are kept.
         """
-        # No communication: every rank keeps its own slice of the values that it wrote.
+        # No communication is needed: all ranks made the same edits, and each rank keeps its slice.
         handle, request = self._handle, self.request
-        # Reset first, so that the handle leaves the summoned state even if the code below raises.
+        # Reset this field first, so that the handle can be used even if the code below raises.
         handle.summoned = None
-        if not self._shows:  # hooks on copies stay, to raise in graphs that remain
+        # Remove hooks from the user's parameters. Hooks on copies stay: a graph that outlives the
+        # context must still raise.
+        if not self._shows:
             for guard in self._guards:
                 guard.remove()
         replaced = self._replaced() if request.writeback else []
@@ -282,19 +299,20 @@ class Summoned:
             rank = handle.topology.world.global_rank
             return [
                 f"{unit_text(handle.unit_name)}, rank {rank}: parameters were edited with "
-                "rank0_only=True, where this rank holds sharded ones and rank 0 drops its edits. "
-                "Edit with rank0_only=False"
+                "rank0_only=True. Then this rank holds only sharded parameters, and rank 0 drops "
+                "its edits. Edit with rank0_only=False"
             ]
         if not self._shows or not request.writeback:
             return replaced
         if was_edited:
             return [
-                f"{unit_text(handle.unit_name)}: its sharded parameters were written while full "
-                "ones were shown (an optimizer step, or parameters from before the context), so "
-                "the full ones are dropped. Edit what the modules hold, or pass writeback=False"
+                f"{unit_text(handle.unit_name)}: its sharded parameters were written while the "
+                "modules held full parameters (by an optimizer step, or through parameters from "
+                "before the context). Edits of the full parameters are dropped. Edit only the "
+                "parameters that the modules hold, or pass writeback=False"
             ]
         problems = replaced or self._misfits()
-        # Keep all edits or none: a part of the edits would leave an inconsistent model.
+        # Keep all edits of the unit or none. Some of the edits would leave an inconsistent model.
         if not problems:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_back()
@@ -304,14 +322,14 @@ class Summoned:
         handle = self._handle
         held = self.params or handle.sharded
         return [
-            f"{param.where} was replaced by another object and is what it was before. Assign "
-            "values with p.copy_(...)"
+            f"{param.where} was replaced by another object, and has its earlier value again. "
+            "Assign values with p.copy_(...)"
             for module, attribute, param in handle.places
             if module._parameters.get(attribute) is not held[param.index]
         ]
 
     def _misfits(self) -> list[str]:
-        """Errors for full parameters that do not fit the shard."""
+        """Reasons why edited full parameters cannot be written into the shard."""
         problems = []
         handle = self._handle
         for original in handle.params:
@@ -323,20 +341,20 @@ class Summoned:
                 )
             if param.grad is not None and not self.request.with_grads:
                 problems.append(
-                    f"{where}: its .grad was set, which is kept only with with_grads=True"
+                    f"{where}: its .grad was set, but gradients are kept only with with_grads=True"
                 )
         return problems
 
     def _write_back(self) -> None:
-        """Copy changed values, gradients and ``requires_grad`` into this rank's part."""
+        """Copy changed values, gradients and ``requires_grad`` into the sharded parameters."""
         handle = self._handle
         edited = {p for p in handle.params if checksum(self.params[p.index]) != self._sums[p.index]}
         if edited:
-            handle.reshard()  # the unsharded buffer is about to become stale
+            handle.reshard()  # the writes below make the unsharded buffer stale
         with torch._C.DisableTorchFunctionSubclass():
             for original in handle.params:
-                # Write through the parameter: a write to the shard would leave the version counters
-                # of plain parameters unchanged.
+                # Write through the sharded parameter. A write into the flat parameter would leave
+                # the version counters of plain sharded parameters unchanged.
                 param, sharded = self.params[original.index], original.sharded
                 if original in edited:
                     sharded.copy_(param)
@@ -348,7 +366,7 @@ class Summoned:
 
     def _write_grads(self) -> None:
         handle = self._handle
-        # Read first: some of these parameters are the sharded ones.
+        # Read all gradients before the first write: a full parameter may be the sharded parameter.
         grads = [param.grad for param in self.params]
         for original in handle.params:
             original.sharded.grad = None

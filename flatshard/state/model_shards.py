@@ -1,4 +1,4 @@
-"""``ModelShards``: this rank's part of a sharded model, to read and write in files."""
+"""``ModelShards``: this rank's shards of a model, for code that saves and loads files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class EntryShard:
     """This rank's elements of one entry of a state dict.
 
     Attributes:
-        entry: the tensor in the state dict, which has the full shape.
-        local: the elements in this rank's memory, 1-D.
-        order: dimensions of the entry in memory, outermost first.
+        entry: the tensor in the state dict, with the full shape.
+        local: the elements that this rank holds, 1-D.
+        order: the dimensions of the entry in memory, outermost first.
         offset: index of the first element of ``local`` among all elements in memory order.
-        replicas: the ranks that hold the same elements; None for buffers and ignored parameters,
-            whose values may differ between ranks.
-        key: identifies the tensor; equal for two entries that are the same tensor.
+        replicas: the ranks that hold the same elements. None: the entry is a buffer or an ignored
+            parameter, and its values may differ between ranks.
+        key: identifies the tensor. Two entries with the same tensor have equal keys.
     """
 
     entry: Tensor
@@ -40,7 +40,7 @@ class EntryShard:
 
 
 class ModelShards:
-    """Access to a sharded model for code that reads and writes files. No method communicates."""
+    """Access to the shards of a model, to save and load them. No method communicates."""
 
     def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
         self.parts = parts
@@ -55,13 +55,13 @@ class ModelShards:
         if split is not None:
             raise NotImplementedError(
                 f"{caller}: parameter {split!r} was a DTensor before it was sharded, and ranks "
-                "outside of this model's process group hold other parts of it. Pass "
-                "model.state_dict(), called under state_dict_type(model, 'SHARDED_STATE_DICT'), to "
-                "torch.distributed.checkpoint.save, or save full_state_dict(model)."
+                "outside of this model's process group hold other parts of the parameter. Call "
+                "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT') and pass "
+                "the result to torch.distributed.checkpoint.save, or save full_state_dict(model)."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded state dict. Its tensors share memory with the model.
+        """The sharded state dict, whose tensors share memory with the model.
 
         Raises:
             NotImplementedError: a unit trains only on some of the ranks.
@@ -72,11 +72,11 @@ class ModelShards:
             return self._model.state_dict()
 
     def entries(self) -> dict[str, EntryShard]:
-        """This rank's elements of each entry of the state dict, in the memory of the model.
+        """This rank's elements of each entry of the state dict. They share memory with the model.
 
         Raises:
-            ValueError: an entry is not a plain tensor, or a hook replaced the values of a
-                parameter.
+            ValueError: an entry is not a plain tensor, or a hook replaced a parameter by another
+                tensor.
         """
         handles = {_storage(handle.flat_param): handle for handle in self._handles}
         entries: dict[str, EntryShard] = {}
@@ -92,7 +92,8 @@ class ModelShards:
             if not is_sharded:
                 order = memory_order(value.shape, value.stride())
                 local = value.permute(order).reshape(-1)
-                # Tensors without elements have no address to tell them apart.
+                # Identify a tensor by its address. A tensor without elements has no address, so
+                # identify the tensor by its id.
                 place = (value.data_ptr(), *value.shape, *value.stride())
                 key: tuple[object, ...] = place if value.numel() else (id(value),)
                 entries[name] = EntryShard(value, local, order, 0, replicas, key)
@@ -106,22 +107,22 @@ class ModelShards:
                 )
         if others:
             raise ValueError(
-                "a safetensors file holds only tensors, with the values of the model. The state "
-                f"dict has other entries: {', '.join(others)}"
+                "a safetensors file contains only tensors of the model. The state dict has other "
+                f"entries, which cannot be saved: {', '.join(others)}"
             )
         return entries
 
     def mark_written(self) -> None:
-        """Tell the model that the memory of its shards was overwritten."""
+        """Record that this rank has written new values into the memory of its shards."""
         for unit in self._units:
             unit.num_loads += 1
         for handle in self._handles:
-            # Writes into memory do not increase the version counters.
+            # A read from a file into memory does not increase version counters, so increase them.
             written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identifies the storage of a tensor, also if the tensor is empty."""
+    """A number that identifies the storage of a tensor, even of an empty tensor."""
     return tensor.untyped_storage()._cdata

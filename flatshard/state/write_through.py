@@ -1,8 +1,9 @@
-"""``WriteThrough``: copies values that users write into a state dict's tensors to the shards.
+"""``WriteThrough``: copies values that users write into tensors of a state dict to the shards.
 
-In an unwrapped model, the tensors of a state dict are the parameters' memory, and some classes for
-moving averages (timm's) write into them. In a sharded model the tensors are full copies. A written
-value is copied to the shards at the next use of the model, or when the tensor is freed.
+The tensors of an unwrapped model's state dict share memory with the parameters. Some classes for
+moving averages (timm's) write into these tensors. The tensors of a sharded model's state dict are
+full copies, so ``WriteThrough`` copies written values to the shards when the model is used next, or
+when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -21,31 +22,35 @@ from flatshard.tensor.flat_parameter import OriginalParam
 
 @dataclass(eq=False)
 class _Given:
-    """A full copy of an original parameter that a user got from ``state_dict()``."""
+    """A full copy of an original parameter that ``state_dict()`` returned to a user."""
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
-    version: int  # version of the copy when it was equal to the shard
+    version: int  # version of the copy when it last had the values of the shard
     unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
-    shard: tuple[Any, ...]  # the shard's identity and version when it was equal to the copy
+    shard: tuple[Any, ...]  # identity and version of the shard at the same time
 
 
 class WriteThrough:
-    """The tensors of a model's state dicts that are still alive."""
+    """The tensors of a model's state dicts that users still hold."""
 
     def __init__(self) -> None:
         self.given: dict[int, _Given] = {}  # keyed by the id of the weak reference
-        self.lost = ""  # name of a parameter whose copy was written after the shard had changed
+        # Name of a parameter whose copy was written after the shard had changed; "": none.
+        self.lost = ""
 
     def __deepcopy__(self, memo: object) -> WriteThrough:
-        return WriteThrough()  # users have no state dict of the copied model yet
+        return WriteThrough()  # no user has a state dict of the copied model yet
 
     def watch(
         self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
     ) -> None:
-        """Copy later writes into ``full``, a copy of ``param``, to the shard."""
+        """From now on, copy values that the user writes into ``full`` to the shard.
+
+        ``full`` is a full copy of ``param``.
+        """
         user = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
@@ -59,27 +64,28 @@ class WriteThrough:
             self._take_over(given)
 
     def take_over(self) -> None:
-        """Copy values that users wrote into the tensors to the shards."""
+        """Copy to the shards all values that users wrote into tensors of state dicts."""
         for given in list(self.given.values()):
             self._take_over(given)
 
     def check(self) -> None:
-        """Copy written values to the shards; RuntimeError if some values were lost."""
+        """Copy written values to the shards; raise RuntimeError if written values are lost."""
         self.take_over()
         self.raise_lost()
 
     def raise_lost(self) -> None:
-        """Raise RuntimeError if a written value could not be copied to the shard."""
+        """Raise RuntimeError if a written value could not be copied, because the shard changed."""
         lost, self.lost = self.lost, ""
         if lost:
             raise RuntimeError(
-                f"parameter {lost!r}: a tensor of a state_dict() was written after the model had "
-                "changed since, and holds values of before. Write to the parameters, or to a "
-                "state_dict() that was taken after the last change; to keep one, clone it."
+                f"parameter {lost!r}: a tensor of a state_dict() was written, but the parameter "
+                "had changed after the state_dict() was taken, so the written values are lost. "
+                "Write to the parameter, or to a new state_dict(). To keep a tensor as it is, "
+                "clone it."
             )
 
     def _take_over(self, given: _Given) -> None:
-        # The version counter counts all writes, also those without gradients.
+        # The version counter also counts writes under no_grad.
         if given.copy._version == given.version:
             return
         given.version = given.copy._version
@@ -90,7 +96,7 @@ class WriteThrough:
         with torch.inference_mode(False), torch.no_grad():
             param.sharded.copy_(param.spec.split(given.copy))
         handle.page_out()
-        given.unit.num_loads += 1  # all ranks must write, or the next backward raises
+        given.unit.num_loads += 1  # if only some ranks write, the next backward raises
         given.shard = after = _identity(handle)
         for other in self.given.values():
             if other.handle is handle and other.shard == before:

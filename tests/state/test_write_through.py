@@ -94,7 +94,7 @@ def _trains(rank: int, world_size: int) -> None:
             sharded.train(4, 5)
             now = _values(sharded)
             before["fc2.weight"].add_(1.0)
-            with pytest.raises(RuntimeError, match=r"'fc2.weight': .*changed since.*clone"):
+            with pytest.raises(RuntimeError, match=r"'fc2.weight': .*had changed after.*clone"):
                 sharded.model.state_dict()
             assert all(torch.equal(now[name], value) for name, value in _values(sharded).items())
             del before
