@@ -1,8 +1,9 @@
-"""State dicts: full or sharded tensors under the unwrapped model's names.
+"""State dicts of models: full or sharded tensors, under the names of the unwrapped model.
 
-State dict hooks on the wrapped modules replace the values. So ``model.state_dict()``,
-``model.module.state_dict()`` and a submodule's ``state_dict()`` have the same values, and torch's
-own recursion keeps the order, the extra state and the users' hooks.
+Torch's ``state_dict()`` recurses over the modules, and state dict hooks on the modules replace the
+values. So the order of entries, extra state and users' hooks work as in an unwrapped model.
+``model.state_dict()``, ``model.module.state_dict()`` and a submodule's ``state_dict()`` contain the
+same values.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Content, device and receiving ranks of state dicts, as in FSDP1's configs."""
+    """Form and device of state dicts, and the ranks that get them, as in FSDP1's configs."""
 
-    is_sharded: bool = False  # sharded values, for `torch.distributed.checkpoint`
+    is_sharded: bool = False  # whether values are sharded, for `torch.distributed.checkpoint`
     offload_to_cpu: bool = False
     rank0_only: bool = False
     optim_offload_to_cpu: bool = True
@@ -39,19 +40,23 @@ class StateDictOptions:
 
 
 class UnitStateDict:
-    """A unit's part in the state dicts of its modules, of submodules and of modules around."""
+    """The state dict hooks of one unit, and the options for the unit's values.
+
+    The hooks run for the state dicts of the unit's modules, of submodules and of outer modules.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
         self.writes = WriteThrough()  # shared by all units of a model
         self.is_apart = False  # whether only some of the model's ranks train the unit
         self.unit = unit
-        # Torch nests calls of these hooks: only the outermost call replaces values.
+        # Number of nested calls of `state_dict()` under way on modules with these hooks. Only the
+        # outermost call replaces values.
         self._depth = 0
         places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
-            # Torch sets an attribute on the hook, which a bound method does not allow: use a
-            # partial.
+            # Torch sets an attribute on these hooks. A partial allows this, a bound method does
+            # not.
             module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -70,7 +75,8 @@ class UnitStateDict:
         is_saving = not options.rank0_only or self.unit.topology.world.rank == 0
         for handle in () if options.is_sharded else self.unit.handles:
             given = _replace_by_full(handle, state_dict, options, is_saving)
-            # If users ask for copies, writes into the copies do not reach the model.
+            # Unless the user asked for copies, writes into these tensors change the model, as in an
+            # unwrapped model.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
                     self.writes.watch(self.unit, handle, param, full)
@@ -78,17 +84,17 @@ class UnitStateDict:
             _treat_rest(state_dict, key, options, is_saving)
 
     def check_names(self) -> None:
-        """Raise if a name in the unit's sharded state dict has another meaning on some ranks."""
+        """Raise NotImplementedError if some ranks may hold other parameters of the same names."""
         if self.is_apart:
             raise NotImplementedError(
                 f"{unit_text(self.unit.name)} trains only on ranks "
                 f"{self.unit.topology.world.ranks_text} of the model's ranks. Other ranks may hold "
-                "other parameters of the same names, and a sharded checkpoint keeps one parameter "
-                "per name. Save the unit's state dict separately, under names of its own."
+                "other parameters of the same names, but a sharded checkpoint keeps one parameter "
+                "per name. Save the unit's state dict separately, under other names."
             )
 
     def requested(self) -> StateDictOptions:
-        """The options; inside torch's ``get_state_dict``, the options of that call."""
+        """The unit's options. Inside of torch's ``get_state_dict``, the options of this call."""
         asked = torch_request()
         if asked is None:
             return self.options
@@ -104,8 +110,8 @@ class UnitStateDict:
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError(
-                "load_state_dict(assign=True) would put full tensors where shards are. Load "
-                "without assign: values are copied into the shards and cast to their dtype."
+                "load_state_dict(assign=True) would replace shards by full tensors. Load without "
+                "assign: then values are copied into the shards, and cast to the shards' dtype."
             )
         asked = torch_request()
         if asked is not None:
@@ -114,7 +120,8 @@ class UnitStateDict:
         for handle in self.unit.handles:
             for place, attribute, param in handle.places:
                 key = prefix + attribute
-                # Torch compares with the local shapes, so pass local values.
+                # If tensor parallelism splits the parameter, torch compares the value's shape with
+                # the shape of the local part. So pass the local part of the value.
                 if place is module and key in state_dict:
                     state_dict[key] = param.spec.split(state_dict[key])
         self._enter(module)
@@ -125,8 +132,8 @@ class UnitStateDict:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
-            # A module of the unit itself is the outermost module with these hooks, so a remaining
-            # depth comes from a call that raised.
+            # The unit's own modules are the outermost modules with these hooks, so the depth must
+            # be 0 here. A call that raised may have left another depth.
             self._depth = 0
         self.writes.check()
         self._depth += 1
@@ -139,16 +146,16 @@ class UnitStateDict:
 def _replace_by_full(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
 ) -> dict[OriginalParam, Tensor]:
-    """Replace the flat parameter's originals by full copies; drop them if not ``is_saving``.
+    """Replace the original parameters of ``handle`` in ``state_dict`` by full copies.
 
-    Returns the copies.
+    If not ``is_saving``, remove the parameters from ``state_dict``. Returns the copies.
 
-    Collective: all ranks of the shard group, including ranks that save nothing; for tensor-parallel
-    parameters, all ranks of their mesh.
+    Collective: all ranks of the shard group, even if they save nothing. For tensor-parallel
+    parameters, all ranks of the mesh.
     """
     shown: dict[str, OriginalParam] = {}
     for key, value in state_dict.items():
-        # With keep_vars=True, the state dict contains the parameters themselves.
+        # With keep_vars=True, the state dict contains the modules' parameters, which stay.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             param = original_of(handle, value)
             if param is not None:
@@ -157,7 +164,7 @@ def _replace_by_full(
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = gather_full(handle, handle.flat_param, device, is_kept=is_saving)
-    # Use the same order on all ranks: the ranks of a DTensor's mesh put its parts together.
+    # Use the same order on all ranks: `unsplit` is a collective of the ranks of a DTensor's mesh.
     wanted = sorted({*shown.values()}, key=lambda param: param.index) if is_saving else ()
     full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}
     for key, param in shown.items():
@@ -171,31 +178,36 @@ def _replace_by_full(
 def _keep_sharded(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions
 ) -> None:
-    """Replace originals by shards for ``torch.distributed.checkpoint`` to save or load in place."""
+    """Replace original parameters by shards that ``torch.distributed.checkpoint`` can use.
+
+    The shards share memory with the model, so that a load in place changes the model.
+    """
     for key, value in list(state_dict.items()):
         is_shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if not is_shown or original_of(handle, value) is None:
             continue
-        # If one rank holds the whole flat parameter, modules may hold the shard itself.
+        # If one rank holds the whole flat parameter, the value may be a plain tensor over the
+        # shard, which stays.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.role)
         elif value.untyped_storage()._cdata != handle.flat_param.untyped_storage()._cdata:
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: a sharded state dict was asked for in the forward "
-                "of the unit. Ask for it between steps."
+                "of the unit. Call state_dict() between steps."
             )
 
 
 def _treat_rest(
     state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
 ) -> None:
-    """Apply the options to buffers, extra state and ignored parameters, too."""
+    """Apply the options to entry ``key``, if it is a buffer, extra state or ignored parameter."""
     value = state_dict[key]
-    # With keep_vars=True, the module's own parameter.
+    # With keep_vars=True, the value may be the parameter that the module holds.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        # Keep parameters of other units: every rank needs the entry to take part in the all-gather.
+        # Keep parameters of other units. The hooks of the other unit replace the entry, and every
+        # rank needs the entry to take part in the all-gather.
         return
     if not is_saving:
         del state_dict[key]
@@ -204,17 +216,17 @@ def _treat_rest(
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """The options of a model's units, which must be equal; the default if there are no units.
+    """The options that all units of a model have. Without units, the default options.
 
     Raises:
-        RuntimeError: units have different options.
+        RuntimeError: the units have different options.
     """
     options = {part.options: part.unit.name for part in parts}
     if len(options) > 1:
         (first, one), (second, other), *_ = options.items()
         raise RuntimeError(
-            f"state_dict_type: units {one!r} and {other!r} differ: {first} and {second}. Set "
-            "the type of the whole model."
+            f"state_dict_type: units {one!r} and {other!r} have different types: {first} and "
+            f"{second}. Set the same type for the whole model."
         )
     return next(iter(options), StateDictOptions())
 
@@ -235,7 +247,8 @@ def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> It
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
     """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
 
-    If the model has a child named ``module``, the prefix is the model's own and stays.
+    If ``children``, the names of the model's children, contain ``module``, the names are unchanged:
+    then the prefix belongs to the model.
     """
     prefix = "module."
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):

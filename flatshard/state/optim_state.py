@@ -1,6 +1,7 @@
-"""Optimizer state by parameter name, as full tensors that do not depend on the sharding.
+"""Optimizer state dicts by parameter name, with full or sharded tensors.
 
-State is *per element* (a momentum, for example) or *one per parameter* (``step``, text, numbers).
+Full tensors do not depend on the sharding, so any number of ranks can load them. Optimizer state is
+*per element* (a momentum, for example) or *one per parameter* (``step``, text, numbers).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 _REMEDY = "Every rank must step the same optimizer and load the same state."
-# Prefix that torch's ``checkpoint_wrapper`` adds to names, but not to names in state dicts.
+# Prefix that torch's ``checkpoint_wrapper`` adds to parameters' names, but removes in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
@@ -44,7 +45,7 @@ def full_state(
     rank0_only: bool,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's full state by name; see ``ShardedWrapper.optim_state_dict``.
+    """An optimizer's state by parameter name, in full; see ``ShardedWrapper.optim_state_dict``.
 
     Collective: all ranks that train ``units``, the units in ``model``.
     """
@@ -59,12 +60,12 @@ def full_state(
                 facts.update((f"state {key!r} of {name!r}", _fact(v)) for key, v in state.items())
         return (named, params), facts
 
-    # If one rank fails, all ranks raise, before the first tensor is all-gathered.
+    # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
     named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     with torch.inference_mode(False), torch.no_grad():
-        # Use the order of the units, which is the same on all ranks.
+        # All-gather in the order of the units, which is the same on all ranks.
         fqn_of = {param.original: param.fqn for param in params}
         for handle in chain.from_iterable(unit.handles for unit in units):
             states = {p: named["state"].get(fqn_of.get(p), {}) for p in handle.params}
@@ -80,12 +81,15 @@ def sharded_state(
     *,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's state by name, sharing memory; state per element is sharded."""
+    """An optimizer's state by parameter name. State per element is sharded.
+
+    The tensors share memory with the optimizer's state, unless they are copied to the CPU.
+    """
     if len(worlds_of(units)) > 1:
         raise NotImplementedError(
-            "optim_state_dict: some units train on some of the model's ranks alone: other ranks "
-            "may hold other state of their names, and a sharded checkpoint keeps one of a name. "
-            "Ask for FULL_STATE_DICT."
+            "optim_state_dict: some units train only on some of the model's ranks. Other ranks may "
+            "hold other state under the same names, but a sharded checkpoint keeps one state per "
+            "name. Ask for FULL_STATE_DICT."
         )
     named, _ = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
     device = torch.device("cpu") if offload_to_cpu else None
@@ -103,10 +107,10 @@ def _gather(
     *,
     is_kept: bool,
 ) -> None:
-    """Replace sharded tensors by full tensors in the states of the handle's parameters.
+    """Replace sharded tensors by full tensors in ``states``, the states of parameters.
 
-    Without ``is_kept`` this rank only takes part in the all-gathers, of which there is one per key
-    and dtype.
+    If not ``is_kept``, this rank only takes part in the all-gathers. There is one all-gather for
+    each state key and dtype, over all parameters of ``handle``.
 
     Collective: all ranks of the shard group.
     """
@@ -129,7 +133,11 @@ def _by_name(
     state_dict: StateDict | None,
     shared: dict[FlatShardTensor, StateDict],
 ) -> tuple[StateDict, OptimParams]:
-    """An optimizer's own state dict, with the unwrapped model's names and sharded tensors."""
+    """An optimizer's state dict, with parameters' names as keys and sharded tensors.
+
+    Starts from ``state_dict`` (None: from ``optimizer.state_dict()``), and also returns the
+    optimizer's parameters.
+    """
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
     own = state_dicts.parts(optimizer) if state_dict is None else state_dict
@@ -142,7 +150,7 @@ def _by_name(
         {**_options(group), "params": [params[key].fqn for key in group["params"]]}
         for group in own["param_groups"]
     ]
-    # Keys that belong to no parameter hold state of the optimizer itself.
+    # A key that belongs to no parameter holds state of the whole optimizer.
     state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
     return {"state": state, "param_groups": groups}, found
 
@@ -157,8 +165,8 @@ def _check_form(state_dict: Any) -> None:
         return
     got = f"keys {list(state_dict)}" if isinstance(state_dict, dict) else type(state_dict).__name__
     raise ValueError(
-        f"expected a dict with 'state' and 'param_groups', got {got}. With rank0_only=True only "
-        "rank 0 has the state: let every rank load the file."
+        f"expected a dict with 'state' and 'param_groups', got {got}. With rank0_only=True, only "
+        "rank 0 has the state. Save the state to a file and let every rank load the file."
     )
 
 
@@ -170,7 +178,7 @@ def state_to_load(
     *,
     by_name: bool,
 ) -> StateDict:
-    """This rank's part of full state; see ``ShardedWrapper.optim_state_dict_to_load``.
+    """This rank's part of a full state dict; see ``ShardedWrapper.optim_state_dict_to_load``.
 
     Collective: all ranks that train ``units``, the units in ``model``.
     """
@@ -183,7 +191,7 @@ def state_to_load(
         saved = _named(state_dict, params)
         group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
         _check_names(group_of, [param.fqn for param in params])
-        # Keys in the optimizer's own state dicts: names if `by_name`, otherwise positions.
+        # Keys of parameters in the result: names if `by_name`, otherwise positions.
         name_of = {id(param): name for name, param in model.named_parameters()}
         position = count()
         elementwise = is_elementwise(optimizer)
@@ -210,11 +218,11 @@ def state_to_load(
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
-    """The state dict with names instead of positions, and without the prefixes of wrappers."""
+    """The state dict with names instead of positions as keys, and without prefixes of wrappers."""
     if state_dicts.is_stamped(state_dict):
         raise ValueError(
-            "an optimizer.state_dict() of a sharded model holds one rank's parts alone. Save "
-            "ShardedWrapper.optim_state_dict(model, optimizer) and pass that."
+            "an optimizer.state_dict() of a sharded model contains only the parts of one rank. "
+            "Save ShardedWrapper.optim_state_dict(model, optimizer), and pass the saved state."
         )
     key_of: dict[str, Any] = {}
     for number, group in enumerate(state_dict["param_groups"]):
@@ -231,7 +239,10 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
 
 
 def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
-    """Names of the parameters of a saved group, or the optimizer's names in the same order."""
+    """Names of the parameters of a saved group.
+
+    If the group has no names, its parameters are those of the optimizer's group, in order.
+    """
     keys = group["params"]
     if "param_names" in group:
         return group["param_names"]  # type: ignore[no-any-return]
@@ -240,9 +251,9 @@ def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
     fqns = params.fqns(number) if number < len(params.groups) else []
     if len(fqns) != len(keys):
         raise ValueError(
-            f"group {number} of the state has {len(keys)} parameters without names, the "
-            f"optimizer's has {len(fqns)}. Make the groups alike, or give the state names: "
-            "ShardedWrapper.optim_state_dict(plain_model, plain_optimizer)."
+            f"group {number} of the state has {len(keys)} parameters without names, but group "
+            f"{number} of the optimizer has {len(fqns)} parameters. Make the same groups, or save "
+            "the state with names: ShardedWrapper.optim_state_dict(plain_model, plain_optimizer)."
         )
     return fqns
 
@@ -250,32 +261,38 @@ def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
 def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
     """Raise ValueError unless the state and the optimizer have the same parameters.
 
-    Torch requires the same of plain optimizers.
+    Torch's ``load_state_dict`` has the same requirement.
     """
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in set(own)]
     if missing or unexpected:
         raise ValueError(
-            "the state is of other parameters than the optimizer's. Missing: "
+            "the state and the optimizer have different parameters. Missing in the state: "
             f"{', '.join(map(repr, missing)) or 'none'}. Unexpected: "
-            f"{', '.join(map(repr, unexpected)) or 'none'}. Make the optimizer over the parameters "
-            "that the saved one had."
+            f"{', '.join(map(repr, unexpected)) or 'none'}. Make the optimizer over the same "
+            "parameters as the saved optimizer."
         )
 
 
 def _options_of_group(
     fqns: Sequence[str], group_of: dict[str, StateDict], own: StateDict
 ) -> StateDict:
-    """Options for the optimizer's group ``own``, from the saved groups of its parameters."""
+    """Saved options for a group of the optimizer.
+
+    Args:
+        fqns: names of the group's parameters.
+        group_of: for each name, the saved group of the parameter.
+        own: the optimizer's group, whose options are used if the group has no parameters.
+    """
     groups = [group_of[fqn] for fqn in fqns] or [own]
     options = _options(groups[0])
     for fqn, group in zip(fqns, groups, strict=False):
         different = [key for key in options if repr(groups[0][key]) != repr(group.get(key))]
         if different:
             raise ValueError(
-                f"parameters {fqns[0]!r} and {fqn!r} are in one group of the optimizer, but "
-                f"were saved in groups of different {', '.join(different)}. Make the groups as "
-                "they were."
+                f"parameters {fqns[0]!r} and {fqn!r} are in one group of the optimizer, but were "
+                f"saved in groups with different {', '.join(different)}. Make the groups as in the "
+                "saved optimizer."
             )
     return options
 
@@ -285,7 +302,7 @@ def _options(group: StateDict) -> StateDict:
 
 
 def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
-    """This rank's part of one value in the full state of a parameter.
+    """This rank's part of ``value``, entry ``key`` of a parameter's full state.
 
     Raises:
         ValueError: the value is per element, and its shape differs from the parameter's.
@@ -298,7 +315,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     if is_number or key in ONE_PER_PARAMETER:
         return copied(value)
     if tuple(value.shape) != spec.shape:
-        if not elementwise:  # any shape is allowed, as in an unwrapped model
+        if not elementwise:  # such an optimizer may keep state of any shape
             return copied(value)
         raise ValueError(
             f"state {key!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
@@ -307,18 +324,18 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
         )
     device = original.sharded.device
     if not original.is_sharded:
-        # Use the parameter's strides: optimizers' fast paths compare strides.
+        # Use the strides of the parameter: optimizers use fast kernels only for equal strides.
         return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    # Sharded state is used without a copy, as in torch's load_state_dict.
+    # Use sharded state without a copy, as torch's load_state_dict does.
     is_full = not isinstance(value, FlatShardTensor)
     part = part_per_element(spec, key, value.detach())
-    assert part is not None, "the shapes are equal"
+    assert part is not None, "state with the parameter's shape is per element"
     part = part.to(device, copy=is_full)
     return part if elementwise else FlatShardTensor(part, spec)
 
 
 def _fact(value: Any) -> str:
-    """Text about a value in an optimizer's state; all ranks must have the same text."""
+    """Text about a value in an optimizer's state. The text must be equal on all ranks."""
     if isinstance(value, FlatShardTensor):
         return f"{value.dtype} per element"
     if isinstance(value, Tensor):
@@ -333,7 +350,7 @@ def _fact(value: Any) -> str:
 
 @dataclass(frozen=True)
 class OptimParam:
-    """A parameter of an optimizer, in terms of the unwrapped model."""
+    """A parameter of an optimizer, with its name in the unwrapped model."""
 
     fqn: str
     original: OriginalParam | None = None  # None: no unit owns the parameter
@@ -350,9 +367,9 @@ class OptimParams:
         }
         found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
-            # No unit owns the parameter: it is ignored, or the model is not wrapped.
+            # If no unit owns the parameter, the parameter is ignored, or the model is not wrapped.
             found.setdefault(id(param), OptimParam(unwrapped(name)))
-        # The parameters in the groups of ``optimizer.param_groups``.
+        # One list of parameters for each group in ``optimizer.param_groups``.
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -369,17 +386,17 @@ class OptimParams:
         return chain.from_iterable(self.groups)
 
     def fqns(self, group: int) -> list[str]:
-        """The names of a group's parameters."""
+        """The names of the parameters in group number ``group``."""
         return [param.fqn for param in self.groups[group]]
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
-        """The parameters, keyed by their keys in a state dict of the same optimizer."""
+        """The parameters by their keys in ``state_dict``, a state dict of the same optimizer."""
         keys = [list(group["params"]) for group in state_dict["param_groups"]]
         expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
         if found != expected:
             raise ValueError(
-                f"optim_state_dict: expected groups of {expected} parameters, as the optimizer "
-                f"has, got {found}. Pass optimizer.state_dict(), or None."
+                f"optim_state_dict: expected groups of {expected} parameters, as in the optimizer, "
+                f"but the state dict has groups of {found}. Pass optimizer.state_dict(), or None."
             )
         return dict(zip(chain.from_iterable(keys), self, strict=True))
 
@@ -387,10 +404,11 @@ class OptimParams:
 def _params_of_units(
     prefixes: dict[nn.Module, str], units: Sequence[Unit]
 ) -> Iterable[tuple[int, OptimParam]]:
-    """The parameters that units own, with the id of the sharded parameter."""
+    """The parameters that units own, each with the id of its sharded parameter."""
     for handle in chain.from_iterable(unit.handles for unit in units):
         for param in handle.params:
-            # Use the parameter's first place in `model`, which may be a part of the sharded model.
+            # Use the first place of the parameter that is in the given model. The given model may
+            # be a part of the sharded model.
             fqn = next(
                 prefixes[place.module] + place.attribute
                 for place in param.locations
@@ -400,5 +418,5 @@ def _params_of_units(
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name in state dicts, without the prefix of activation checkpointing."""
+    """The name of a parameter without the prefix of torch's ``checkpoint_wrapper``."""
     return name.replace(_CHECKPOINT_PREFIX, "")

@@ -62,7 +62,9 @@ def _load(rank: int, world_size: int, folder: Path) -> None:
         state = torch.load(folder / name, weights_only=True)
         fresh = torch.optim.AdamW(model.parameters())
         with naming(name):
-            with pytest.raises(ValueError, match="of a sharded model holds one rank's parts alone"):
+            with pytest.raises(
+                ValueError, match="of a sharded model contains only the parts of one rank"
+            ):
                 ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
             with pytest.raises(RuntimeError, match=r"that rank's parts alone.*full_optim"):
                 optimizer.load_state_dict(state)

@@ -39,7 +39,7 @@ def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None)
     model = case.wrap(case.model())
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     if states is not None:
-        with pytest.raises(ValueError, match="one rank's parts alone"):
+        with pytest.raises(ValueError, match="only the parts of one rank"):
             ShardedWrapper.optim_state_dict_to_load(model, optimizer, states[rank])
         optimizer.load_state_dict(states[rank])
     train(model, optimizer, range(2), case, rank, world_size)
