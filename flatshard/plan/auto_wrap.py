@@ -1,10 +1,10 @@
 """The policy ``"auto"``: chooses units if the user names none.
 
-docs/choosing.md describes the choice. All parameters of a unit are unsharded together, so a unit
-should be a small part of the model. But each all-gather has a fixed cost, so units should not be
-small in absolute terms. From the root downwards, every module is either *opened* (its children are
-considered instead) or taken as one unit. Parameters that are in no unit count for the module around
-them, and in the end for the root.
+All parameters of a unit are unsharded together, so a unit should be a small part of the model. But
+each all-gather has a fixed cost, so a unit should not have too few elements. From the root
+downwards, the policy either *opens* a module, and looks at its children, or makes the module a
+unit. Parameters that are in no unit count for the module around them, and in the end for the root.
+docs/choosing.md describes the choice.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from flatshard.plan.module_tree import ModuleTree, find_params, has_forward
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
-# Elements in the smallest unit, 1 MB of float32. Below this size, the fixed cost of an all-gather
-# (Python, latency, filling the pipeline) exceeds the time to send its bytes.
+# Elements of the smallest unit: 1 MB of float32. For fewer elements, the fixed cost of an
+# all-gather (Python, latency, filling the pipeline) exceeds the time to send the bytes.
 MIN_UNIT_NUMEL = 250_000
-# Elements from which a module is divided: its parts then mostly reach the minimum.
+# Elements from which a module is opened: the parts of so large a module mostly reach the minimum.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# Elements of the largest module that joins a small root: 4 MB that stay unsharded in a step.
+# Elements of the largest module that may join a root that is too small: 4 MB of float32, which stay
+# unsharded throughout a step.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
-# Elements of all small blocks that may stay in the root: 32 MB, unsharded throughout a step.
+# Elements of all small blocks together that may stay in the root: 32 MB of float32, which stay
+# unsharded throughout a step.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-# Share of the model from which a module is divided if possible. While one unit computes, the next
-# is all-gathered: with units of this size, a quarter of the model is unsharded at the peak.
+# Share of the model's elements from which a module is opened if possible. While one unit computes,
+# the next unit is all-gathered. So with units of this share, a quarter of the model is unsharded at
+# the peak.
 LARGE_SHARE = 1 / 8
 # Share of a module's elements that must be in blocks for the module to be opened. A module with a
-# smaller share is itself a block that contains similar children: a decoder layer's two attentions
-# are about half of its elements.
+# smaller share is a block that contains similar children: in a decoder layer, the two attentions
+# have about half of the elements.
 BLOCKS_SHARE = 2 / 3
-# Generic containers: their class does not show that two modules are alike, so repeated instances
-# count as blocks only by their shapes.
+# Generic containers. Two containers of the same class may be different, so repeated containers
+# count as blocks only if their parameters have the same shapes.
 _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -54,7 +57,7 @@ class AutoUnits:
             for module in containers:
                 self._numel[module] += param.numel()
         self._left = self._numel.copy()
-        # Elements of each chosen module that are in no inner unit.
+        # For each chosen module, the number of elements that are in no inner unit.
         self._held: dict[nn.Module, int] = {}
         self._taken: set[nn.Parameter] = set()
         self._too_small: list[nn.Module] = []
@@ -83,14 +86,14 @@ class AutoUnits:
     def _opens(self, module: nn.Module) -> bool:
         if not self._children(module):
             return False
-        if not has_forward(module):  # a `ModuleList`, for example
+        if not has_forward(module):  # cannot be a unit: a `ModuleList`, for example
             return True
         if self._numel[module] < DIVISIBLE_NUMEL:
             return False
         is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.root]
         if self._is_block(module, self._counts):
-            # A large block made of blocks is a stage or a tower: open it. Other blocks become one
-            # unit each.
+            # A large block that consists of blocks is a stage or a tower of the model: open the
+            # block. Any other block becomes a unit.
             return is_large and self._is_made_of_blocks(module)
         return is_large or self._is_made_of_blocks(module)
 
@@ -98,35 +101,36 @@ class AutoUnits:
         self._held[module] = self._left[module]
         for param in module.parameters():
             containers = self._containers.get(param, ())
-            # A weight tied to a module outside stays with the module that contains both.
+            # A weight that is tied to a module outside of `module` belongs to a larger module,
+            # which contains both users of the weight.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
                 for container in containers:
                     self._left[container] -= param.numel()
 
     def _take_small_blocks(self) -> None:
-        """Make small blocks units if together they are too large to stay in the root."""
-        # Blocks with elements left are in no unit yet.
+        """Make the small blocks units, if all of them together are too large for the root."""
+        # A block with elements left is in no unit yet.
         blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
             for module in blocks:
                 self._take(module)
 
     def _fill_root(self) -> None:
-        """Move modules that are cheap to keep unsharded into a root that is too small."""
+        """If the root is too small, move units into it that are cheap to keep unsharded."""
         root = self._tree.root
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
-            # Otherwise one unit would hold nearly the whole model, and the root would cost a second
-            # all-gather.
+            # The only unit has nearly the whole model. Make the model one unit: a tiny root would
+            # cost a second all-gather.
             self._held.clear()
             return
         outermost = {
             next((module for module in containers if module in self._held), None)
             for containers in self._containers.values()
         }
-        # The root stays unsharded in a step, so it takes in no block: keeping a block unsharded
-        # would cost more than a small all-gather. The sort is stable: among modules of equal size,
-        # the first in the model comes first.
+        # The root stays unsharded throughout a step. Do not move blocks into the root: memory for
+        # an unsharded block costs more than a small all-gather. The sort is stable, so modules of
+        # equal size stay in the order of the model.
         singles = [m for m in self._held if m in outermost and not self._is_closed_block(m)]
         for module in sorted(singles, key=self._held.__getitem__):
             missing = 0 < self._left[root] < MIN_UNIT_NUMEL
@@ -139,7 +143,7 @@ class AutoUnits:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """Keys of a module with children. The module is a block if another one has an equal key."""
+        """Keys of a module with children: two modules with an equal key are blocks."""
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:
                 yield type(module)
@@ -155,7 +159,8 @@ class AutoUnits:
                     continue
                 seen.add(child)
                 for kind in self._kinds(child):
-                    # A wrapper around a single module is not a repetition of the module.
+                    # Do not count a child with the same shapes as its parent: a wrapper around a
+                    # single module is not a repetition of the module.
                     if kind != _shapes(parent):
                         counts[kind] += 1
                 visit(child)
@@ -164,7 +169,7 @@ class AutoUnits:
         return counts
 
     def blocks(self) -> list[nn.Module]:
-        """The chosen modules that are blocks and were not opened."""
+        """The chosen modules that are blocks and are not opened."""
         return [module for module in self._held if self._is_closed_block(module)]
 
     def _is_closed_block(self, module: nn.Module) -> bool:
@@ -185,14 +190,14 @@ class AutoUnits:
         return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
 
     def reasons(self) -> dict[nn.Module, str]:
-        """The chosen modules, each with a reason for the choice in words."""
+        """The chosen modules, each with the reason for the choice, in words."""
         closed = [module for module in self._held if module not in self._opened]
         same = Counter(kind for module in closed for kind in self._kinds(module))
         return {module: self._reason(module, same) for module in self._held}
 
     def _reason(self, module: nn.Module, same: Counter[Kind]) -> str:
         if module in self._opened:
-            return "what is left of it, in parts too small for units"
+            return "the rest of its elements, in parts that are too small for units"
         name = type(module).__name__
         for kind in self._kinds(module):
             if same[kind] > 1:
@@ -206,9 +211,9 @@ def _shapes(module: nn.Module) -> Shapes:
 
 
 def _is_expert(name: str, module: nn.Module) -> bool:
-    # Experts are no units: which experts run depends on the data, so ranks that run different
-    # experts would wait for each other. `MixtureOfExperts` runs for every input, an `Expert` only
-    # for some inputs.
+    # Experts are not units. Which experts run depends on a rank's data, and ranks in all-gathers of
+    # different experts would deadlock. The pattern excludes `MixtureOfExperts`, which runs for
+    # every input, and matches `Expert`, which runs only for some inputs.
     return "expert" in name.lower() or bool(
         re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
     )

@@ -1,13 +1,14 @@
-"""Boundaries: how a layout keeps rows, blocks or whole parameters on one rank.
+"""Boundaries: a layout that keeps each row, block or parameter on one rank.
 
-A boundary changes only the positions of parameters in the flat parameter. Every rank still holds
-one range, and all ranges have equal length, so collectives stay the same. The cost is padding,
-which ``check_padding`` limits.
+A boundary changes only where parameters lie in the flat parameter. Every rank still holds one
+range, and all ranges have the same length, so collectives are unchanged. The cost is padding, which
+``check_padding`` limits.
 
     a:(2,3) b:(2,2) c:(4,) on 2 ranks, alignment 1     boundary "tensor", shard_numel 8
       rank 0 | a a a a a a . . |   rank 1 | b b b b c c c c |
 
-The result is a pure function of shapes, memory orders, alignment and world size, as is the layout.
+Like ``FlatLayout``, the result is a pure function of shapes, memory orders, alignment and world
+size, so all ranks compute the same result without communication.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from dataclasses import replace
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, ParamSpan
 from flatshard.plan.module_tree import unit_text
 
-# "element", "row", "tensor", or a number of elements; see `ShardedWrapper`.
+# Where shards may cut a parameter: "element" (anywhere), "row", "tensor" (nowhere), or a number of
+# elements (at its multiples).
 Boundary = str | int
 
 _CHOICES = "element", "row", "tensor"
 
-# Largest padding of a unit, as a fraction of its elements ...
+# Largest padding of a unit, as a fraction of the unit's elements.
 MAX_PADDING = 0.25
-# ... unless the unit has at most this many elements of padding, which cost nothing.
+# Elements of padding that are allowed even above this fraction, because they cost next to nothing.
 FREE_PADDING = 1 << 18
 
-# Number of shard lengths that `move` tries, and steps into which the length is divided: the longest
-# is an eighth longer than without boundaries. Whole parameters in bins rarely need more.
+# `move` tries `_TRIES` shard lengths. Each is longer than the last by 1 / `_FINENESS` of the length
+# without boundaries, so the longest is an eighth longer. Whole parameters in bins rarely need more.
 _TRIES = 64
 _FINENESS = 512
 
 
 def as_boundary(value: object) -> Boundary:
-    """Read ``boundary``. Raises TypeError or ValueError if it is not a boundary."""
+    """Check the option ``boundary``. Raises TypeError or ValueError for an invalid value."""
     expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
-    # True is an int and would mean one element.
+    # Refuse True and False, which are ints in Python: True would mean one element.
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"{expected}, got {value!r}")
     if value not in _CHOICES if isinstance(value, str) else value < 1:
@@ -47,22 +49,27 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Number of elements that stay together: cuts are at multiples of it from the start."""
+    """Number of elements that stay on one rank. Cuts are at multiples, counted from the start."""
     if isinstance(boundary, int):
         return boundary
     if boundary == "element" or not span.numel:
         return 1
-    # Rows of the outermost dimension in memory. A 0-D parameter is one row.
+    # A row is one index of the dimension that is outermost in memory. A 0-D parameter is one row.
     is_cut = boundary == "row" and span.order
     return span.numel // span.shape[span.order[0]] if is_cut else span.numel
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
-    """Move the parameters so that shards cut them only where ``boundary`` allows.
+    """Move the parameters so that shards cut the parameters only where ``boundary`` allows.
 
-    ``layout`` has no boundaries. The result's spans are in ascending order, but the parameters may
-    be in another order. If whole parameters are distributed, rank ``first`` gets the largest, and
-    the next ranks follow.
+    Args:
+        layout: a layout without boundaries.
+        boundary: where shards may cut.
+        itemsize: bytes per element.
+        first: the rank that gets the largest parameter, if whole parameters are distributed.
+
+    Returns:
+        A layout in which the parameters may be in another order. Its spans are ascending.
     """
     spans, world_size, lower = layout.spans, layout.world_size, layout.shard_numel
     align = max(1, ALIGNMENT_BYTES // itemsize)
@@ -75,7 +82,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         is_paged = numel * itemsize >= PAGED_BYTES
         return _round_up(numel, math.lcm(multiple, PAGE_BYTES // itemsize)) if is_paged else numel
 
-    # Whole parameters in bins satisfy every boundary, but give the longest shards.
+    # Distribute whole parameters over the ranks. This satisfies every boundary, but may need the
+    # longest shards. So first look for shorter shards with all parameters in sequence.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = length(used, align)
     starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
@@ -92,7 +100,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         replace(span, start=start, end=start + span.numel)
         for span, start in zip(spans, starts, strict=True)
     ]
-    # An empty parameter starts where the next parameter starts, and must come first.
+    # Sort by the end as well: an empty parameter starts where the next parameter starts, and must
+    # come before the next parameter.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 
@@ -102,7 +111,8 @@ def _in_bins(
 ) -> tuple[list[tuple[int, int]], int]:
     """Give each parameter, largest first, to the rank with the fewest elements.
 
-    Returns each parameter's rank and place on the rank, and the elements of the fullest rank.
+    Returns the rank of each parameter and the position on this rank, and the largest number of
+    elements on a rank.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):
@@ -118,9 +128,9 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Candidates for a number of which the shard length is a multiple.
+    """Numbers to try: the length of a shard will be a multiple of one of the numbers.
 
-    If shards cut a parameter twice, the shard length must be a multiple of the parameter's block.
+    If shards cut a parameter twice, the length must be a multiple of the parameter's block.
     """
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
@@ -133,7 +143,7 @@ def _multiples(
 def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
-    """Starts of parameters in sequence; None if shards of this length are too short."""
+    """Positions of the parameters in sequence. None: shards of this length are too short."""
     starts: list[int] = []
     end = 0
     for span, block in zip(spans, blocks, strict=True):
@@ -146,7 +156,10 @@ def _in_order(
 
 
 def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | None:
-    """First place from ``start`` on with cuts at multiples of ``block`` only; None: no place."""
+    """First position, at or after ``start``, at which shards cut only at multiples of ``block``.
+
+    None: there is no such position.
+    """
     edge = start - start % shard_numel + shard_numel
     if start + numel <= edge:
         return start
@@ -155,14 +168,14 @@ def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | 
     start = edge if numel <= block else start + (edge - start) % block
     if start == edge:
         return _first_place(edge, numel, block, shard_numel)
-    # The parameter is cut again at the end of the next shard.
+    # The end of the next shard cuts the parameter again, and must be a multiple of `block`, too.
     if start + numel > edge + shard_numel and shard_numel % block:
         return None
     return start
 
 
 def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) -> None:
-    """Raise ValueError if a unit with these flat parameters has more padding than allowed."""
+    """Raise ValueError if the flat parameters of a unit have more padding than is allowed."""
     layouts = list(layouts)
     numel = sum(layout.numel for layout in layouts)
     padding = sum(layout.padding_numel for layout in layouts)
@@ -173,10 +186,10 @@ def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) 
     block = min(block_numel(span, boundary), span.numel)
     raise ValueError(
         f"boundary={boundary!r}: {unit_text(unit)} would have {padding:,} elements of padding, "
-        f"{padding / numel:.0%} of its {numel:,}; at most {MAX_PADDING:.0%} are allowed. "
+        f"{padding / numel:.0%} of its {numel:,} elements. At most {MAX_PADDING:.0%} are allowed. "
         f"Parameter {span.name!r}, {span.shape}, keeps {block:,} elements together on one of "
-        f"{worst.world_size} ranks. Make the unit larger (a coarser policy, or coalesce_bytes), "
-        "or let a CustomPolicy return another boundary for it."
+        f"{worst.world_size} ranks. Make the unit larger (by a coarser policy, or coalesce_bytes), "
+        "or let a CustomPolicy return another boundary for the unit."
     )
 
 

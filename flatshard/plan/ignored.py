@@ -1,7 +1,7 @@
 """Modules, parameters and buffers that a wrapper ignores.
 
-A tensor is ignored wherever it appears: if a parameter of an ignored module is also in another
-module (tied weights), it is ignored there, too.
+A tensor is ignored in all places. If an ignored module shares a parameter with another module (tied
+weights), the parameter is ignored in the other module, too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 class Ignored:
     """Modules and tensors that are not sharded, moved, compared between ranks, or synchronised."""
 
-    # Ignored modules with all their tensors. The set contains their descendants as well.
+    # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Single parameters and buffers, by module and attribute: a conversion such as `.to()` replaces
-    # the tensor objects.
+    # Ignored parameters and buffers of other modules, by module and attribute. A conversion such as
+    # `.to()` replaces the tensors, but not the modules and attributes.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
-    # The user's choice, by names in the unwrapped model.
+    # Names, in the unwrapped model, of the modules and tensors that the user chose.
     names: tuple[str, ...] = ()
-    # Whether the user chose objects of which none is in the wrapped module.
+    # Whether the user chose objects, but no object is in the wrapped module.
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the present ignored parameters and buffers."""
+        """Yield the ignored parameters and buffers that the modules have now."""
         for module in self.modules:
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
@@ -41,7 +41,7 @@ class Ignored:
         return {id(tensor) for tensor in self.tensors()}
 
     def within(self, module: nn.Module) -> Ignored:
-        """The part of this within ``module``, without the user's names."""
+        """The ignored modules and tensors inside of ``module``, without the user's names."""
         inside = set(module.modules())
         places = frozenset(place for place in self.places if place[0] in inside)
         return Ignored(self.modules & inside, places)
@@ -58,14 +58,21 @@ def find_ignored(
     nested: Mapping[nn.Module, Ignored],
     sharded: Collection[int],
 ) -> Ignored:
-    """Collect the modules and tensors that the user and DistributedDataParallel's attribute ignore.
+    """Collect the ignored modules and tensors of ``module``.
 
-    ``nested`` maps each wrapper inside ``module`` to its ignored objects. ``sharded`` holds the ids
-    of the parameters that units inside ``module`` own.
+    The user passes them in a keyword, or names them for DistributedDataParallel in the attribute
+    ``_ddp_params_and_buffers_to_ignore``.
+
+    Args:
+        module: the module to wrap.
+        ignored_modules: the user's keyword.
+        ignored_states: the user's keyword.
+        nested: for each wrapper inside ``module``, the objects that the wrapper ignores.
+        sharded: ids of the parameters that units inside ``module`` own.
 
     Raises:
-        TypeError: a keyword is no iterable of such objects.
-        ValueError: both keywords are given; a parameter to ignore is already sharded.
+        TypeError: a keyword is not an iterable of modules (or parameters).
+        ValueError: both keywords are given, or a parameter to ignore is already sharded.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
@@ -76,19 +83,19 @@ def find_ignored(
         *_read("ignored_modules", ignored_modules, (nn.Module,)),
         *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
     ]
-    # A user may pass one list to several wrappers, each of which contains only a part of the listed
-    # objects.
+    # It is no error if some objects are not in `module`: a user may pass one list to several
+    # wrappers, and each wrapper contains only a part of the objects.
     present = {id(one) for one in (*module.modules(), *module.parameters())}
     is_elsewhere = bool(chosen) and not any(id(one) in present for one in chosen)
     tops = {one for one in chosen if isinstance(one, nn.Module)}
-    # Compare ids: `==` of tensors compares element by element.
+    # Compare tensors by id, because `==` of tensors compares their elements.
     single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(module)
     names = []
     for name, inner in module.named_modules():
         if inner in tops:
             _check_apart(name, inner, nested)
             names.append(name)
-    first_names: dict[int, str] = {}  # a tied tensor is named once
+    first_names: dict[int, str] = {}  # for each tensor its first name, even if it is tied
     places = set()
     for name, inner, attribute, tensor in _places(module):
         first_names.setdefault(id(tensor), name)
@@ -102,20 +109,20 @@ def find_ignored(
         (*names, *(name for key, name in first_names.items() if key in single)),
         is_elsewhere,
     )
-    # `ignored` includes the ignored tensors of inner wrappers, which are not sharded. Only tensors
-    # that inner wrappers own are an error.
+    # Raise if an inner wrapper owns an ignored tensor. Tensors that an inner wrapper ignores are
+    # not sharded, and may be ignored here, too.
     twice = ignored.ids() & set(sharded)
     for key, name in first_names.items():
         if key in twice:
             raise ValueError(
-                f"ShardedWrapper: parameter {name!r} is to be ignored, but a unit inside the model "
-                "has sharded it already. Let the inner ShardedWrapper ignore it."
+                f"ShardedWrapper: parameter {name!r} shall be ignored, but a unit inside the model "
+                "has sharded the parameter already. Let the inner ShardedWrapper ignore it."
             )
     return ignored
 
 
 def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Check and return the objects of a keyword."""
+    """The objects that the user passed in ``keyword``. Raises TypeError for other objects."""
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)
@@ -129,30 +136,33 @@ def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignored]) -> None:
-    """Raise ValueError if a module to ignore contains a unit, or is part of a unit."""
+    """Raise ValueError if an ignored module contains a unit, or is part of a unit."""
     below = set(module.modules())
     for unit, theirs in nested.items():
         if unit in below:
             raise ValueError(
-                f"ShardedWrapper: module {name!r} is to be ignored, but it is or contains a "
-                "ShardedWrapper. Ignore what is beside that instead."
+                f"ShardedWrapper: module {name!r} shall be ignored, but it is or contains a "
+                "ShardedWrapper. Ignore the modules beside the ShardedWrapper instead."
             )
         if module in set(unit.modules()) - theirs.modules:
             raise ValueError(
-                f"ShardedWrapper: module {name!r} is to be ignored, but it is in a ShardedWrapper "
-                "inside the model. Let that one ignore it."
+                f"ShardedWrapper: module {name!r} shall be ignored, but it is in a ShardedWrapper "
+                "inside the model. Let the inner ShardedWrapper ignore the module."
             )
 
 
 def _named_for_ddp(module: nn.Module) -> set[int]:
-    """Ids of the tensors that DistributedDataParallel must ignore under all their names."""
+    """Ids of the tensors that the module lists for DistributedDataParallel to ignore.
+
+    A tied tensor counts only if all its names are listed.
+    """
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     ignored = {id(tensor) for name, _, _, tensor in _places(module) if name in listed}
     return ignored - {id(tensor) for name, _, _, tensor in _places(module) if name not in listed}
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Every place of a parameter or buffer: its name, the module, the attribute, the tensor."""
+    """Yield the name, module, attribute and tensor for every place of a parameter or buffer."""
     for path, inner in module.named_modules():
         for attribute, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
             if tensor is not None:

@@ -1,17 +1,18 @@
-"""The flat layout: where each original parameter lies in a flat parameter, and who holds it.
+"""``FlatLayout``: where each original parameter lies in a flat parameter, and which rank holds it.
 
 A flat parameter is one padded 1-D range of elements. The layout is a pure function of names,
-shapes, memory orders, alignment and world size. Every rank computes the same layout, so no
-communication is needed to find the rank that holds an element.
+shapes, memory orders, alignment and world size. So every rank computes the same layout, and knows
+without communication which rank holds an element.
 
-A parameter's elements keep the parameter's memory order, so that a view of its range has the
-strides of the unwrapped parameter (channels_last, for example). ``start``, ``end`` and ``offset``
-count in memory order.
+The elements of a parameter stay in the parameter's memory order. So a view of the range can have
+the strides of the unwrapped parameter (channels_last, for example). ``start``, ``end`` and
+``offset`` count elements in memory order.
 
     a:(2,3) b:(5,) on 2 ranks, alignment 1 -> numel 11, padded_numel 12, shard_numel 6
       rank 0 |a a a a a a|   rank 1 |b b b b b .|
 
-Checkpoints consist of n-D boxes: ``boxes_of`` cuts a range of a parameter's elements into boxes.
+Torch's checkpoints consist of n-D boxes. ``boxes_of`` cuts a range of a parameter's elements into
+boxes:
 
     shape (4, 3), elements [2, 11):    . . a     a: offsets (0, 2), sizes (1, 1)
                                        b b b     b: offsets (1, 0), sizes (2, 3)
@@ -29,29 +30,30 @@ from functools import cached_property
 
 from torch import Tensor
 
-# Every original parameter, and every rank's shard, starts at a multiple of this many bytes.
+# Every original parameter, and the shard of every rank, starts at a multiple of this size.
 ALIGNMENT_BYTES = 16
-# Large shards fill whole pages, so that memory and files can be mapped onto shards. Pages have 64
+# Large shards fill whole pages, so that memory and files can be mapped to a shard. A page has 64
 # KiB on some ARM systems. All ranks must have the same page size.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
-# Size from which a shard is large.
+# Size from which shards fill whole pages.
 PAGED_BYTES = 1 << 20
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a tensor from the outermost in memory to the innermost."""
-    # Among dimensions with equal strides, all but one have size 1. Put dimensions of size 1 further
-    # in, as `strides_of` does.
+    """The dimensions of a tensor, from the outermost in memory to the innermost."""
+    # If dimensions have equal strides, all but one have size 1. Put dimensions of size 1 further
+    # in, so that `strides_of` gives the same strides.
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
     if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
         return tuple(order)
-    # The tensor overlaps itself or has gaps, so it has no memory order: lay it out as contiguous.
+    # The tensor overlaps itself or has gaps, so it has no memory order. Use the order of a
+    # contiguous tensor.
     return tuple(range(len(shape)))
 
 
 def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor without gaps in memory order ``order``."""
+    """The strides, in elements, of a dense tensor whose memory order is ``order``."""
     strides = [0] * len(shape)
     step = 1
     for dimension in reversed(order):
@@ -62,17 +64,17 @@ def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ParamSpan:
-    """One original parameter's half-open range ``[start, end)`` in the flat space, in elements."""
+    """The half-open range ``[start, end)`` of an original parameter in the flat parameter."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     end: int
-    order: tuple[int, ...]  # order of the dimensions in memory, see `memory_order`
+    order: tuple[int, ...]  # dimensions of the parameter in memory, see `memory_order`
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Strides, in elements, of a view of the range."""
+        """Strides, in elements, of the parameter as a view of the range."""
         return strides_of(self.shape, self.order)
 
     @cached_property
@@ -82,11 +84,11 @@ class ParamSpan:
 
 @dataclass(frozen=True)
 class LocalSpan:
-    """One rank's part of an original parameter; may be empty."""
+    """The part of an original parameter in one rank's shard; may be empty."""
 
     start: int  # the half-open range `[start, end)` in elements of the shard
     end: int
-    offset: int  # index in the parameter, in memory order, of the element at `start`
+    offset: int  # index of the element at `start` in the parameter, in memory order
 
     @cached_property
     def numel(self) -> int:
@@ -94,21 +96,21 @@ class LocalSpan:
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """View of the flat parameter ``flat``, ``(padded_numel,)``, at ``span``.
-
-    The view has the shape and strides of the original parameter.
-    """
+    """The original parameter at ``span``, as a view of ``flat``, ``(padded_numel,)``."""
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """Range ``local`` of an original parameter in memory order, 1-D; a view if strides allow it."""
+    """Elements ``local`` of an original parameter ``tensor``, 1-D and in memory order.
+
+    The result is a view if the tensor has the strides of ``span``; otherwise it is a copy.
+    """
     return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Offsets, padding and shard ranges of one flat parameter."""
+    """Positions of the original parameters, padding and shards of one flat parameter."""
 
     spans: tuple[ParamSpan, ...]  # in ascending order and disjoint; each start is aligned
     world_size: int  # number of ranks that share the flat parameter
@@ -123,7 +125,14 @@ class FlatLayout:
         itemsize: int,
         orders: Sequence[Sequence[int]] | None = None,
     ) -> FlatLayout:
-        """Lay parameters out in sequence; without ``orders`` all parameters are contiguous."""
+        """Lay out parameters in sequence.
+
+        Args:
+            named_shapes: names and shapes of the parameters.
+            world_size: number of ranks that share the flat parameter.
+            itemsize: bytes per element.
+            orders: for each parameter, its memory order. None: all parameters are contiguous.
+        """
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0
@@ -153,20 +162,21 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of padding in the flat space, ascending and not empty."""
+        """Half-open ranges of padding in the flat parameter: ascending, none of them empty."""
         ends = [0, *(span.end for span in self.spans)]
         starts = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """The half-open range of the flat space that ``rank`` holds."""
+        """The half-open range of the flat parameter that ``rank`` holds."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_span(self, index: int, rank: int) -> LocalSpan:
-        """Where original parameter ``index`` lies in the shard of ``rank``."""
+        """The part of original parameter ``index`` that lies in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
-        # A parameter completely before or after the shard gets an empty range at the shard's edge.
+        # If the whole parameter is before or after the shard, the part is an empty range at the
+        # beginning or end of the shard.
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
@@ -188,11 +198,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of an n-D tensor; all sizes are at least 1."""
+    """A rectangular part of an n-D tensor. All sizes are at least 1."""
 
-    offsets: tuple[int, ...]  # index of the box's first element, by dimension
+    offsets: tuple[int, ...]  # index of the first element of the box in the tensor, per dimension
     sizes: tuple[int, ...]
-    # Index of the box's first element in the range; the box's elements are contiguous there.
+    # Index of the first element of the box in the range. The elements are contiguous in the range.
     position: int
 
     @property
@@ -203,10 +213,10 @@ class Box:
 def boxes_of(
     shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None
 ) -> Iterator[Box]:
-    """Split the elements ``[start, stop)`` of a tensor into boxes, at most ``2n - 1`` of them.
+    """Split the elements ``[start, stop)`` of an n-D tensor into at most ``2n - 1`` boxes.
 
-    Elements count in memory order: the last dimension of ``order`` varies fastest. Without
-    ``order``, the last dimension of ``shape`` varies fastest.
+    Elements count in memory order. The last dimension of ``order`` varies fastest; without
+    ``order``, the last dimension of ``shape``.
     """
     order = range(len(shape)) if order is None else order
     position = 0
@@ -228,7 +238,7 @@ def _row_major(
         return
     inner = shape[1:]
     numel = math.prod(inner)
-    first, last = -(-start // numel), stop // numel  # the complete rows
+    first, last = -(-start // numel), stop // numel  # the complete rows are [first, last)
     if start < min(first * numel, stop):
         yield from _in_row(first - 1, inner, start, min(first * numel, stop))
     if first < last:

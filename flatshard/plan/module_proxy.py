@@ -1,4 +1,4 @@
-"""``ModuleProxy``: stands in place of a wrapped module, and has the wrapped module's attributes."""
+"""``ModuleProxy``: replaces a wrapped module, and has the attributes of the wrapped module."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModuleProxy(nn.Module):
-    """Passes on calls, attributes, indices and names to ``module``, its only child."""
+    """Forwards calls, attributes, indices and names to ``module``, the only child."""
 
-    hidden_in_names = True  # the attribute name `module` is not part of the parameters' names
+    hidden_in_names = True  # parameters' names do not contain the attribute name `module`
     module: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -25,11 +25,12 @@ class ModuleProxy(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The wrapped module's class, so that ``isinstance`` accepts it; ``type()`` is the wrapper.
+        """The class of the wrapped module. ``type()`` returns the class of the wrapper.
 
-        ``isinstance(x, ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
+        So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
+        ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # `Module.__init__` and unpickling read this before the wrapped module is set.
+        # `Module.__init__` and unpickling read this property before the wrapped module is set.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -43,33 +44,34 @@ class ModuleProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # the wrapped module is not set yet; avoid an endless recursion
+            if name == "module":  # the wrapped module is not set yet: avoid an endless recursion
                 raise
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the wrapper's own attribute, if it has one of this name; otherwise the module's.
+        """Set an attribute of the wrapper, if the wrapper has it, and otherwise of the module.
 
         Raises:
             RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.
         """
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
-                f"a {type(value).__name__} assigned to {name!r} of a sharded module would belong "
-                "to the wrapper, and the wrapped module would compute without it. Assign it before "
-                "wrapping."
+                f"a {type(value).__name__} was assigned to {name!r} of a sharded module. It would "
+                "belong to the wrapper, and the wrapped module would compute without it. Assign it "
+                "before wrapping."
             )
         module = self.__dict__.get("_modules", {}).get("module")
         if isinstance(value, Tensor) and module is not None and name in module._parameters:
             raise RuntimeError(
                 f"parameter {name!r} of a unit ({module.__class__.__name__}) was replaced by a "
-                "tensor, by torch.func.functional_call(), say, while the unit computes with what "
-                "it all-gathers. Assign values with p.copy_(...), or call the unwrapped model."
+                "tensor (by torch.func.functional_call(), for example), but the unit computes with "
+                "the all-gathered parameter. Assign values with p.copy_(...), or call the "
+                "unwrapped model."
             )
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)
-        # The module's forward reads the module's own attributes, so set `training` on both.
+        # Set `training` on the module, too: the forward of the module reads its own attribute.
         if not is_own or (name == "training" and module is not None):
             setattr(module, name, value)
 
@@ -80,7 +82,8 @@ class ModuleProxy(nn.Module):
         own = self.__dict__
         return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
-    # Python looks up operators on the class, so `__getattr__` does not forward them.
+    # Python looks up the methods of operators on the class and does not call `__getattr__`. So the
+    # methods below forward the operators.
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -92,15 +95,15 @@ class ModuleProxy(nn.Module):
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
     def __bool__(self) -> bool:
-        # True even if the wrapped module has a length of zero.
+        # Without this method, a wrapped module of length zero would be False.
         return True
 
     def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
         """Register the hook, unless the wrapped module has the same hook.
 
-        Some libraries search for instances of a class and register a hook on each. They find the
-        wrapped module and, by ``__class__``, also the wrapper: transformers would collect every
-        hidden state twice.
+        Some libraries register a hook on each instance of a class. Such a library finds the wrapped
+        module and, because of ``__class__``, the wrapper as well. For example, transformers would
+        collect every hidden state twice.
         """
         if any(_are_alike(hook, other) for other in self.module._forward_hooks.values()):
             return RemovableHandle(OrderedDict())
@@ -109,11 +112,11 @@ class ModuleProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (name, module) pairs under the names that the model had before it was wrapped."""
+        """Yield names and modules, with the names that the model had before it was wrapped."""
         memo = set() if memo is None else memo
         if self in memo:
             return
-        # Do not use `super()`, which would add `module.` to every name below.
+        # Do not call `super()`, which would add `module.` to the names of all inner modules.
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
@@ -122,37 +125,38 @@ class ModuleProxy(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Rename keys for torch's recursion, which looks for names with ``module.``."""
+        """Add ``module.`` to keys, because torch loads the child ``module`` from such keys."""
         inner = prefix + "module."
         for key in list(state_dict):
             if key.startswith(prefix):
                 state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
-        _, _, *lists_of_names = args  # lists of missing keys, unexpected keys and error messages
+        # The last arguments are lists of missing keys, unexpected keys and error messages.
+        _, _, *lists_of_names = args
 
         def clean(*_: Any) -> None:
             for names in lists_of_names:
                 names[:] = [name.replace(inner, prefix) for name in names]
-            hook.remove()  # the hook closes over the lists of this load only
+            hook.remove()  # the hook refers to the lists of this load; each load adds a hook
 
         hook = self.register_load_state_dict_post_hook(clean)
 
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
-    """Let ``proxy`` wrap ``module``: the proxy calls the module and has the module's signature."""
-    from torch._dynamo.decorators import skip  # slow to import; optimizers import it anyway
+    """Let ``proxy`` wrap ``module``: call the module, and have the signature of its forward."""
+    from torch._dynamo.decorators import skip  # slow to import; torch's optimizers import it anyway
 
     proxy.module, proxy.training = module, module.training
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    # Let a compiled caller's graph end at this call, not inside a hook that Dynamo would trace.
+    # End a compiled caller's graph at this call. Otherwise Dynamo would trace into the hooks.
     for function in (forward, type(proxy).forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
-        # Trainers read the arguments of a model from its signature. Python omits the first
-        # parameter of a bound method, so add a placeholder.
+        # Trainers read the names of a model's arguments from the signature of `forward`. Python
+        # leaves out the first parameter of a bound method, so add a parameter for Python to omit.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
@@ -160,7 +164,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two objects are identical, or functions with the same code and closed-over values."""
+    """Whether two objects are the same object, or functions with the same code and closure."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or (isinstance(one, str | int) and one == other)
     cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)

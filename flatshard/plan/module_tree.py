@@ -1,15 +1,17 @@
-"""``ModuleTree``: the modules of a model that can be units, and the parameters in them.
+"""``ModuleTree``: the modules of a model that can be units, and the parameters in these modules.
 
 [Note: modules that are never units]
-A unit's parameters are unsharded only while its own ``forward`` runs. Parameters that other code
-reads must belong to an outer unit, whatever a policy chooses. So these modules are never units:
+A unit's parameters are unsharded only while the ``forward`` of the unit's module runs. If other
+code reads a parameter, the parameter must belong to an outer unit, whatever a policy chooses. So
+three kinds of modules are never units:
 
-- a module without ``forward`` (``ModuleList``, ``ParameterList``, ...): nothing would unshard it;
-- all modules inside a module that passes its children's weights to a function instead of calling
-  the children (``MultiheadAttention`` does so with ``out_proj.weight``). The outer module may be a
-  unit;
-- the modules that ``torch.nn.utils.parametrize`` inserts: an attribute access on the owner runs
-  them.
+- A module without ``forward`` (``ModuleList``, ``ParameterList``, ...). Nothing would unshard the
+  module.
+- All modules inside a module that reads weights of its children instead of calling the children.
+  For example, ``MultiheadAttention`` passes ``out_proj.weight`` to a function. The outer module may
+  be a unit.
+- The modules that ``torch.nn.utils.parametrize`` inserts. They run when code reads an attribute of
+  the parametrized module.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from flatshard.plan.ignored import NOTHING, Ignored
 
-# Classes are matched by name along the class hierarchy: torchvision need not be installed, and a
-# class may be newer than the oldest torch supported.
+# Classes that read weights of their children. They are matched by name, together with subclasses:
+# torchvision may not be installed, and some classes are newer than the oldest supported torch.
 _READS_CHILDREN = frozenset(
     {
         "torch.nn.modules.activation.MultiheadAttention",
@@ -44,7 +46,7 @@ class ModuleTree:
         self.ignored_params = {p for p in ignored.tensors() if isinstance(p, nn.Parameter)}
 
     def candidates(self) -> Iterator[nn.Module]:
-        """Yield each module that can be a unit, once and in post-order."""
+        """Yield each module that can be a unit once, children before parents."""
         seen = {self.root}
 
         def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -58,7 +60,7 @@ class ModuleTree:
         return visit(self.root)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Children with parameters that may contain units, with their attribute names."""
+        """Attribute names and modules of the children with parameters that may contain units."""
         return [
             (name, child)
             for name, child in module.named_children()
@@ -72,27 +74,27 @@ class ModuleTree:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called."""
-    # Static lookup: a scripted module's `forward` is a descriptor that can't be read from its
-    # class.
+    """Whether the module defines ``forward``, and so can be called."""
+    # Look up `forward` statically: the `forward` of a scripted module is a descriptor, which cannot
+    # be read from the class.
     return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
 
 
 def numel(params: Iterable[nn.Parameter]) -> int:
-    """Elements in all of ``params``."""
+    """Number of elements in all ``params`` together."""
     return sum(param.numel() for param in params)
 
 
 def paths(
     module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield every path to every module: the path's name, and the modules on the path.
+    """Yield the name and the modules of every path from ``module`` to a module.
 
     A shared module has several paths.
     """
     chain = (*above, module)
     yield name, chain
-    # A module that replaces another module adds nothing to names; see `ModuleProxy`.
+    # A `ModuleProxy` adds nothing to names: it takes the place of the wrapped module.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
         if child is not None and child not in chain:
@@ -102,7 +104,7 @@ def paths(
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """One place of a parameter, ``module._parameters[attribute]``, with its name in the model."""
+    """A place of a parameter, ``module._parameters[attribute]``, and its name in the model."""
 
     module: nn.Module
     attribute: str
@@ -111,12 +113,12 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter with all its places. The first place gives the name."""
+    """An original parameter and all its places. The first place names the parameter."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
-    # The modules that contain all places of the parameter, outermost first. Only these modules can
-    # own the parameter: a tied weight belongs to a module around both of its users.
+    # The modules that contain all places of the parameter, outermost first. Only such a module can
+    # own the parameter: a tied weight must belong to a module around both users.
     containers: Sequence[nn.Module] = ()
 
     @property
@@ -132,10 +134,10 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
         for attribute, param in inner._parameters.items():
             if param is None or id(param) in left_alone:
                 continue
-            # Ties are found by identity, so a weight that two units share is stored once.
+            # Identify parameters by id, so that a weight with several users is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], chain))
             info.containers = [outer for outer in info.containers if outer in chain]
-            # A shared module is on several paths, but counts as one place.
+            # A shared module has several paths, but its parameter has one place.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
                 info.locations.append(ParamLocation(inner, attribute, name))
@@ -145,11 +147,11 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
 def find_owners(
     module: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
 ) -> dict[nn.Module, list[ParamInfo]]:
-    """Give every parameter to the lowest unit that contains all its users.
+    """Give every parameter to the innermost unit that contains all users of the parameter.
 
     Returns:
-        For every unit, ``module`` first, the parameters that the unit owns, in registration order.
-        The list may be empty.
+        For every unit, ``module`` first, the list of parameters that the unit owns, in registration
+        order. A list may be empty.
     """
     owners: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in (module, *unit_modules)}
     for info in find_params(module, left_alone):
@@ -158,7 +160,7 @@ def find_owners(
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:
-    """The modules whose parameters other code may read outside of the modules' own forward."""
+    """The modules whose parameters other modules may read outside of their own forward."""
     closed: set[nn.Module] = set()
     for module in root.modules():
         if isinstance(module, ParametrizationList):
@@ -169,17 +171,17 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Name of a unit whose modules have these FQNs."""
+    """Name of a unit, made of the FQNs of its modules."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def unit_text(name: str) -> str:
-    """Text for a unit of this name in messages; the outermost unit has an empty name."""
+    """Text for a unit in messages. The outermost unit has an empty name."""
     return f"unit {name!r}" if name else "the root unit"
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """Rename a parameter after its unit was renamed.
+    """New name of a parameter whose unit was renamed.
 
     ``before`` and ``after`` are the old and the new names of the unit's modules.
     """

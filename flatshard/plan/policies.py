@@ -1,16 +1,17 @@
-"""Wrap policies, and the units they choose in a module tree.
+"""Wrap policies, and the units that a policy chooses in a model.
 
-A policy is one of three things:
+A policy has one of three forms:
 
-- ``"auto"``: blocks that repeat and large single modules; see ``flatshard.plan.auto_wrap``;
-- a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
-  With ``recurse=True`` it returns whether to visit the module's children; if not, the module is no
-  unit either. With ``recurse=False`` it returns whether the module is a unit; then
-  ``nonwrapped_numel`` counts only elements that are in no unit below the module;
-- an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which sees the whole
-  tree and returns the chosen modules, each with its own keywords.
+- The string ``"auto"``. Units are blocks that repeat, and large single modules; see
+  ``flatshard.plan.auto_wrap``.
+- A callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
+  With ``recurse=True``, the policy returns whether to visit the children of the module. If not, the
+  module is no unit either. With ``recurse=False``, the policy returns whether the module is a unit.
+  In this call, ``nonwrapped_numel`` counts only elements that are in no unit below the module.
+- An object with ``_run_policy(root_module, ignored_modules, root_kwargs)``. The method sees the
+  whole model and returns the chosen modules, each with its own keywords.
 
-Both protocols come from ``torch.distributed.fsdp.wrap``, so torch's policies work here unchanged.
+Both protocols come from ``torch.distributed.fsdp.wrap``, so torch's policies work unchanged.
 Without a policy, ``wrap`` inside ``enable_wrap`` makes units while a model is built.
 """
 
@@ -34,7 +35,7 @@ Keywords: TypeAlias = dict[str, Any]
 
 
 class PolicyObject(Protocol):
-    """A policy that sees all modules at once."""
+    """A policy whose method ``_run_policy`` sees all modules at once."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
@@ -48,10 +49,10 @@ Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
 class UnitPlan:
     """A module that will become a unit."""
 
-    name: str  # first FQN under the root
+    name: str  # the first FQN of the module in the root
     module: nn.Module = field(repr=False)
-    overrides: Keywords = field(default_factory=dict)  # keywords that differ from the root's
-    # Which policy chose the module and why, in words.
+    overrides: Keywords = field(default_factory=dict)  # keywords that replace the root's keywords
+    # The policy that chose the module, and the reason for the choice, in words.
     reason: str = field(default="", compare=False, repr=False)
 
 
@@ -65,7 +66,7 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Make a unit of each module with at least ``min_num_params`` elements in no unit yet.
 
-    Set the bound with ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)``.
+    Set ``min_num_params`` by ``functools.partial``, as in the example.
 
     Example:
         ```python
@@ -76,14 +77,15 @@ def size_based_auto_wrap_policy(
         ```
 
     Args:
-        module: the module asked about.
-        recurse: whether the question is about the module's children or the module.
-        nonwrapped_numel: elements in the module that are in no unit yet.
-        min_num_params: the smallest number of elements of a unit.
-        force_leaf_modules: classes that are no units, and neither are their children; by default
-            this function's attribute ``FORCE_LEAF_MODULES``.
-        exclude_wrap_modules: classes that are no units, although their children may be; by default
-            this function's attribute ``EXCLUDE_WRAP_MODULES``.
+        module: the module to decide about.
+        recurse: True: decide whether to visit the module's children. False: decide whether the
+            module is a unit.
+        nonwrapped_numel: number of elements in the module that are in no unit yet.
+        min_num_params: smallest number of elements of a unit.
+        force_leaf_modules: classes whose instances, and all modules inside, are never units.
+            Default: this function's attribute ``FORCE_LEAF_MODULES``.
+        exclude_wrap_modules: classes whose instances are never units; modules inside may be units.
+            Default: this function's attribute ``EXCLUDE_WRAP_MODULES``.
 
     Raises:
         ValueError: ``min_num_params`` is negative or not an int.
@@ -146,14 +148,14 @@ def lambda_auto_wrap_policy(
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Make a unit of every module that can be one."""
+    """Make a unit of every module that can be a unit."""
     return True
 
 
 class ModuleWrapPolicy:
     """Make a unit of each instance of the given classes.
 
-    The policy is callable, so another policy can call it.
+    The policy can be called, so that another policy can combine it with other conditions.
 
     Example:
         ```python
@@ -163,7 +165,7 @@ class ModuleWrapPolicy:
         ```
 
     Args:
-        module_classes: the classes; subclasses count too.
+        module_classes: the classes; instances of subclasses are units, too.
 
     Raises:
         TypeError: one of ``module_classes`` is not a class.
@@ -182,7 +184,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Let a function choose the units and, where it wants, their keywords.
+    """Let a function choose the units and, if it returns a dict, the keywords of each unit.
 
     Example:
         ```python
@@ -195,12 +197,13 @@ class CustomPolicy:
         ```
 
     Args:
-        lambda_fn: called once with each module. ``True`` makes a unit with the root's keywords. A
-            dict makes a unit whose keywords override the root's. ``False`` or an empty dict makes
+        lambda_fn: called once with each module. If the function returns ``True``, the module is a
+            unit with the root's keywords. If it returns a dict, the module is a unit, and the dict
+            overrides the root's keywords. If it returns ``False`` or an empty dict, the module is
             no unit.
 
     Raises:
-        TypeError: ``lambda_fn`` can't be called.
+        TypeError: ``lambda_fn`` cannot be called.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -235,9 +238,12 @@ class CustomPolicy:
 def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
     """Choose the modules below ``root`` that become units, children before parents.
 
-    Only modules with parameters that are not ignored can be units. [Note: modules that are never
-    units] in ``flatshard.plan.module_tree`` lists the exceptions. Raises TypeError or ValueError if
-    ``policy`` is no policy, or has an invalid setting or answer.
+    Only a module with parameters that are not ignored can be a unit. Some modules are never units,
+    see the note in ``flatshard.plan.module_tree``.
+
+    Raises:
+        TypeError: ``policy`` has none of the three forms of a policy.
+        ValueError: ``policy`` has an invalid setting or returned an invalid value.
     """
     check_policy(policy)
     tree = ModuleTree(root, ignored)
@@ -251,8 +257,8 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
-    # `torch.compile(block)` makes an outer module that calls the block. Move the unit to the outer
-    # module, so that its hooks are outside of the compiled graph.
+    # `torch.compile(block)` makes an outer module that calls the block. Make the outer module the
+    # unit, so that the hooks of the unit are outside of the compiled graph.
     for outer in tree.candidates():
         inner = dict(outer.named_children()).get("_orig_mod")
         if inner in chosen and outer not in chosen:
@@ -268,10 +274,10 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
 
 
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
-    """The candidates that a callable policy chooses."""
+    """The modules that a callable policy chooses, without keywords."""
     chosen: dict[nn.Module, Keywords] = {}
-    # For each module, the parameters held by units in its subtree. The policy is called once for a
-    # shared module, but the parameters are subtracted from each of its parents.
+    # For each visited module, the parameters that units in its subtree own. A shared module is
+    # visited once, but its parameters do not count for any of its parents.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -280,7 +286,8 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # Visit children first: parameters in their units do not count for this module's size.
+            # Visit children first: the parameters of units inside do not count for the size of this
+            # module.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.root and has_forward(module)
@@ -294,17 +301,17 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
     return chosen
 
 
-# Keywords of the innermost `enable_wrap`; None outside of all.
+# The keywords of the innermost `enable_wrap` around the code that runs; None: there is none.
 _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> Iterator[None]:
-    """Let ``wrap`` make units for the length of a ``with`` statement.
+    """Let ``wrap`` make units inside a ``with`` statement.
 
-    A model's constructor calls ``wrap`` on the layers that should be units. The same class also
-    works outside of ``enable_wrap``. A nested ``enable_wrap`` replaces all keywords of the outer
-    ``enable_wrap`` until the nested context ends.
+    A model's constructor calls ``wrap`` on the layers that should be units. Outside of
+    ``enable_wrap``, the same constructor makes an ordinary model. Inside a nested ``enable_wrap``,
+    only the keywords of the inner ``enable_wrap`` apply.
 
     Example:
         ```python
@@ -319,8 +326,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> It
         ```
 
     Args:
-        wrapper_cls: ``ShardedWrapper``, or another callable of a module and keywords.
-        keywords: keywords passed to ``wrapper_cls`` with each module.
+        wrapper_cls: ``ShardedWrapper``, or another callable that takes a module and keywords.
+        keywords: keywords for ``wrapper_cls``, the same for each module.
     """
     token = _enabled.set({"wrapper_cls": wrapper_cls, **keywords})
     try:
@@ -330,13 +337,14 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> It
 
 
 def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
-    """Make ``module`` a unit inside ``enable_wrap``; return ``module`` unchanged outside.
+    """Make ``module`` a unit, if an ``enable_wrap`` is active; otherwise return ``module``.
 
-    Collective if ``wrapper_cls`` is: every rank must build the same model.
+    Collective inside ``enable_wrap(wrapper_cls=ShardedWrapper)``: every rank must build the same
+    model.
 
     Args:
         module: the module.
-        overrides: keywords that override the keywords of ``enable_wrap``.
+        overrides: keywords for this module, which override the keywords of ``enable_wrap``.
     """
     enabled = _enabled.get()
     if enabled is None:
@@ -347,7 +355,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
 
 
 def check_policy(policy: object) -> None:
-    """Raise TypeError or ValueError unless ``policy`` has the form of a policy."""
+    """Raise TypeError or ValueError unless ``policy`` has one of the forms of a policy."""
     expected = (
         'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
@@ -385,21 +393,22 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
-    """Warning for a policy without any match, with classes to choose instead."""
+    """Text of the warning that a policy chose no module. Names classes that it could choose."""
     tree = ModuleTree(root, ignored)
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
         by_class[type(module).__name__] += numel(tree.params(module))
     options = [f"{name} ({count:,} elements)" for name, count in by_class.most_common(5)]
     return (
-        f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
-        f"{numel(tree.params(root)):,} elements are one unit, unsharded together. "
-        f"It could have chosen these classes, largest first: {', '.join(options) or 'none'}."
+        f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all "
+        f"{numel(tree.params(root)):,} elements of the model are one unit and are unsharded "
+        "together. A policy could choose these classes, largest first: "
+        f"{', '.join(options) or 'none'}."
     )
 
 
 def _show(value: object) -> str:
-    """Text for a value in a message. A module's own repr can fill pages."""
+    """Short text for a value in a message. The repr of a module could fill pages."""
     if isinstance(value, nn.Module):
         return f"an instance of {type(value).__name__}"
     if isinstance(value, list | tuple | set | frozenset):

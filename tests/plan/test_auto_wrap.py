@@ -319,7 +319,8 @@ def test_many_small_blocks_are_units_all_the_same() -> None:
 
 def test_small_blocks_join_in_what_contains_them() -> None:
     model = nn.Sequential(nn.Sequential(*(Block(96) for _ in range(24))), nn.Linear(512, 512))
-    assert auto(model)["0"] == "policy 'auto': what is left of it, in parts too small for units"
+    reason = "the rest of its elements, in parts that are too small for units"
+    assert auto(model)["0"] == f"policy 'auto': {reason}"
 
 
 def test_the_root_takes_in_no_large_module() -> None:

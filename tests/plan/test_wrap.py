@@ -532,8 +532,8 @@ def test_explain_no_match() -> None:
     root = nn.Sequential(nn.ModuleList([Block(), Block(4, 9)]), nn.LayerNorm(4), nn.ReLU())
     assert explain_no_match(root, policy) == (
         "auto_wrap_policy: size_based_auto_wrap_policy(min_num_params=9999) chose no module of "
-        "Sequential, so all its 169 elements are one unit, unsharded together. "
-        "It could have chosen these classes, largest first: Linear (161 elements), "
+        "Sequential, so all 169 elements of the model are one unit and are unsharded together. "
+        "A policy could choose these classes, largest first: Linear (161 elements), "
         "Block (161 elements), LayerNorm (8 elements)."
     )
     assert "first: none." in explain_no_match(nn.Linear(2, 2), ModuleWrapPolicy({Block}))
