@@ -502,7 +502,7 @@ def _errors(rank: int, world_size: int) -> None:
 
     (group,) = saved["param_groups"]
     for params in (group["params"][1:], [*group["params"], "fc9.weight"]):
-        with pytest.raises(ValueError, match=r"Missing in the state: 'fc1.weight'|Unexpected: 'fc9"):
+        with pytest.raises(ValueError, match=r"Missing in the state: 'fc1|Unexpected: 'fc9"):
             load(model, optimizer, {**saved, "param_groups": [{**group, "params": params}]})
     few = torch.optim.AdamW(list(model.parameters())[:2])
     with pytest.raises(ValueError, match=r"6 parameters without names.*has 2"):
