@@ -60,8 +60,8 @@ def agree(
     voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
     # Ask the voters before the exchange below: a voter may run a collective in `votes()`, and all
     # ranks must run all collectives in the same order.
-    theirs = [one.votes() for one in voters]
-    own: list[Sequence[int]] = [
+    voter_votes = [one.votes() for one in voters]
+    engine_votes: list[Sequence[int]] = [
         _program(state),
         _order(state),
         # Two votes per bucket: "started on this rank" and "not started on this rank". A bucket is
@@ -74,18 +74,18 @@ def agree(
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
     ]
-    ballots = [*own, *theirs]
+    all_votes = [*engine_votes, *voter_votes]
     # Send all votes in one message. They are small, so the cost is latency, once per backward.
     with state.observers.span(Kind.RANKS_WAIT):
         op_name = "used parameters of all units, backward"
-        numbers = iter(state.world.maxima(bytes(chain.from_iterable(ballots)), op_name=op_name))
-    maxima = [bytes(islice(numbers, len(ballot))) for ballot in ballots]
-    program, orders, started, waiting, edited, left_over, used = maxima[: len(own)]
+        numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
+    maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
+    program, orders, started, waiting, edited, left_over, used = maxima[: len(engine_votes)]
     where = f"backward of {state.root.name or 'the model'!r}"
     _check_program(where, program)
     _check_order(state, where, orders)
-    for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
-        voter.tally(their_maxima)
+    for voter, voter_maxima in zip(voters, maxima[len(engine_votes) :], strict=True):
+        voter.tally(voter_maxima)
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for _, handle in handles}
     for unit, handle in handles:

@@ -38,8 +38,8 @@ class BufferSync(Voter):
         self.is_due = True
         self.source = 0  # source rank of the broadcast
         # The buffers when all ranks last had the same dtypes, shapes and devices.
-        self._alike = buffers()
-        self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
+        self._agreed = buffers()
+        self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
         # Whether a forward ran since the ranks last compared the dtypes, shapes and devices.
         self._has_run = False
 
@@ -64,7 +64,7 @@ class BufferSync(Voter):
             # program, so all ranks come here, and can compare dtypes, shapes and devices.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
-        for place, before in self._alike.items():
+        for place, before in self._agreed.items():
             buffer = present.get(place)
             sent.append(before if buffer is None or _kind(buffer) != _kind(before) else buffer)
         broadcast_buffers(sent, world, op_name, self.source)
@@ -79,7 +79,7 @@ class BufferSync(Voter):
 
     def tally(self, maxima: bytes) -> None:
         if not any(differ(maxima)):
-            self._alike = self._voted
+            self._agreed = self._voted
         self._has_run = False
 
 
@@ -102,14 +102,14 @@ def broadcast_buffers(
     for buffer in buffers:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad():
-        for alike in kinds.values():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in alike])
+        for group in kinds.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
             world.broadcast(flat, op_name=op_name, source=source)
             if world.rank == source:
                 continue
-            pieces = flat.split([buffer.numel() for buffer in alike])
-            theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, alike, strict=True)]
+            pieces = flat.split([buffer.numel() for buffer in group])
+            theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, group, strict=True)]
             # Keep the version counters. Otherwise autograd would take the copy for an edit in
             # place, and could raise on all ranks except the source.
-            with _unsafe_preserve_version_counter(tuple(alike)):
-                torch._foreach_copy_(alike, theirs)
+            with _unsafe_preserve_version_counter(tuple(group)):
+                torch._foreach_copy_(group, theirs)

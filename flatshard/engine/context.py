@@ -34,7 +34,7 @@ class RunContext(RunState):
 
         ``number`` identifies the model. It is below 256 and the same on all ranks.
         """
-        super().__init__([one.unit for one in hooks], world, number)
+        super().__init__([unit_hooks.unit for unit_hooks in hooks], world, number)
         # Whether a conversion of modules to another dtype or device is under way.
         self.is_converting = False
         for index, unit in enumerate(self.units):
@@ -52,8 +52,8 @@ class RunContext(RunState):
         self._forward = Forward(self, self._backward, self._prefetch, root_module)
         self._touch = Touch(self, self._forward, self._backward)
         self.recover, self.give_back = self._forward.recover, self._forward.give_back
-        for one in hooks:
-            one.attach(self._forward, self._backward)
+        for unit_hooks in hooks:
+            unit_hooks.attach(self._forward, self._backward)
         self.refresh()
 
     def refresh(self) -> None:

@@ -59,9 +59,9 @@ class GradientBuffer:
     ) -> None:
         self.dtypes = dtypes
         # Accumulated gradients, by index of the original parameter. A gradient is a view of the
-        # buffer, or a separate tensor if the index is in `_apart`.
+        # buffer, or a separate tensor if the index is in `_separate`.
         self.slots: dict[int, Tensor] = {}
-        self._apart: set[int] = set()
+        self._separate: set[int] = set()
         self._buffer: Tensor | None = None
         # Indices of the gradients that this backward of the unit has computed.
         self.arrived: set[int] = set()
@@ -95,8 +95,8 @@ class GradientBuffer:
 
     def waits_for(self, sync: Sync) -> bool:
         """Whether the buffer has gradients for a reduction with ``sync``."""
-        held = sync is Sync.ALL and self.intra_reduced is not None
-        return sync is not Sync.NONE and (bool(self.slots) or held)
+        has_intra = sync is Sync.ALL and self.intra_reduced is not None
+        return sync is not Sync.NONE and (bool(self.slots) or has_intra)
 
     # ------------------------------------------------------------ accumulate
 
@@ -122,7 +122,7 @@ class GradientBuffer:
             # Add in the accumulation dtype. The reduce dtype may be narrower than the shard's
             # dtype, and would lose small gradients.
             slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
-            self._apart.add(index)
+            self._separate.add(index)
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
@@ -145,7 +145,7 @@ class GradientBuffer:
         # Keep the tensor without a copy, because `Backward.receive` has removed it from `.grad`.
         # `take_chunks` casts the tensor later.
         self.slots[index] = grad
-        self._apart.add(index)
+        self._separate.add(index)
 
     def _allocate(self) -> Tensor:
         buffer = torch.empty(
@@ -164,8 +164,8 @@ class GradientBuffer:
         """
         with torch.no_grad():
             part = part.to(self.dtypes.accum_dtype)
-            held = self.intra_reduced
-            self.intra_reduced = part if held is None else held.add_(part)
+            total = self.intra_reduced
+            self.intra_reduced = part if total is None else total.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
         """Record which parameters any rank used, because ``intra_reduced`` is a sum over ranks."""
@@ -174,7 +174,7 @@ class GradientBuffer:
     def forget(self, index: int) -> None:
         """Drop the accumulated gradient of a parameter."""
         self.slots.pop(index, None)
-        for marks in (self._apart, self.arrived, self.used_by_rank):
+        for marks in (self._separate, self.arrived, self.used_by_rank):
             marks.discard(index)
         if self.intra_reduced is not None:
             span, numel = self._layout.spans[index], self.intra_reduced.numel()
@@ -187,7 +187,7 @@ class GradientBuffer:
             if not self.used_by_rank:
                 self.intra_reduced = None
 
-    def shard_part(self) -> Tensor:
+    def accumulated_shard(self) -> Tensor:
         """Copy of this rank's shard of the accumulated gradients, in the dtype of ``.grad``."""
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
@@ -231,11 +231,11 @@ class GradientBuffer:
             if len(self.slots) < len(spans):
                 absent = (span for index, span in enumerate(spans) if index not in self.slots)
                 zero([buffer[span.start : span.end] for span in absent])
-            if self._apart:
+            if self._separate:
                 # Make all views with a single call, and all copies with a single kernel.
                 pieces = buffer.split_with_sizes(self._sizes)[1::2]
-                apart = self._in_memory_order(self._apart)
-                torch._foreach_copy_([pieces[index] for index in self._apart], apart)
+                separate = self._in_memory_order(self._separate)
+                torch._foreach_copy_([pieces[index] for index in self._separate], separate)
         self._empty()
         return FlatChunks.of(buffer)
 
@@ -245,8 +245,8 @@ class GradientBuffer:
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
     def take_intra_reduced(self) -> Tensor | None:
-        held, self.intra_reduced = self.intra_reduced, None
-        return held
+        intra_reduced, self.intra_reduced = self.intra_reduced, None
+        return intra_reduced
 
     def drop(self) -> None:
         self._empty()
@@ -255,7 +255,7 @@ class GradientBuffer:
         self.used_by_rank.clear()
 
     def _empty(self) -> None:
-        self._buffer, self.slots, self._apart = None, {}, set()
+        self._buffer, self.slots, self._separate = None, {}, set()
 
 
 def zero(pieces: list[Tensor]) -> None:

@@ -45,7 +45,7 @@ class UnreducedGrads:
             # gradient, so show this rank's shard of the sum.
             in_parts = buffer.intra_reduced is not None
             device = self._params[0].sharded.device
-            chunk = buffer.shard_part().to(device) if in_parts else None
+            chunk = buffer.accumulated_shard().to(device) if in_parts else None
             for original in (self._params[index] for index in waiting):
                 param = original.sharded
                 is_view = param.grad is None
@@ -131,7 +131,7 @@ class GradPublish:
         self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
         # During a backward, the `.grad` that aliased parameters had before; see `hold_earlier`.
-        self._earlier: dict[OriginalParam, Tensor] = {}
+        self._earlier_grads: dict[OriginalParam, Tensor] = {}
         # Factor for published gradients. Not 1 if some ranks compute no gradients (`join`).
         self.scale = 1.0
 
@@ -159,12 +159,12 @@ class GradPublish:
         for param in self._params:
             param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
             if param.sharded.grad is not None:
-                self._earlier[param], param.sharded.grad = param.sharded.grad, None
+                self._earlier_grads[param], param.sharded.grad = param.sharded.grad, None
 
     @property
     def holds_gradients(self) -> bool:
         """Whether a backward that fails would lose accumulated or earlier gradients."""
-        return bool(self._buffer.accumulated or self._earlier)
+        return bool(self._buffer.accumulated or self._earlier_grads)
 
     # ------------------------------------------------------------ reduced gradients
 
@@ -230,7 +230,7 @@ class GradPublish:
         self.unreduced.show()
 
     def _show_earlier(self) -> None:
-        earlier, self._earlier = self._earlier, {}
+        earlier, self._earlier_grads = self._earlier_grads, {}
         with torch.no_grad():
             for param, grad in earlier.items():
                 self._add_grad(param.sharded, grad)
@@ -252,7 +252,7 @@ class GradPublish:
         for param in self._params:
             param.full.grad = None
         # Do not restore earlier gradients: the user may have called zero_grad() after the failure.
-        self._earlier.clear()
+        self._earlier_grads.clear()
         self.unreduced.was_edited = False
 
     # ------------------------------------------------------------ conversion

@@ -153,12 +153,12 @@ class GradReduce:
         plan: ReducePlan,
         chunks: FlatChunks,  # the gradients; must not be changed until the reduction is finished
         *,
-        hold: bool,  # whether to stop after the first stage (`Sync.INTRA`)
-        held: Tensor | None,  # sum of the first stages of earlier backwards
+        is_intra_only: bool,  # whether to stop after the first stage (`Sync.INTRA`)
+        intra_reduced: Tensor | None,  # sum of the first stages of earlier backwards
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
-        self.hold, self.is_finished = hold, False
-        self._plan, self._held = plan, held
+        self.is_intra_only, self.is_finished = is_intra_only, False
+        self._plan, self._intra_reduced = plan, intra_reduced
         self._computed: torch.Event | None = None
         if plan.device.type == "cuda":
             self._computed = torch.Event(plan.device)
@@ -169,15 +169,15 @@ class GradReduce:
         # all models, start their second stages in one order (`_turns`).
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
-        self._read_behind: list[object] = []
+        self._read_on_side_stream: list[object] = []
         with torch.no_grad():
             if intra_group.size > 1:
                 self._out = self._new_intra_part(chunks)
                 self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
             else:
                 (self._out,) = chunks.tensors
-            self._begun = [self._work]
-            if across.size == 1 or hold:
+            self._works = [self._work]
+            if across.size == 1 or is_intra_only:
                 return
             self.to_come.append(self._across)
             if across is plan.topology.replicate and plan.adds_replicas:
@@ -215,10 +215,10 @@ class GradReduce:
         """Queue all later stages now, on a side stream that waits for the first stage."""
         # Keep references to the memory that the collectives read until `finish`. Only then the
         # current stream, on which the memory could be reused, has waited for the side stream.
-        self._read_behind = [chunks, self._held, *self._work.kept]
+        self._read_on_side_stream = [chunks, self._intra_reduced, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
-            self._read_behind += self._work.kept
+            self._read_on_side_stream += self._work.kept
             while self.to_come:
                 self._begin_next()
 
@@ -235,16 +235,16 @@ class GradReduce:
         self._work.wait(self._plan.link.pending_sends)
         begin = self.to_come.popleft()
         self._work = begin()
-        self._begun.append(self._work)
+        self._works.append(self._work)
 
     def _across(self) -> AsyncWork:
         """Start the second stage: average over ``across``, and split over an inter group."""
         plan, across = self._plan, self._plan.across
         self._turns.popleft()
-        if self._held is not None:
-            # Add before the cast, because the accumulation dtype of `held` may be wider.
-            self._out.add_(self._held)
-            self._held = None
+        if self._intra_reduced is not None:
+            # Add before the cast, because the accumulation dtype of `intra_reduced` may be wider.
+            self._out.add_(self._intra_reduced)
+            self._intra_reduced = None
         self._out = values = self._out.to(plan.reduce_dtype)
         if across is plan.topology.replicate and not plan.adds_replicas:
             return across.all_reduce(values, unit_fqn=plan.link.unit_name)
@@ -303,7 +303,7 @@ class GradReduce:
             while self.to_come:
                 self._begin_next()
             self._work.wait(self._plan.link.pending_sends)
-        self._read_behind = []  # the current stream has waited: now the memory may be reused
+        self._read_on_side_stream = []  # the current stream has waited for the side stream
         out = self._out
         del self._out  # the caller may copy the result to the host, and then frees this memory
         return out
@@ -318,7 +318,7 @@ class GradReduce:
 
     @property
     def nbytes(self) -> int:
-        kept = [one for work in self._begun for one in work.kept]
+        kept = [one for work in self._works for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
 
 

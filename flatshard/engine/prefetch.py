@@ -70,7 +70,7 @@ class Prefetch:
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
         # Units whose all-gather a prefetch started; the all-gather may be complete by now.
-        self._ahead: list[Unit] = []
+        self._prefetched: list[Unit] = []
 
     def refresh(self) -> None:
         """Recompute cached sizes and costs after the units' buffers were reallocated."""
@@ -97,35 +97,35 @@ class Prefetch:
 
     def in_forward(self) -> None:
         if self._forward:
-            self._begin(self.order.next_forward(), "forward")
+            self._start_expected(self.order.next_forward(), "forward")
 
     def after_forward(self) -> None:
         """At the end of a forward, start the all-gathers of the units that backward uses first."""
         if self._begins_in_forward:
             # Skip the first unit, which is still unsharded (see `needs_soon`).
-            self._begin(self.order.first_backward()[1:], "backward")
+            self._start_expected(self.order.first_backward()[1:], "backward")
 
     def in_recomputation(self, unit: Unit) -> None:
         """Start all-gathers of units after ``unit``, if the full model is recomputed."""
         if self._forward and self.recomputes_whole:
-            self._begin(self.order.next_recomputed(unit.index), "backward")
+            self._start_expected(self.order.next_recomputed(unit.index), "backward")
 
     def before_backward(self, unit: Unit) -> None:
         """Start all-gathers of units whose backward is expected after the backward of ``unit``."""
         if self._backward is not None and self._backward is not BackwardPrefetch.BACKWARD_POST:
-            self._begin(self.order.next_backward(unit.index), "backward")
+            self._start_expected(self.order.next_backward(unit.index), "backward")
 
     def after_backward(self, unit: Unit) -> None:
         if self._backward is BackwardPrefetch.BACKWARD_POST:
-            self._begin(self.order.next_backward(unit.index)[:1], "backward")
+            self._start_expected(self.order.next_backward(unit.index)[:1], "backward")
 
-    def _begin(self, coming: Sequence[int], purpose: str) -> None:
-        """Start the all-gather of the first unit in ``coming``, and of more units if they fit."""
+    def _start_expected(self, expected: Sequence[int], purpose: str) -> None:
+        """Start the all-gather of the first unit in ``expected``, and of more units if they fit."""
         # If the transport sends while this rank computes, start further units, too: otherwise the
         # network would be idle after each all-gather. All prefetched units together may take as
         # much memory as the largest unit.
         first = None
-        for index in coming:
+        for index in expected:
             unit = self._units[index]
             if purpose == "backward" and not unit.for_backward:
                 continue
@@ -138,7 +138,7 @@ class Prefetch:
             # optimizer that steps in backward may also have updated the unit already.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
-                self._ahead = [*self._under_way(), unit]
+                self._prefetched = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
         """Whether to start the all-gather of a unit that does not run next."""
@@ -147,4 +147,4 @@ class Prefetch:
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
 
     def _under_way(self) -> list[Unit]:
-        return [one for one in self._ahead if one.is_prefetched]
+        return [one for one in self._prefetched if one.is_prefetched]

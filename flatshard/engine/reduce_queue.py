@@ -43,25 +43,25 @@ class ReduceOrder:
     all earlier buckets have started.
     """
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_buckets: int) -> None:
         # The first order is a guess, the reverse of the order of registration. The first backward
         # corrects the guess. The root has the last number, and stays last: forward uses parameters
         # of the root, such as embeddings, first.
-        self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
+        self.sequence: list[int] = [*range(num_buckets - 1)[::-1], num_buckets - 1]
         self.num_taken = 0  # number of buckets whose reduction was started
         self._ready: dict[int, None] = {}  # the complete buckets, in the order of completion
 
     def adopt(self, sequence: list[int]) -> None:
         """Use ``sequence`` from the next backward on. The caller passes the same on all ranks."""
-        assert sorted(sequence) == sorted(self.sequence), "not a permutation of the units"
+        assert sorted(sequence) == sorted(self.sequence), "not a permutation of the buckets"
         self.sequence = list(sequence)
 
     def begin_backward(self) -> None:
         self._ready.clear()
         self.num_taken = 0
 
-    def ready(self, unit: int) -> None:
-        self._ready[unit] = None
+    def ready(self, bucket: int) -> None:
+        self._ready[bucket] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
         """Yield the buckets whose turn has come, in order, until ``allows`` returns False.
@@ -78,7 +78,7 @@ class ReduceOrder:
 
     def num_ready(self) -> int:
         """Number of buckets at the beginning of the order that are all ready."""
-        rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
+        rest = (n for n, bucket in enumerate(self.sequence) if bucket not in self._ready)
         return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
@@ -87,7 +87,7 @@ class ReduceOrder:
 
     def suggested(self) -> list[int]:
         """The order in which buckets became ready on this rank. Buckets that did not come last."""
-        return [*self._ready, *(unit for unit in self.sequence if unit not in self._ready)]
+        return [*self._ready, *(bucket for bucket in self.sequence if bucket not in self._ready)]
 
 
 @dataclass(eq=False, slots=True)
@@ -126,8 +126,10 @@ class ReduceBucket:
                 assert sync is Sync.ALL, "a communication hook reduces over all ranks"
                 handle.grad_publish.add(plan.reduce_by_hook(chunks))
                 continue
-            held = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
-            reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
+            intra_reduced = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
+            reduce = GradReduce(
+                plan, chunks, is_intra_only=sync is Sync.INTRA, intra_reduced=intra_reduced
+            )
             handle.grad_reduce = reduce
             self.under_way.append((handle, reduce))
             self.bytes_in_flight += plan.bytes_in_flight
@@ -165,7 +167,7 @@ class ReduceBucket:
         under_way, self.under_way = self.under_way, []
         for handle, reduce in under_way:
             out = reduce.finish()
-            if reduce.hold:
+            if reduce.is_intra_only:
                 handle.grad_buffer.add_intra_reduced(out)
             else:
                 handle.grad_publish.add(out)
@@ -188,10 +190,10 @@ class ReduceQueue:
         self._uneven: dict[int, int] = {}
         self._in_flight: list[ReduceBucket] = []
         # For each unit, the number of buckets that are not reduced yet in this backward.
-        self._to_reduce: Counter[Unit] = Counter()
+        self._num_unreduced: Counter[Unit] = Counter()
         self._must_wait = False  # whether all reductions start at the end of backward
         # Units that a user's communication hook reduces in this backward.
-        self._hooked: set[Unit] = set()
+        self._hooked_units: set[Unit] = set()
         # Whether to call communication hooks before the end of backward. False once a rank is at
         # the end of its backward.
         self.asks_hooks = False
@@ -211,15 +213,15 @@ class ReduceQueue:
     def begin_backward(self, *, must_wait: bool) -> None:
         self._must_wait = must_wait
         self._order.begin_backward()
-        self._to_reduce.clear()
-        self._hooked = {
+        self._num_unreduced.clear()
+        self._hooked_units = {
             unit
             for unit, handle in self._state.handles
             if handle.reduce_plan.hook is not None
             and unit.sync is Sync.ALL
             and unit.num_trainable[handle]
         }
-        self.asks_hooks = bool(self._hooked)
+        self.asks_hooks = bool(self._hooked_units)
         self._num_agreed = 0
         for bucket in self.buckets:
             if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
@@ -227,7 +229,7 @@ class ReduceQueue:
                 # the bucket.
                 self._order.ready(bucket.index)
             else:
-                self._to_reduce[bucket.unit] += 1
+                self._num_unreduced[bucket.unit] += 1
 
     def add(self, bucket: ReduceBucket) -> None:
         """Mark a bucket as complete, start the buckets whose turn has come, finish old reductions.
@@ -253,7 +255,7 @@ class ReduceQueue:
 
     def _allows(self, index: int) -> bool:
         unit = self.buckets[index].unit
-        is_agreed = self._order.num_taken < self._num_agreed or unit not in self._hooked
+        is_agreed = self._order.num_taken < self._num_agreed or unit not in self._hooked_units
         return is_agreed and not unit.may_diverge
 
     def _agree_on_hooks(self, *, at_end: bool = False) -> None:
@@ -282,8 +284,8 @@ class ReduceQueue:
             self._note_reduced(unit)
 
     def _note_reduced(self, unit: Unit) -> None:
-        self._to_reduce[unit] -= 1
-        if self._to_reduce[unit] == 0:
+        self._num_unreduced[unit] -= 1
+        if self._num_unreduced[unit] == 0:
             for extension in self._state.extensions:
                 extension.reduced(unit)
 

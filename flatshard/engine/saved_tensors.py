@@ -56,7 +56,7 @@ class SavedTensors:
         self._backward = backward
         # For each storage of an unsharded buffer, the unit and the handle. A buffer keeps one
         # storage object for life: freeing the buffer only resizes the storage to zero bytes.
-        self._buffers = {
+        self._owners = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
             for unit, handle in handles
             if handle.buffer_bytes
@@ -69,7 +69,7 @@ class SavedTensors:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
         if type(plain) not in _PLAIN or plain.layout is not torch.strided:
             return None
-        return self._buffers.get(plain.untyped_storage()._cdata)
+        return self._owners.get(plain.untyped_storage()._cdata)
 
     def protect(self, output: Any, unit_name: str) -> Any:
         """Return a module's output, with copies in place of views of unsharded buffers.

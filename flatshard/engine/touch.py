@@ -51,8 +51,8 @@ class Touch(ParamOwner):
         }
         # State of a loop over parameters, see `_full`: the handle, the version of the shard, and
         # the all-gathered flat parameter; and the parameter that the loop read last.
-        self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
-        self._last: OriginalParam | None = None
+        self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
+        self._loop_last: OriginalParam | None = None
         # Units for which a warning was given. None: the warning about averages of weights.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
@@ -136,10 +136,10 @@ class Touch(ParamOwner):
                 # Copy a parameter to the device and dtype in which the unit computes.
                 like = self._places[t.spec][2].full if t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
-        flat, self._flat = self._flat, None
-        # `_flat` is None during the call: if the call raises, it may have written to the tensor.
+        flat, self._loop_flat = self._loop_flat, None
+        # Reset `_loop_flat` during the call: a call that raises may have written to the tensor.
         result = call(copies)
-        self._flat = flat
+        self._loop_flat = flat
         # Return copies of views: a view would keep the whole flat parameter in memory.
         return as_views(result, copies.values(), sharded[0].spec.name, copies=True)
 
@@ -152,20 +152,20 @@ class Touch(ParamOwner):
         tensor, which is freed after the last parameter.
         """
         _, handle, param = self._places[tensor.spec]
-        last, self._last = self._last, param
-        of_shard = (
+        last, self._loop_last = self._loop_last, param
+        shows_shard = (
             tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
         )
-        held, self._flat = self._flat, None
-        if not of_shard:  # an operation computed the tensor from a parameter
+        loop_flat, self._loop_flat = self._loop_flat, None
+        if not shows_shard:  # an operation computed the tensor from a parameter
             return tensor.full_tensor()
-        if held is None or held[:2] != (handle, handle.version):
+        if loop_flat is None or loop_flat[:2] != (handle, handle.version):
             if param.index == 0 or last is not handle.params[param.index - 1]:
                 return tensor.full_tensor()
-            held = handle, handle.version, handle.gather_flat(handle.flat_param)
+            loop_flat = handle, handle.version, handle.gather_flat(handle.flat_param)
         if param is not handle.params[-1]:
-            self._flat = held
-        return view_of(held[2], param.span)
+            self._loop_flat = loop_flat
+        return view_of(loop_flat[2], param.span)
 
     @contextlib.contextmanager
     def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:

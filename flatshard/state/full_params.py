@@ -59,7 +59,7 @@ def gather_full(
         return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
 
 
-def join(
+def shard_of_parts(
     handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
 ) -> Tensor:
     """Make a shard of the 1-D parts of original parameters on this rank. The rest is zero."""
@@ -104,7 +104,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
         (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
         for param, grad in _grads(handle).items()
     )
-    return join(handle, parts, handle.flat_param.dtype)
+    return shard_of_parts(handle, parts, handle.flat_param.dtype)
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
@@ -209,9 +209,9 @@ class Summoned:
         self.request = request
         # The full copies that the modules hold, in the order of `handle.params`. Empty if the
         # modules keep the sharded parameters.
-        self.params: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
-        self._handle, self._shows = handle, False
+        self._handle, self._holds_copies = handle, False
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
             # No copies are needed if the sharded parameters are plain full parameters, which users
@@ -221,7 +221,7 @@ class Summoned:
         self._version = handle.version
         handle.summoned = self
         # The full parameters, copies or not, that the modules hold on this rank. Empty: none.
-        self.shown = self.params or (handle.sharded if handle.is_aliased else [])
+        self.shown = self.copies or (handle.sharded if handle.is_aliased else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
         # Mark the hook as flatshard's own, so that `OriginalParam.hold_hooks` does not remove it
         # together with users' hooks.
@@ -266,16 +266,16 @@ class Summoned:
     def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Let the modules hold parameters over the memory of ``values``, without a copy."""
         originals = self._handle.params
-        self.params = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
+        self.copies = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
         for one in originals:
-            set_grad(self.params[one.index], grads[one.index])
+            set_grad(self.copies[one.index], grads[one.index])
         # Compute checksums of the full parameters, not only of this rank's part, so that all ranks
         # find the same edits. An edit makes `_write_back` free the unsharded buffer. Some
         # strategies (SHARD_OP) keep the buffer between steps: a rank with an unchanged part would
         # keep its buffer, and would not take part in the next all-gather.
-        self._sums = [checksum(param) for param in self.params] if self.request.writeback else []
-        self._handle.put(self.params)
-        self._shows = True
+        self._sums = [checksum(param) for param in self.copies] if self.request.writeback else []
+        self._handle.put(self.copies)
+        self._holds_copies = True
 
     def close(self) -> list[str]:
         """Let the modules hold sharded parameters again, and write edits into the shard.
@@ -288,11 +288,11 @@ class Summoned:
         handle.summoned = None
         # Remove hooks from the user's parameters. Hooks on copies stay: a graph that outlives the
         # context must still raise.
-        if not self._shows:
+        if not self._holds_copies:
             for guard in self._guards:
                 guard.remove()
         replaced = self._replaced() if request.writeback else []
-        if self._shows or replaced:
+        if self._holds_copies or replaced:
             handle.put_back()
         was_edited = handle.version != self._version
         if not self.is_held and was_edited:
@@ -302,7 +302,7 @@ class Summoned:
                 "rank0_only=True. Then this rank holds only sharded parameters, and rank 0 drops "
                 "its edits. Edit with rank0_only=False"
             ]
-        if not self._shows or not request.writeback:
+        if not self._holds_copies or not request.writeback:
             return replaced
         if was_edited:
             return [
@@ -320,7 +320,7 @@ class Summoned:
 
     def _replaced(self) -> list[str]:
         handle = self._handle
-        held = self.params or handle.sharded
+        held = self.copies or handle.sharded
         return [
             f"{param.where} was replaced by another object, and has its earlier value again. "
             "Assign values with p.copy_(...)"
@@ -333,7 +333,7 @@ class Summoned:
         problems = []
         handle = self._handle
         for original in handle.params:
-            spec, where, param = original.spec, original.where, self.params[original.index]
+            spec, where, param = original.spec, original.where, self.copies[original.index]
             if tuple(param.shape) != spec.shape or param.dtype != handle.flat_param.dtype:
                 problems.append(
                     f"{where}: expected data of shape {spec.shape}, {handle.flat_param.dtype}, got "
@@ -348,14 +348,14 @@ class Summoned:
     def _write_back(self) -> None:
         """Copy changed values, gradients and ``requires_grad`` into the sharded parameters."""
         handle = self._handle
-        edited = {p for p in handle.params if checksum(self.params[p.index]) != self._sums[p.index]}
+        edited = {p for p in handle.params if checksum(self.copies[p.index]) != self._sums[p.index]}
         if edited:
             handle.reshard()  # the writes below make the unsharded buffer stale
         with torch._C.DisableTorchFunctionSubclass():
             for original in handle.params:
                 # Write through the sharded parameter. A write into the flat parameter would leave
                 # the version counters of plain sharded parameters unchanged.
-                param, sharded = self.params[original.index], original.sharded
+                param, sharded = self.copies[original.index], original.sharded
                 if original in edited:
                     sharded.copy_(param)
                 if sharded.requires_grad is not param.requires_grad:
@@ -367,7 +367,7 @@ class Summoned:
     def _write_grads(self) -> None:
         handle = self._handle
         # Read all gradients before the first write: a full parameter may be the sharded parameter.
-        grads = [param.grad for param in self.params]
+        grads = [param.grad for param in self.copies]
         for original in handle.params:
             original.sharded.grad = None
         for original in handle.params:

@@ -153,21 +153,21 @@ def _replace_by_full(
     Collective: all ranks of the shard group, even if they save nothing. For tensor-parallel
     parameters, all ranks of the mesh.
     """
-    shown: dict[str, OriginalParam] = {}
+    param_of_key: dict[str, OriginalParam] = {}
     for key, value in state_dict.items():
         # With keep_vars=True, the state dict contains the modules' parameters, which stay.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             param = original_of(handle, value)
             if param is not None:
-                shown[key] = param
-    if not shown:
+                param_of_key[key] = param
+    if not param_of_key:
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = gather_full(handle, handle.flat_param, device, is_kept=is_saving)
     # Use the same order on all ranks: `unsplit` is a collective of the ranks of a DTensor's mesh.
-    wanted = sorted({*shown.values()}, key=lambda param: param.index) if is_saving else ()
+    wanted = sorted({*param_of_key.values()}, key=lambda param: param.index) if is_saving else ()
     full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}
-    for key, param in shown.items():
+    for key, param in param_of_key.items():
         if is_saving:
             state_dict[key] = full_of[param]
         else:

@@ -26,7 +26,7 @@ from flatshard.optimizer.stepper import (
     shared_state,
 )
 from flatshard.plan.module_tree import unit_text
-from flatshard.state.full_params import gather_full, join, worlds_of
+from flatshard.state.full_params import gather_full, shard_of_parts, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
@@ -120,7 +120,7 @@ def _gather(
             if isinstance(value, StateShard):
                 parts.setdefault((key, value.dtype), {})[param] = value.local
     for key, dtype in sorted(parts, key=str):  # the same order on all ranks
-        shard = join(handle, parts[key, dtype].items(), dtype)
+        shard = shard_of_parts(handle, parts[key, dtype].items(), dtype)
         tensors = gather_full(handle, shard, device, is_kept=is_kept)
         for param in parts[key, dtype] if is_kept else ():
             states[param][key] = param.spec.unsplit(tensors[param.index])
