@@ -54,13 +54,18 @@ _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
+    """The backwards of one model. The methods stand in the order in which a backward calls them."""
+
     def __init__(self, state: RunState, prefetch: Prefetch) -> None:
         self._state, self._observers, self._prefetch = state, state.observers, prefetch
         self.queue = ReduceQueue(state)
+        # Whether a backward has begun, but not ended: it is running, or has failed.
         self._is_active = False
-        self._graph_task = -1
+        self._graph_task = -1  # autograd's number of this backward
+        # Weak reference to the callback that autograd holds; returns None after a failed backward.
         self._end_callback: Callable[[], object] = lambda: None
-        self._had_accumulated = False
+        self._had_accumulated = False  # whether a failure would lose accumulated gradients
+        # Flat parameters that are resharded, but whose buffer keeps its memory because of views.
         self._lingering: list[FlatParamHandle] = []
 
     @property
@@ -132,6 +137,7 @@ class Backward:
 
     def unshard(self, unit: Unit) -> None:
         """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
+        # With create_graph, backward itself records a graph, which needs the buffers later.
         if torch.is_grad_enabled() and not unit.running and self.is_running:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
@@ -141,6 +147,7 @@ class Backward:
             # hooks, which need every rank too, can therefore reduce complete buckets here.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
+            # Wait for the all-gather here: the next nodes of the graph read the parameters.
             self._state.unshard(unit, "backward")
         else:
             # Backward reads no parameter of the unit (embedding tables), but a recomputed forward
@@ -183,9 +190,9 @@ class Backward:
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
-                f"parameter {param.name!r}: backward(create_graph=True) gives gradients that are "
-                "differentiable themselves, which sharded ones cannot be. Use torch.autograd.grad "
-                "for the inner gradient and backward() for the outer one."
+                f"parameter {param.name!r}: backward(create_graph=True) computes differentiable "
+                "gradients, but a gradient of a sharded parameter cannot be differentiable. Use "
+                "torch.autograd.grad for the inner gradient and backward() for the outer gradient."
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
@@ -199,6 +206,7 @@ class Backward:
         if not bucket.is_complete():
             return
         if unit.sync is not Sync.NONE:
+            # Start the reduction, if the turn of the bucket has come, and finish older reductions.
             self.queue.add(bucket)
             for extension in self._state.extensions:
                 extension.between_units()
@@ -206,10 +214,12 @@ class Backward:
 
     @untraced
     def receive_of_input(self, unit: Unit, call: weakref.ref[Call], _: Tensor) -> None:
+        """Count the gradient of an input of ``call``, and reshard the unit if nothing needs it."""
         if unit.receive_input_gradient(call()):
             self._reshard_if_over(unit)
 
     def _reshard_if_over(self, unit: Unit) -> None:
+        """Reshard a unit if the rest of this backward cannot need the unit's parameters."""
         if not unit.ends_backward:
             return
         unit.reshard(Moment.AFTER_BACKWARD)
@@ -228,6 +238,7 @@ class Backward:
 
     @untraced
     def _end(self) -> None:
+        """Reduce the rest, publish ``.grad``, and reshard all units. Collective."""
         state, failed = self._state, True
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
@@ -241,6 +252,7 @@ class Backward:
                 # compute forces, for example) and then continue.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(Moment.AFTER_BACKWARD)
+            # No computation of this backward is left, so free the buffers that views have kept.
             for _, handle in state.handles:
                 if handle.lingers:
                     handle.reshard()
@@ -283,6 +295,7 @@ class Backward:
         return agreed.used
 
     def _run_hooks(self, used: dict[FlatParamHandle, list[bool]]) -> None:
+        """Run users' post-accumulate hooks of used parameters, whose ``.grad`` is complete now."""
         try:
             for unit, handle in self._state.handles:
                 if used and unit.sync is Sync.ALL:
@@ -300,6 +313,7 @@ class Backward:
             self._drop()
 
     def _drop(self) -> None:
+        """Finish the reductions of a failed backward, drop all gradients, and reset all units."""
         self._is_active = False
         if self._had_accumulated:
             warnings.warn(

@@ -2,8 +2,8 @@
 
 Torch's module hooks (``hooks``) call this class around the forward of every unit:
 
-1.  The outermost module is called. ``begin`` drops whatever a failed step left behind and checks
-    the model. Then rank 0's buffers are broadcast.
+1.  The outermost module is called. ``begin`` drops whatever a failed step left behind, checks the
+    model, and fixes how backward will reduce gradients. Then the buffers of rank 0 are broadcast.
 2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has started
     the all-gather already, and waits: the module is about to read the parameters. Then the unit's
     modules hold unsharded parameters, and the all-gather of the next unit starts.
@@ -13,8 +13,9 @@ Torch's module hooks (``hooks``) call this class around the forward of every uni
     resharding would lose the edit.
 5.  ``leave`` lets the modules hold sharded parameters again, and reshards the unit if the strategy
     reshards after forward. Steps 2 to 5 repeat for every unit; units may be nested.
-6.  The outermost module returns. ``end`` waits until no other rank reads this rank's shards,
-    because an optimizer may write the shards next.
+6.  The outermost module returns. ``end`` reshards units that were prefetched but did not run. Then
+    ``end`` waits until no other rank reads this rank's shards, because an optimizer may write the
+    shards next.
 
 Observers (``StepObserver``) are told of each event and change nothing. Extensions
 (``StepExtension``) may act at the places that call them.
@@ -60,6 +61,8 @@ class RootModule(Protocol):
 
 
 class Forward:
+    """The forwards of one model. The methods stand in the order in which a forward calls them."""
+
     def __init__(
         self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: RootModule
     ) -> None:
@@ -105,11 +108,14 @@ class Forward:
         for observer in self._observers.all:
             observer.begin_forward()
         state.has_run = True  # set after the checks: some checks run only in the first forward
+        # Count calls, and record the order of units, from the beginning.
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
         state.expects_backward = torch.is_grad_enabled()
         if state.expects_backward:
+            # As in DistributedDataParallel, `no_sync` around the forward decides how backward
+            # reduces gradients.
             state.plan_syncs()
         else:
             # Evaluation needs no memory for gradients, and often runs larger batches.
@@ -132,15 +138,17 @@ class Forward:
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
         recomputes = backward.is_running
+        # Broadcast buffers before any module reads them. Only the root's forward needs buffers of
+        # the whole model.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
             state.buffers.before_forward(unit.name, recomputes, state.under_no_sync)
         for observer in self._observers.all:
             observer.enter_forward(unit, recomputes)
-        self.saved.push()
+        self.saved.push()  # until `leave`, autograd saves places in buffers instead of views
         state.depth += 1
         call = Call()
         unit.running.append(call)
-        if recomputes:
+        if recomputes:  # the forward belongs to backward, see [Note: recomputation]
             backward.unshard(unit)
             backward.unshard_again(unit)
             self._prefetch.in_recomputation(unit)
@@ -149,6 +157,8 @@ class Forward:
         if unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.may_diverge:  # ranks may skip the unit, and would predict different orders
                 self._prefetch.order.record(unit.index)
+            # Start the all-gather, or use the all-gather that a prefetch has started, and wait: the
+            # module reads the parameters next.
             self.unshard(unit)
             if len(unit.running) == 1:
                 self._edits.begin(unit)
@@ -207,10 +217,11 @@ class Forward:
         self.reshard_touched()
         for observer in self._observers.all:
             observer.leave_forward(unit)
-        if self._backward.is_running:
+        if self._backward.is_running:  # a recomputed forward, which ends nothing
             self._prefetch.recomputes_whole &= state.depth > 0
             return
         if state.expects_backward and not failed:
+            # If this was the last unit, start the all-gathers that backward needs first.
             self._prefetch.after_forward()
         if state.depth == 0:
             self.end(failed)
@@ -239,6 +250,7 @@ class Forward:
         """End the outermost forward. Collective."""
         for extension in self._state.extensions:
             extension.end_forward(failed)
+        # Reshard coalesced units that this forward called less often than the last forward did.
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         # If the forward ran the units in the recorded order, an all-gather under way is for the
