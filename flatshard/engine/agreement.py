@@ -103,7 +103,7 @@ def agree(
 
 
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
-    """For each parameter, whether any rank that trains the unit used it.
+    """For each parameter, whether any rank that trains the unit used the parameter.
 
     Collective: the ranks that train the unit.
     """

@@ -54,7 +54,7 @@ _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
-    """The backwards of one model. The methods stand in the order in which a backward calls them."""
+    """The backwards of one model. Methods stand in the order in which they run in a backward."""
 
     def __init__(self, state: RunState, prefetch: Prefetch) -> None:
         self._state, self._observers, self._prefetch = state, state.observers, prefetch

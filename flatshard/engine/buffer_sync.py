@@ -37,7 +37,7 @@ class BufferSync(Voter):
         self._world, self._observers, self._buffers = world, observers, buffers
         self.is_due = True
         self.source = 0  # source rank of the broadcast
-        # The buffers when all ranks last had the same dtypes, shapes and devices.
+        # The buffers of the last exchange in which all ranks had equal dtypes, shapes and devices.
         self._agreed = buffers()
         self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
         # Whether a forward ran since the ranks last compared the dtypes, shapes and devices.

@@ -26,7 +26,10 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Kind(enum.Enum):
-    """What the thread, or a collective, did in a range of time. Values are names for reports."""
+    """Kinds of time ranges: activities of the thread, and collectives in flight.
+
+    The values are names for reports.
+    """
 
     FORWARD_PASS = "forward pass"
     """From the beginning to the end of the outermost forward."""
@@ -173,7 +176,7 @@ class Voter:
 
 
 class StepExtension(Voter):
-    """Acts in the steps of a model. A subclass overrides the methods of the moments that it needs.
+    """Acts in the steps of a model. A subclass overrides a method for each moment of its acts.
 
     If a method raises, it must raise on all ranks: the other ranks would wait for this rank.
     """

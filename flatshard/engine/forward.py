@@ -61,7 +61,7 @@ class RootModule(Protocol):
 
 
 class Forward:
-    """The forwards of one model. The methods stand in the order in which a forward calls them."""
+    """The forwards of one model. Methods stand in the order in which they run in a forward."""
 
     def __init__(
         self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: RootModule
@@ -138,8 +138,8 @@ class Forward:
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
         recomputes = backward.is_running
-        # Broadcast buffers before any module reads them. Only the root's forward needs buffers of
-        # the whole model.
+        # Broadcast buffers before any module reads them, if the program called the root itself and
+        # not a part of the model.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
             state.buffers.before_forward(unit.name, recomputes, state.under_no_sync)
         for observer in self._observers.all:
@@ -192,8 +192,8 @@ class Forward:
             return
         self._edits.check(unit, module)
         for depth, touched in self._touched:
-            # Check the units that operations of this forward unsharded. Operations at other depths
-            # belong to other forwards.
+            # Check the units that operations inside this forward unsharded. Units of other depths
+            # are checked after the forward that unsharded them.
             is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
             if is_ours and not touched.running:
                 for touched_module in touched.modules:

@@ -165,8 +165,8 @@ class GradReduce:
             self._computed.record()  # on the current stream of the device
         intra_group, across = plan.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.link.unit_name)
-        # Functions that start the stages after the first. All reductions over the same group, of
-        # all models, start their second stages in one order (`_turns`).
+        # Functions that start the stages after the first, in order. The second stages of all models
+        # over one group start in one order (`_turns`).
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
         self._read_on_side_stream: list[object] = []

@@ -71,7 +71,7 @@ class Touch(ParamOwner):
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]
-        # Count a forward that a checkpoint recomputes in backward as well.
+        # A forward that a checkpoint recomputes in backward counts, too.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

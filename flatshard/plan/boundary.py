@@ -54,7 +54,7 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
         return boundary
     if boundary == "element" or not span.numel:
         return 1
-    # A row is one index of the dimension that is outermost in memory. A 0-D parameter is one row.
+    # Rows are slices along the dimension that is outermost in memory. A 0-D parameter is one row.
     is_cut = boundary == "row" and span.order
     return span.numel // span.shape[span.order[0]] if is_cut else span.numel
 

@@ -95,7 +95,7 @@ def find_ignored(
         if inner in tops:
             _check_apart(name, inner, nested)
             names.append(name)
-    first_names: dict[int, str] = {}  # for each tensor its first name, even if it is tied
+    first_names: dict[int, str] = {}  # by id of the tensor; a tied tensor has more names
     places = set()
     for name, inner, attribute, tensor in _places(module):
         first_names.setdefault(id(tensor), name)
@@ -115,8 +115,8 @@ def find_ignored(
     for key, name in first_names.items():
         if key in twice:
             raise ValueError(
-                f"ShardedWrapper: parameter {name!r} shall be ignored, but a unit inside the model "
-                "has sharded the parameter already. Let the inner ShardedWrapper ignore it."
+                f"ShardedWrapper: parameter {name!r} cannot be ignored, because a unit inside the "
+                "model has sharded it already. Let the inner ShardedWrapper ignore the parameter."
             )
     return ignored
 
@@ -141,13 +141,13 @@ def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignore
     for unit, theirs in nested.items():
         if unit in below:
             raise ValueError(
-                f"ShardedWrapper: module {name!r} shall be ignored, but it is or contains a "
+                f"ShardedWrapper: module {name!r} cannot be ignored, because it is or contains a "
                 "ShardedWrapper. Ignore the modules beside the ShardedWrapper instead."
             )
         if module in set(unit.modules()) - theirs.modules:
             raise ValueError(
-                f"ShardedWrapper: module {name!r} shall be ignored, but it is in a ShardedWrapper "
-                "inside the model. Let the inner ShardedWrapper ignore the module."
+                f"ShardedWrapper: module {name!r} cannot be ignored, because it is in a "
+                "ShardedWrapper inside the model. Let the inner ShardedWrapper ignore the module."
             )
 
 

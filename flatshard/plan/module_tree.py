@@ -60,7 +60,7 @@ class ModuleTree:
         return visit(self.root)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Attribute names and modules of the children with parameters that may contain units."""
+        """The children, with their attribute names, that have parameters and may contain units."""
         return [
             (name, child)
             for name, child in module.named_children()

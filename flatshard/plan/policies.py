@@ -301,7 +301,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
     return chosen
 
 
-# The keywords of the innermost `enable_wrap` around the code that runs; None: there is none.
+# Keywords of the innermost active `enable_wrap`. None: no `enable_wrap` is active.
 _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 
 
@@ -393,7 +393,7 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
-    """Text of the warning that a policy chose no module. Names classes that it could choose."""
+    """Text of the warning about a policy that chose no module. Lists classes to choose."""
     tree = ModuleTree(root, ignored)
     by_class: Counter[str] = Counter()
     for module in tree.candidates():

@@ -91,7 +91,7 @@ class Request:
 
 
 def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
-    """The ``.grad`` of each original parameter that has one."""
+    """The ``.grad`` of each original parameter that has a gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         grads = {param: param.sharded.grad for param in handle.params}
     return {param: grad for param, grad in grads.items() if grad is not None}
@@ -199,7 +199,7 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
 
 
 class Summoned:
-    """The full parameters of one handle, which modules hold from construction to ``close``."""
+    """The full parameters of one handle. Modules hold them from construction to ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
         """All-gather the parameters, and let the modules hold full copies.
