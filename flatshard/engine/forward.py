@@ -258,7 +258,8 @@ class Forward:
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # Wait until no other rank reads this rank's shards, because the optimizer may write the
-        # shards next. The wait is here, not at each unit: a rank that is ahead can then continue.
+        # shards next. One wait at the end is enough, and a rank that is ahead does not wait at each
+        # unit.
         with self._observers.span(Kind.RANKS_WAIT):
             for handle in self._handles_across_nodes:
                 if handle.gather.secondary is not None:

@@ -5,13 +5,14 @@
 2.  If the model trains on more ranks, the parts are averaged over a second group: the inter group,
     over which a reduce-scatter splits the parts further, or the replicate group. Every replica
     needs the whole part, so the backend all-reduces over the replicate group.
-3.  If the ranks, and not the backend, add up gradients, they cannot all-reduce. Then stage 2 is a
-    reduce-scatter over the replicate group, and stage 3 all-gathers the result.
+3.  If flatshard adds up gradients itself (in rank order, or in a wider dtype), there is no
+    all-reduce over the replicate group. Then stage 2 is a reduce-scatter, and stage 3 all-gathers
+    the result.
 
 Under ``Sync.INTRA``, a backward runs only the first stage, and ``GradientBuffer`` adds up the
-results. The second stage runs in a later backward. All stages send the reduce dtype. Sums may have
-a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce dtype before the second
-stage.
+results. The second stage runs in a later backward. The first two stages send the reduce dtype. Sums
+may have a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce dtype before the
+second stage.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ReducePlan:
     reduce_dtype: torch.dtype
     device: torch.device
     tags: tuple[int, int, int]  # of the intra, the inter and the replicate group
-    fixed_order: bool  # whether the ranks add in rank order, even if the backend could add
+    fixed_order: bool  # whether flatshard adds in rank order, even if the backend could add
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
     # Memory of published gradients that users have dropped, to reuse for the next gradients. None:
     # reduced gradients are copied to other memory (offload), so no memory is reused.
@@ -66,7 +67,7 @@ class ReducePlan:
     intra_start: int = field(init=False)
     full_bytes: int = field(init=False)  # size of the unsharded gradients
     bytes_in_flight: int = field(init=False)  # memory that an unfinished reduction counts for
-    # Whether the ranks, and not the backend, add up the replicas' averages (stage 3 of the note).
+    # Whether flatshard, and not the backend, adds up the replicas' averages (stage 3 of the note).
     adds_replicas: bool = field(init=False)
     across: Communicator = field(init=False)  # the group of the second stage
     # Dtypes of the sums in the first and in the second stage.

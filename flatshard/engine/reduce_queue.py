@@ -86,7 +86,7 @@ class ReduceOrder:
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """The order in which buckets became ready on this rank. Buckets that did not come last."""
+        """The order in which buckets became ready on this rank, then buckets that never did."""
         return [*self._ready, *(bucket for bucket in self.sequence if bucket not in self._ready)]
 
 
@@ -376,7 +376,7 @@ class ReduceQueue:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
             # All ranks started these reductions, so all ranks must run all stages. If this rank
-            # skipped a second stage, its next collective would match the second stage of others.
+            # skipped a second stage, its next collective would match the other ranks' second stage.
             self._finish_all()
         finally:
             for bucket in self._in_flight:

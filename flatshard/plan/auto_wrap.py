@@ -143,7 +143,7 @@ class AutoUnits:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """Keys of a module with children: two modules with an equal key are blocks."""
+        """Keys of a module with children. Two modules with an equal key count as blocks."""
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:
                 yield type(module)

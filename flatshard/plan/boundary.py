@@ -49,7 +49,7 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Number of elements that stay on one rank. Cuts are at multiples, counted from the start."""
+    """Number of elements in a block that stays on one rank. Shards cut only between blocks."""
     if isinstance(boundary, int):
         return boundary
     if boundary == "element" or not span.numel:

@@ -95,7 +95,7 @@ def find_ignored(
         if inner in tops:
             _check_apart(name, inner, nested)
             names.append(name)
-    first_names: dict[int, str] = {}  # by id of the tensor; a tied tensor has more names
+    first_names: dict[int, str] = {}  # by id of the tensor, which may have more names (tied)
     places = set()
     for name, inner, attribute, tensor in _places(module):
         first_names.setdefault(id(tensor), name)

@@ -49,7 +49,7 @@ class ModuleProxy(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the wrapper, if the wrapper has it, and otherwise of the module.
+        """Set the attribute on the wrapper, if the wrapper has it; otherwise on the module.
 
         Raises:
             RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.

@@ -46,7 +46,7 @@ class ModuleTree:
         self.ignored_params = {p for p in ignored.tensors() if isinstance(p, nn.Parameter)}
 
     def candidates(self) -> Iterator[nn.Module]:
-        """Yield each module that can be a unit once, children before parents."""
+        """Yield the modules that can be units, each module once, children before parents."""
         seen = {self.root}
 
         def visit(module: nn.Module) -> Iterator[nn.Module]:

@@ -187,7 +187,7 @@ def _keep_sharded(
         if not is_shown or original_of(handle, value) is None:
             continue
         # If one rank holds the whole flat parameter, the value may be a plain tensor over the
-        # shard, which stays.
+        # shard. Such a value stays in the state dict.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.role)

@@ -315,7 +315,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     if is_number or key in ONE_PER_PARAMETER:
         return copied(value)
     if tuple(value.shape) != spec.shape:
-        if not elementwise:  # such an optimizer may keep state of any shape
+        if not elementwise:  # other optimizers may keep state of any shape
             return copied(value)
         raise ValueError(
             f"state {key!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
