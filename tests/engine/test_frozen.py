@@ -140,7 +140,7 @@ def _train(rank: int, world_size: int, way: str, collectives: str, number: int) 
     policies = ("block", "size", "each", "auto", "none")
     tried = itertools.product(_models(width).items(), policies)
     for (name, (_, build)), policy in every(13, tried, start=number):
-        with naming(f"{name}, {policy}"), allow_warnings(UserWarning, "are one unit, unsharded"):
+        with naming(f"{name}, {policy}"), allow_warnings(UserWarning, "are unsharded together"):
             case = Case(name, build, _inputs, (Block,))
             expected = train(case, world_size, steps=2)
             model = ShardedWrapper(

@@ -132,7 +132,7 @@ def _after_training(rank: int, world_size: int, way: str) -> None:
     if rank == 0:
         model.load_state_dict(expected)
     loss = model(case.batch(0, 2)[0]).sum()
-    with pytest.raises(RuntimeError, match="on some ranks and not on others"):
+    with pytest.raises(RuntimeError, match="different numbers of times"):
         loss.backward()
     if rank == 1:
         model.load_state_dict(expected)
