@@ -245,10 +245,12 @@ class GradientBuffer:
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
     def take_intra_reduced(self) -> Tensor | None:
+        """Return the sum of the ``Sync.INTRA`` reductions, and remove it from the buffer."""
         intra_reduced, self.intra_reduced = self.intra_reduced, None
         return intra_reduced
 
     def drop(self) -> None:
+        """Drop all gradients."""
         self._empty()
         self.intra_reduced = None
         self.arrived.clear()

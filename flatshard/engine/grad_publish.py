@@ -116,6 +116,8 @@ def edited(unit_name: str) -> RuntimeError:
 
 
 class GradPublish:
+    """Collects the reduced gradients of one flat parameter, and publishes them in ``.grad``."""
+
     def __init__(
         self,
         params: Sequence[OriginalParam],
@@ -226,10 +228,12 @@ class GradPublish:
                     self._add_grad(param.sharded, param.of_chunk(reduced))
 
     def show_unreduced(self) -> None:
+        """After a backward that leaves gradients unreduced, let ``.grad`` show them."""
         self._show_earlier()
         self.unreduced.show()
 
     def _show_earlier(self) -> None:
+        """Put the gradients that ``hold_earlier`` removed back into ``.grad``."""
         earlier, self._earlier_grads = self._earlier_grads, {}
         with torch.no_grad():
             for param, grad in earlier.items():
@@ -247,6 +251,7 @@ class GradPublish:
         set_grad(param, grad)
 
     def drop(self) -> None:
+        """Drop all gradients that are not published, because a backward failed."""
         self._buffer.drop()
         self._reduced = None
         for param in self._params:

@@ -61,6 +61,8 @@ def _after(unit: int, units: list[int]) -> list[int]:
 
 
 class Prefetch:
+    """Starts all-gathers of one model early, so that they overlap with computation."""
+
     def __init__(
         self, state: RunState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:
@@ -96,6 +98,7 @@ class Prefetch:
         return begins_backward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
+        """Start all-gathers of the units expected after the unit whose forward begins."""
         if self._forward:
             self._start_expected(self.order.next_forward(), "forward")
 
@@ -116,6 +119,7 @@ class Prefetch:
             self._start_expected(self.order.next_backward(unit.index), "backward")
 
     def after_backward(self, unit: Unit) -> None:
+        """With ``BACKWARD_POST``, start the all-gather for the next backward only now."""
         if self._backward is BackwardPrefetch.BACKWARD_POST:
             self._start_expected(self.order.next_backward(unit.index)[:1], "backward")
 

@@ -86,7 +86,7 @@ class ReduceOrder:
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """The order in which buckets became ready on this rank, then buckets that never did."""
+        """The order in which buckets became ready on this rank, then the buckets that did not."""
         return [*self._ready, *(bucket for bucket in self.sequence if bucket not in self._ready)]
 
 
@@ -100,13 +100,14 @@ class ReduceBucket:
     # The bucket's unfinished reductions, and the bytes held by these reductions.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
-    has_stages: bool = False  # whether one of these reductions has more stages than one
+    has_stages: bool = False  # whether one of these reductions has a second stage
 
     @property
     def trainable_handles(self) -> list[FlatParamHandle]:
         return [handle for handle in self.handles if self.unit.num_trainable[handle]]
 
     def is_complete(self) -> bool:
+        """Whether all gradients of the bucket have arrived in this backward."""
         for handle in self.handles:  # a loop, not `all()`: this runs for every gradient
             if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
                 return False
@@ -211,6 +212,10 @@ class ReduceQueue:
         self.max_bytes_in_flight = 2 * max(sizes, default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
+        """Forget the last backward, and count the buckets that this backward reduces.
+
+        ``must_wait``: all reductions start at the end of backward (``Backward._may_reduce_early``).
+        """
         self._must_wait = must_wait
         self._order.begin_backward()
         self._num_unreduced.clear()
@@ -273,6 +278,7 @@ class ReduceQueue:
     def _start(
         self, bucket: ReduceBucket, handles: Iterable[FlatParamHandle] | None = None
     ) -> None:
+        """Start the reduction of a bucket, or of only some of its flat parameters. Collective."""
         unit = bucket.unit
         if unit.sync is Sync.NONE:
             return
@@ -350,6 +356,7 @@ class ReduceQueue:
         return agreed
 
     def _finish_all(self) -> None:
+        """Wait for all reductions without a time limit, in the order of their start. Collective."""
         # Start all second stages first, so that they overlap. Then wait for each reduction.
         for bucket in self._in_flight:
             with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):

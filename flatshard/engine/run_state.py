@@ -20,6 +20,8 @@ from flatshard.options.extras import EXTRAS
 
 
 class RunState:
+    """The units of one model, and the state of the model's current step."""
+
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]

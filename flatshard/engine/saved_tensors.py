@@ -52,6 +52,8 @@ class SavedDTensor(NamedTuple):
 
 
 class SavedTensors:
+    """The saved-tensor hooks of one model."""
+
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
         # For each storage of an unsharded buffer, the unit and the handle. A buffer keeps one

@@ -40,6 +40,8 @@ Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
 
 class Touch(ParamOwner):
+    """Runs operations on the sharded parameters of one model."""
+
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
         """Become the ``ParamOwner`` of all parameters of the model, and run their operations."""
         self._state, self._forward, self._backward = state, forward, backward

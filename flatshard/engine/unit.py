@@ -80,6 +80,8 @@ class Call:
 
 
 class Unit:
+    """One or several modules whose parameters are unsharded and resharded together."""
+
     def __init__(
         self,
         modules: Mapping[nn.Module, UnitCasts],
@@ -188,6 +190,7 @@ class Unit:
         return sum(handle.buffer_bytes for handle in self.handles)
 
     def enter(self, phase: Phase) -> None:
+        """Move to ``phase``. It is a bug in the engine if ``_MOVES`` does not allow the move."""
         moves = phase is self.phase or phase in _MOVES[self.phase]
         assert moves, f"{unit_text(self.name)}: {self.phase.name} to {phase.name}"
         self.phase = phase
@@ -356,6 +359,7 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
+        """Forget the last backward, and remove earlier gradients from where autograd will add."""
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
