@@ -1,12 +1,12 @@
 """``ParamGather``: all-gathers the unsharded buffer of one flat parameter.
 
 Each rank usually sends its shard, cast to the compute dtype and copied to the compute device. If
-the user asks for float8, each rank sends a float8 copy of the shard. Two strategies send a
-``SecondaryShard`` instead, a larger part of the parameters than the shard, so that an all-gather
-needs only nearby ranks. If shards are offloaded, copies to the compute device run on a stream of
-their own, and overlap with compute.
+the user asks for float8, each rank sends a float8 copy of the shard. With two settings, each rank
+sends a ``SecondaryShard``, a larger part of the parameters than the shard, so that an all-gather
+needs only nearby ranks. If shards are offloaded, a separate stream copies shards to the compute
+device, and the copies overlap with compute.
 
-The two strategies with a secondary shard are:
+The two settings with a secondary shard are:
 
 - ``reshard_after_forward=k``: forward all-gathers over all ranks, and backward over k ranks. The
   secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
@@ -66,7 +66,7 @@ class ParamGather:
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, shard.numel())
-        # None: all all-gathers of the strategy read the shards.
+        # None: every all-gather reads the shards.
         self.secondary: SecondaryShard | None = None
         if topology.regather is not None or inter_group.size > 1:
             self.secondary = SecondaryShard(topology, link)

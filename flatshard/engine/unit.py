@@ -313,9 +313,13 @@ class Unit:
             if secondary is not None and not is_after_forward:
                 secondary.end_backward()
             elif secondary is not None and fate is Fate.FREE:
+                # Backward all-gathers from secondary shards, so cut this rank's secondary shard out
+                # of the buffer before the buffer is freed.
                 if self.backward_follows and handle.is_current:
                     secondary.cut(handle.buffer, handle.version)
             if fate is Fate.FREE:
+                # In backward, nodes of a recomputed forward may still need views of the buffer, and
+                # then the buffer keeps its memory for a while.
                 handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
             else:
                 # Wait for an all-gather under way, which reads the shard: the optimizer may write
