@@ -1,1 +1,1 @@
-"""Full and sharded state dicts, and full parameters in place of sharded ones."""
+"""Full and sharded state dicts, and ``summon_full_params``."""
