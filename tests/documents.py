@@ -56,6 +56,14 @@ def examples(path: Path) -> list[Fence]:
     return found
 
 
+def before_and_after(diff: str) -> tuple[str, str]:
+    """The two sides of a block with changes."""
+    lines = [line or " " for line in diff.splitlines()]
+    before = [line[1:] for line in lines if line[0] != "+"]
+    after = [line[1:] for line in lines if line[0] != "-"]
+    return "\n".join(before), "\n".join(after)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +123,7 @@ def surroundings(text: str, rank: int) -> dict[str, Any]:
         "nn": nn,
         "dist": dist,
         "flatshard": flatshard,
+        "rank": rank,
         "contextlib": contextlib,
         "functools": functools,
         "copy": copy,

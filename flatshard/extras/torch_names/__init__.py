@@ -88,9 +88,16 @@ _MISSING = {
     ),
     "units unshard by themselves, in the recorded order; parameters: `summon_full_params`": (
         "unshard reshard set_modules_to_forward_prefetch set_modules_to_backward_prefetch"
+        " set_unshard_in_backward"
     ),
     "use `register_comm_hook(state, hook)` for reductions": (
         "set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook"
+    ),
+    "a forward may follow an exception: nothing is to be reset": "reset_iter_state",
+    "unused parameters are always found": "set_reduce_scatter_unused_params",
+    "streams and buffers cannot be chosen; `collectives` chooses the transport": (
+        "set_allocate_memory_from_process_group_for_comm set_symm_mem_for_comm set_post_optim_event"
+        " set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group"
     ),
     "gradients are averages: scale the loss": (
         "set_gradient_divide_factor set_reduce_scatter_divide_factor"
