@@ -57,10 +57,11 @@ ELSEWHERE = [
     *(f for f in BLOCKS if f.document == "huggingface.md"),  # in test_transformers.py
 ]
 DIFFS = [fence for fence in BLOCKS if fence.language == "diff"]
-SAVES = [f._replace(text=before_and_after(f.text)[1]) for f in DIFFS if f.document == "README.md"][
-    1:
+SAVES = [f for f in DIFFS if f.document == "README.md" and "torch.save" in f.text]
+PIECES = [
+    *(f for f in PYTHON if f not in PROGRAMS and f not in ELSEWHERE),
+    *(f._replace(text=before_and_after(f.text)[1]) for f in SAVES),
 ]
-PIECES = [f for f in PYTHON if f not in PROGRAMS and f not in ELSEWHERE] + SAVES
 SHELL = [fence for fence in BLOCKS if fence.language in ("bash", "sh", "shell", "console")]
 
 
