@@ -136,7 +136,7 @@ class ModuleProxy(nn.Module):
         def clean(*_: Any) -> None:
             for names in lists_of_names:
                 names[:] = [name.replace(inner, prefix) for name in names]
-            hook.remove()  # the hook refers to the lists of this load; each load adds a hook
+            hook.remove()  # the hook refers to the lists of this load only
 
         hook = self.register_load_state_dict_post_hook(clean)
 

@@ -119,7 +119,7 @@ def _gather(
         for key, value in state.items():
             if isinstance(value, StateShard):
                 parts.setdefault((key, value.dtype), {})[param] = value.local
-    for key, dtype in sorted(parts, key=str):  # the same order on all ranks
+    for key, dtype in sorted(parts, key=str):  # all ranks must all-gather in the same order
         shard = shard_of_parts(handle, parts[key, dtype].items(), dtype)
         tensors = gather_full(handle, shard, device, is_kept=is_kept)
         for param in parts[key, dtype] if is_kept else ():
