@@ -1,4 +1,4 @@
-"""Checkpoints of a training, files of a whole model, and options of state dicts."""
+"""Checkpoints of a model in training, files of a whole model, and options of state dicts."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ __all__ = [
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The full state dict in rank 0's host memory, to save with ``torch.save``; elsewhere ``{}``.
+    """The full state dict, in rank 0's host memory; an empty dict on the other ranks.
 
-    Gathered unit by unit: a device holds one unsharded unit at a time. Copies, under the unwrapped
-    model's names and with its shapes; ``load_state_dict`` of any model takes it.
+    The tensors are copies, with the names and shapes of the unwrapped model: save them with
+    ``torch.save``, and load them with ``load_state_dict`` into any model. Units are gathered one
+    after another, so a device holds one unsharded unit at a time.
 
-    Collective: all ranks, as ``state_dict()``.
+    Collective: all ranks call it.
 
     Example:
         ```python
@@ -56,7 +57,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         ```
 
     Args:
-        model: a wrapper, or a module that contains some.
+        model: a wrapper, or a module that contains wrappers.
 
     Raises:
         RuntimeError: a forward or backward of the model is running.
@@ -72,12 +73,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's full state, by parameter name, in rank 0's host memory; elsewhere ``{}``.
+    """The optimizer's full state, in rank 0's host memory; an empty dict on the other ranks.
 
-    ``ShardedWrapper.optim_state_dict_to_load`` loads it on any number of ranks. Gathered unit by
-    unit.
+    State is keyed by parameter name. ``ShardedWrapper.optim_state_dict_to_load`` loads the state on
+    any number of ranks. Units are gathered one after another.
 
-    Collective: all ranks.
+    Collective: all ranks call it.
 
     Example:
         ```python
@@ -89,11 +90,11 @@ def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         ```
 
     Args:
-        model: a wrapper, or a module that contains some.
-        optimizer: an optimizer over its parameters.
+        model: a wrapper, or a module that contains wrappers.
+        optimizer: an optimizer over the model's parameters.
 
     Raises:
-        ValueError: as ``ShardedWrapper.optim_state_dict``.
+        ValueError: for the reasons that ``ShardedWrapper.optim_state_dict`` lists.
         RuntimeError: a forward or backward of the model is running.
     """
     shards = model_shards(model, "full_optim_state_dict()")

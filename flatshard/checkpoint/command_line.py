@@ -1,4 +1,4 @@
-"""``flatshard convert`` and ``flatshard inspect``: checkpoints of several libraries."""
+"""``flatshard inspect`` and ``flatshard convert``: list and convert checkpoints of libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="flatshard", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    one = commands.add_parser("inspect", help="list what a checkpoint holds")
+    one = commands.add_parser("inspect", help="list the tensors in a checkpoint")
     one.add_argument("path", help="a file or a folder")
     one = commands.add_parser(
         "convert",
@@ -26,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     one.add_argument("source", help="a file or a folder")
     one.add_argument("destination", help="model.safetensors, model.pt, or a folder")
-    one.add_argument("--to", choices=FORMATS, help="the format; by default by the name")
-    one.add_argument("--key", help="the entry that is the model, such as app.model")
-    one.add_argument("--dtype", help="for floating point tensors, such as bfloat16")
-    one.add_argument("--max-shard-size", help="of safetensors files in a folder, such as 5GB")
+    one.add_argument("--to", choices=FORMATS, help="the format; default: as the name says")
+    one.add_argument("--key", help="the entry that contains the model, such as app.model")
+    one.add_argument("--dtype", help="dtype for floating point tensors, such as bfloat16")
+    one.add_argument("--max-shard-size", help="largest size of a safetensors file, such as 5GB")
     options = parser.parse_args(arguments)
     try:
         if options.command == "inspect":
@@ -51,12 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"flatshard {options.command}: interrupted", file=sys.stderr)
-        return 130  # as shells say it
+        return 130  # the status that shells report for an interrupt
     return 0
 
 
 def describe(path: str) -> str:
-    """A table of the tensors in a checkpoint, and what else is known of it; raises ValueError."""
+    """Describe a checkpoint: format, step and similar facts, then a table of the tensors.
+
+    Raises:
+        ValueError: the checkpoint is incomplete, corrupt, or of an unknown format.
+    """
     source = open_source(path)
     if source.incomplete:
         missing = ", ".join(source.incomplete)

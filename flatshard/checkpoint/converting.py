@@ -1,4 +1,4 @@
-"""``convert``: a model's tensors from files of one library to those of another, one at a time."""
+"""``convert``: converts a model's tensors, one at a time, between the files of libraries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ def convert(
 ) -> None:
     """Convert a model's weights between the files of several libraries, on one process.
 
-    ``source``: a file of ``torch.save`` (also of DistributedDataParallel, and nested in a
-    dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard, FSDP1, FSDP2), a folder of
-    DeepSpeed (ZeRO-1, 2, 3), or safetensors. Tensors are read and written one at a time.
+    The source may be a file of ``torch.save`` (also of a DistributedDataParallel model, and with
+    the model nested in a dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard,
+    FSDP1, FSDP2), a folder of DeepSpeed (ZeRO-1, 2, 3), or safetensors. Tensors are read and
+    written one at a time.
 
     Example:
         ```python
@@ -47,16 +49,18 @@ def convert(
 
     Args:
         source: a file or a folder.
-        destination: a file that ends with ``.safetensors`` or ``.pt``, or a folder; must not exist.
-        to: "safetensors", "torch" or "dcp"; None: by the destination's name, for folders
-            safetensors.
-        key: which entry of a nested checkpoint is the model ("app.model", say); None: the one that
-            is called model, module, state_dict or model_state_dict.
-        dtype: for floating point tensors.
-        max_shard_size: of safetensors files in a folder.
+        destination: a file whose name ends with ``.safetensors`` or ``.pt``, or a folder. It must
+            not exist.
+        to: the format: "safetensors", "torch" or "dcp". None: the format that the destination's
+            name says; for a folder, safetensors.
+        key: the entry of a nested checkpoint that contains the model ("app.model", for example).
+            None: the entry that is called model, module, state_dict or model_state_dict.
+        dtype: dtype in which floating point tensors are written. None: as in the source.
+        max_shard_size: largest size of a safetensors file in a folder.
 
     Raises:
-        ValueError: the source is of no known format, incomplete or corrupt; ``destination`` exists.
+        ValueError: the source has an unknown format, is incomplete or corrupt, or ``destination``
+            exists.
         OSError: a file cannot be read or written.
     """
     final = Path(destination)
@@ -65,9 +69,9 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"to: expected one of {', '.join(FORMATS)}, got {to!r}")
     if max_shard_size is not None and to != "safetensors":
-        raise ValueError(f"max_shard_size is for safetensors, not for {to}. Leave it out")
+        raise ValueError(f"max_shard_size is only for safetensors, not for {to}. Leave it out")
     if final.exists():
-        raise ValueError(f"{final}: it exists. Choose another name, or remove it")
+        raise ValueError(f"{final} exists. Choose another name, or remove it")
     found = open_source(source)
     try:
         model = found.model(key)
@@ -78,7 +82,7 @@ def convert(
     first: dict[Any, str] = {}
     for name, names in model.items():
         one = found.tensors[names]
-        # In files of torch.save tied tensors share memory.
+        # In files of torch.save, tied tensors share memory.
         place = name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
         if first.setdefault(place, name) != name:
             ties[name] = first[place]
@@ -119,9 +123,9 @@ def _write_safetensors(
 
 @contextlib.contextmanager
 def _replacing(final: Path) -> Iterator[Path]:
-    """A path to write to, which becomes ``final`` when all went well, or else is removed."""
+    """A temporary path to write to: renamed to ``final`` at the end, removed after an error."""
     beside = final.with_name(f"{final.name}.incomplete")
-    _remove(beside)  # of a run that was killed
+    _remove(beside)  # left by a run that was killed
     try:
         yield beside
         beside.replace(final)
@@ -140,11 +144,12 @@ def _remove(path: Path) -> None:
 def _write_torch(
     final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
 ) -> None:
-    # Memory that nobody touches; the file has room for it, which is then filled.
+    # These tensors only reserve room: `skip_data` writes a file with room for their values. The
+    # values are then written through a mapping of the file, one tensor at a time.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     with _replacing(final) as beside:
-        beside.touch()  # torch.save's own error is no OSError
+        beside.touch()  # raises OSError if the path cannot be written, which torch.save does not
         with torch.serialization.skip_data():
             torch.save(state, beside)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
@@ -159,23 +164,24 @@ def _write_torch(
 def _write_dcp(
     final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
 ) -> None:
-    # Here, as the package is slow to load.
+    # Import here, because torch's package loads slowly.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
-
-    from flatshard.checkpoint.dcp_files import without_warning
 
     class Planner(DefaultSavePlanner):
         def lookup_object(self, index: Any) -> Tensor:
             return read(index.fqn)
 
     state = like | {alias: like[kept] for alias, kept in ties.items()}
-    with without_warning(), _replacing(final) as beside:
-        # It holds all tensors of a file in memory until that is written: a file for each.
+    # DCP warns that it runs in a single process, which is intended here.
+    no_warning = warnings.catch_warnings(action="ignore", category=UserWarning)
+    with no_warning, _replacing(final) as beside:
+        # DCP keeps all tensors of a file in memory until the file is written. So write one file per
+        # tensor.
         writer = FileSystemWriter(beside, single_file_per_rank=False)
         try:
             save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            raise error.failures[0][0] from error  # what happened here, on "rank 0"
+            raise error.failures[0][0] from error  # the error of "rank 0", this process

@@ -1,9 +1,9 @@
 """Files of ``torch.distributed.checkpoint`` (DCP): torch's planners and reader.
 
-Pickles run no code here: the metadata may hold names of a few classes, all else is loaded with
-``weights_only``.
+Reading runs no code from the files. The unpickler of the metadata accepts only a few classes, and
+all other content is loaded with ``weights_only``.
 
-This module loads torch's package, which is slow: import it where it is needed.
+Import this module inside functions: torch's package, which this module imports, loads slowly.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import io
 import math
 import os
 import pickle
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +39,6 @@ class SavePlanner(default_planner.DefaultSavePlanner):
         return data
 
 
-@contextmanager
-def without_warning() -> Iterator[None]:
-    """DCP warns that it runs on one process, which is the intent."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        yield
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -57,7 +46,7 @@ _DCP, _PLAIN = "torch.distributed.checkpoint.", ("Size", "_get_layout", "_Storag
 
 
 class _Metadata(pickle.Unpickler):
-    """Torch itself reads this file with ``pickle.load``."""
+    """Unpickles DCP's metadata. Torch uses ``pickle.load``, which would run code in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("pathlib", "PosixPath"):
@@ -67,30 +56,30 @@ class _Metadata(pickle.Unpickler):
             is_plain = isinstance(found, type) and found.__module__ == _DCP + "metadata"
             if is_plain or isinstance(found, torch.dtype) or name in _PLAIN:
                 return found
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, whose loading may run code")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, whose loading may run code")
 
 
 def read_metadata(folder: Path) -> Any:
-    """DCP's ``Metadata`` of a folder.
+    """Read the ``Metadata`` of a folder of DCP.
 
     Raises:
-        ValueError: it is corrupt.
+        ValueError: the file is corrupt.
     """
     try:
         with open(folder / ".metadata", "rb") as stream:
             metadata = _Metadata(stream).load()
         metadata.storage_data.values()
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder / '.metadata'}: it cannot be read: {error}") from error
+        raise ValueError(f"{folder / '.metadata'} cannot be read: {error}") from error
     return metadata
 
 
 def incomplete_tensors(metadata: Any) -> list[str]:
-    """Names of tensors that DCP's ``Metadata`` lists, and whose values are not all in its files."""
+    """Names of tensors in DCP's ``Metadata`` for which the files do not have all values."""
     entries = metadata.state_dict_metadata
     incomplete = [key for key in metadata.planner_data or () if key not in entries]
     for key, entry in entries.items():
-        chunks = getattr(entry, "chunks", None)  # None: not a tensor
+        chunks = getattr(entry, "chunks", None)  # None: the entry is no tensor
         if chunks is not None:
             saved = sum(math.prod(chunk.sizes) for chunk in chunks)
             incomplete += [key] if saved < math.prod(entry.size) else []
@@ -98,7 +87,7 @@ def incomplete_tensors(metadata: Any) -> list[str]:
 
 
 def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advance: Advance) -> None:
-    """Overwrite ``targets``, tensors by DCP's key, by what was saved. No communication."""
+    """Overwrite ``targets``, keyed by DCP's keys, with the saved values. No communication."""
     planner, reader = _Planner(advance), dcp.FileSystemReader(folder)
     with torch.no_grad():
         planner.set_up_planner(targets, found, False)
@@ -109,7 +98,7 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advanc
 
 
 class _Planner(default_planner.DefaultLoadPlanner):
-    """Plans what this rank reads, and unpickles no code."""
+    """Torch's planner, which also counts the bytes read and runs no code from the files."""
 
     def __init__(self, advance: Advance) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

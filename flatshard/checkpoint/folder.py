@@ -1,9 +1,10 @@
-"""A checkpoint's folder: its marker, how it becomes complete, which ones stay.
+"""The folder of a checkpoint: its marker, its completion, and the removal of old checkpoints.
 
-[Note: a checkpoint is complete or not there]
-Ranks write into ``NAME.incomplete`` and sync what they wrote. Then rank 0 writes the marker, syncs
-the folder and renames it to ``NAME``. A kill before leaves ``NAME.incomplete``, which the next save
-removes. What is deleted gets that name first.
+[Note: a checkpoint is either complete or absent]
+Ranks write files into ``NAME.incomplete`` and sync the files to the disk. Then rank 0 writes the
+marker, syncs the folder, and renames the folder to ``NAME``. A process that is killed before the
+rename leaves ``NAME.incomplete``, which the next save removes. To delete a checkpoint, rank 0 first
+renames the checkpoint to ``NAME.incomplete``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file's length, and the CRC-32 of its bytes as in zip and gzip."""
+    """The length of a file in bytes, and the CRC-32 of the bytes, as zip and gzip compute it."""
 
     bytes: int
     crc32: int
@@ -38,7 +39,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Marker:
-    """What rank 0 writes last: a folder that has it is complete."""
+    """The file that rank 0 writes last: a folder with a marker is a complete checkpoint."""
 
     world_size: int
     step: int | None
@@ -56,10 +57,10 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """The marker of a complete checkpoint; None for another folder, and for none.
+    """Read the marker of a complete checkpoint; None if the folder has no marker or is incomplete.
 
     Raises:
-        ValueError: it is damaged, or of another version.
+        ValueError: the marker is damaged, or has another version.
     """
     if folder.name.endswith(INCOMPLETE) or not (folder / MARKER).is_file():
         return None
@@ -74,9 +75,9 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in ``directory`` that was completed last; None if there is none.
+    """The most recent complete checkpoint in ``directory``; None if the directory has none.
 
-    No communication; all ranks see the same one while none of them saves.
+    No communication. All ranks get the same answer, as long as no rank is saving.
 
     Example:
         ```python
@@ -91,10 +92,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def _complete_in(directory: Path) -> list[tuple[float, Path]]:
-    """When checkpoints were completed, and where they are."""
+    """The time of completion and the path of each complete checkpoint in a directory."""
     found: list[tuple[float, Path]] = []
     for folder in directory.iterdir() if directory.is_dir() else ():
-        with contextlib.suppress(ValueError):  # a damaged one raises when it is asked for
+        with contextlib.suppress(ValueError):  # loading a damaged checkpoint raises
             marker = read_marker(folder)
             if marker is not None:
                 found.append((marker.saved_at, folder))
@@ -146,12 +147,12 @@ def check_lengths(
 
 
 def own_file(rank: int) -> str:
-    """Names the file of what one rank has for itself: its generators; of rank 0 more."""
+    """Name of a rank's file: the rank's random number generators, on rank 0 also ``extra``."""
     return f"rank-{rank:05d}.pt"
 
 
 def incomplete(path: Path) -> Path:
-    """Where the checkpoint ``path`` is written."""
+    """The folder into which ranks write the checkpoint ``path``."""
     return path.with_name(path.name + INCOMPLETE)
 
 
@@ -159,16 +160,18 @@ def incomplete(path: Path) -> Path:
 
 
 def begin(path: Path, keep: int | None) -> None:
-    """Make a folder to write to, and remove what killed saves of the series have left.
+    """Make the folder for a save, and remove incomplete folders of the same series.
+
+    Killed saves leave incomplete folders.
 
     Raises:
-        FileExistsError: there is something of that name.
-        ValueError: ``keep`` cannot be.
+        FileExistsError: ``path`` exists.
+        ValueError: ``keep`` is below 1, or ``path`` has no number to tell the series from.
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
-            f"keep={keep}: expected at least 1, and a checkpoint with a number in its name, such "
-            f"as 'step-00001000', got {path.name!r}: older ones are known by it"
+            f"keep={keep}: expected at least 1, and a checkpoint whose name has a number to find "
+            f"older checkpoints by, such as 'step-00001000', got {path.name!r}"
         )
     if path.exists():
         raise FileExistsError(f"{path} exists. Save under another name, or delete it")
@@ -179,7 +182,10 @@ def begin(path: Path, keep: int | None) -> None:
 
 
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
-    """Let what was written be the checkpoint ``path``, and keep ``keep`` of its series."""
+    """Turn the written files into the checkpoint ``path``, and delete old checkpoints.
+
+    ``keep`` checkpoints of the series stay.
+    """
     folder = incomplete(path)
     # The file system of a network may show the files of another host a little later.
     remedy = "Save on a file system that all hosts share."
@@ -193,7 +199,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     sync(path.parent)
     found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
     for _, old in found[: -keep if keep else 0]:
-        os.rename(old, incomplete(old))  # a kill must leave no checkpoint with fewer files
+        os.rename(old, incomplete(old))  # if killed here, no checkpoint may lack files
         shutil.rmtree(incomplete(old))
 
 
@@ -209,5 +215,5 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """The name without its numbers: checkpoints of one training share it."""
+    """The name with all numbers replaced by 0: equal for all checkpoints of one training."""
     return re.sub(r"\d+", "0", path.name)

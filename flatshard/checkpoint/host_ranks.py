@@ -1,6 +1,6 @@
-"""``Training``: a model, its optimizer and its ranks. ``HostRanks``: ranks that exchange objects.
+"""``Training``: a model, an optimizer and their ranks. ``HostRanks``: ranks that exchange objects.
 
-The ranks exchange objects in an order of their own, also in another thread.
+The exchanges use a separate process group, so a thread may exchange while training continues.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flatshard.wrapper import ShardedWrapper
 
 T = TypeVar("T")
 
-# By the group whose ranks they connect.
+# Keyed by the process group that trains the model.
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref.WeakKeyDictionary()
-# Types that an error keeps on ranks that did not meet it; any other becomes a RuntimeError.
+# An error of one of these types has the same type on all ranks. Other errors become RuntimeError.
 _KINDS = (
     *(FileNotFoundError, FileExistsError, PermissionError, OSError, ValueError, TypeError),
     NotImplementedError,
@@ -33,19 +33,21 @@ _KINDS = (
 
 
 class HostRanks:
-    """The ranks of a process group, through host memory; None is this rank alone.
+    """The ranks of a process group, which exchange objects in host memory.
 
     Attributes:
         rank: this rank's index in the group.
-        ranks: the group's ranks in the default group.
-        group: a process group with an order of its own, for torch's collectives of objects; None
-            if this rank is alone.
-        gather: every rank's value; see ``HostExchange.gather``.
-        gather_unless_equal: one value if all ranks have the same; see ``HostExchange``.
+        ranks: the ranks' numbers in the default group.
+        group: a separate process group for these exchanges; None if this rank is alone.
+        gather: returns the value of every rank; see ``HostExchange.gather``.
+        gather_unless_equal: returns a single value if all values are equal; see ``HostExchange``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Collective: all ranks of the group, at the first call for it."""
+        """Exchange over the ranks of ``group``; None means only this rank.
+
+        Collective: all ranks of the group, at the first call for this group.
+        """
         self.rank, self.ranks = 0, [0]
         self.group: dist.ProcessGroup | None = None
         exchange = HostExchange(None, torch.device("cpu"))
@@ -68,9 +70,9 @@ class HostRanks:
         return self.ranks[self.rank]
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
-        """The result of this rank's ``work``; if ``work`` raises on a rank, all raise that error.
+        """Run ``work`` and return the result; if ``work`` raises on any rank, all ranks raise.
 
-        Collective: all ranks, after ``work``.
+        Collective: all ranks meet after ``work``.
         """
         result, error = None, None
         try:
@@ -87,24 +89,26 @@ class HostRanks:
         self.agree(work if self.rank == 0 else lambda: None, op_name)
 
     def compare(self, facts: Facts, op_name: str, remedy: Callable[[str], str]) -> None:
-        """Raise ValueError on all ranks if their ``facts`` differ. Collective: all ranks.
+        """Raise ValueError on all ranks if their ``facts`` differ.
 
-        ``remedy`` is called with the first name whose facts differ, and ends the message.
+        The message ends with ``remedy(name)``, for the first name whose facts differ.
+
+        Collective: all ranks of the group.
         """
-        # Ranks may have collected the same facts in another order.
+        # Sort, because ranks may have collected equal facts in a different order.
         everyone = self.gather_unless_equal(dict(sorted(facts.items())), op_name)
         if len(everyone) > 1:
             key, difference = differing_fact(everyone, self.ranks)
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
 
     def told_by(self, rank: int, error: BaseException, op_name: str) -> Exception:
-        """A rank's error, in the form that all ranks raise."""
+        """The error that all ranks raise for an error on ``rank``."""
         plain = _plain(error)
         return type(plain)(f"{op_name}, rank {self.ranks[rank]}: {plain}")
 
 
 def _plain(error: BaseException) -> Exception:
-    """An error of a type that every rank can unpickle, with the same message."""
+    """An error with the same message, of a type that every rank can unpickle."""
     for kind in _KINDS:
         if isinstance(error, kind):
             return kind(str(error))
@@ -117,20 +121,20 @@ class Training:
 
     Attributes:
         shards: the units of the model; None if the model is unwrapped.
-        plain: the model, or the module inside a DistributedDataParallel: its parameters have the
-            names of the unwrapped model.
+        plain: the model, or the module inside DistributedDataParallel. The parameters of ``plain``
+            have the names of the unwrapped model.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, caller: str
     ) -> None:
-        """Check the arguments' types, and wait for the ranks. Collective."""
+        """Check the types of the arguments, and meet the other ranks. Collective."""
         for value, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer | None)):
             if not isinstance(value, kind):
                 raise TypeError(
                     f"{caller}: expected one model and its optimizer, got a "
-                    f"{type(value).__name__}. Save and load each model in a folder of its own, "
-                    "with one call per model."
+                    f"{type(value).__name__}. Save and load each model in its own folder, with one "
+                    "call per model."
                 )
         self.model, self.optimizer = model, optimizer
         self.plain = model
@@ -148,7 +152,7 @@ class Training:
         return next((param.device for param in self.model.parameters()), torch.device("cpu"))
 
     def model_state(self) -> dict[str, Any]:
-        """The sharded state dict, whose tensors share memory with the model."""
+        """The sharded state dict. Its tensors share memory with the model."""
         return self.plain.state_dict() if self.shards is None else self.shards.state_dict()
 
     def optim_state(self) -> dict[str, Any] | None:
@@ -169,6 +173,6 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
     if training.shards is None:
         raise ValueError(
             f"{caller}: expected a ShardedWrapper or a module that contains some, got an unwrapped "
-            f"{type(model).__name__}: safetensors.torch does this for those"
+            f"{type(model).__name__}. For an unwrapped model, use safetensors.torch"
         )
     return training.shards, training.ranks

@@ -1,4 +1,4 @@
-"""``load``: a checkpoint becomes a model in training; each rank reads its own part, in place."""
+"""``load``: restores a model in training from a checkpoint; each rank reads its part in place."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def load(
     scheduler: Any = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Continue a training that ``save`` has saved, on any number of ranks; returns its ``extra``.
+    """Resume from a checkpoint of ``save``, on any number of ranks; returns the saved ``extra``.
 
     Each rank reads its own part into the memory of its shards; no tensor is sent, and no rank
-    holds the full model. As many ranks as saved continue their random number generators. Of
-    others, rank r continues rank r's if there was one, and is else seeded by rank 0's and r.
+    holds the full model. Rank r also restores the random number generators that rank r saved. If
+    fewer ranks saved the checkpoint, each new rank seeds its generators from rank 0's generators
+    and from its own rank.
 
-    Collective: all ranks that train ``model``, between steps.
+    Collective: all ranks that train ``model`` call it, between steps.
 
     Example:
         ```python
@@ -59,20 +60,25 @@ def load(
         ```
 
     Args:
-        path: the checkpoint's folder; see ``latest``.
-        model: may have other units, another strategy, and may have been wrapped on the meta device.
-        optimizer: gets the saved state and options. Without it, those are not read.
-        scheduler: has ``load_state_dict()``.
-        verify: compare checksums of the files, of which each rank reads some, before anything is
-            overwritten.
+        path: the folder of the checkpoint. ``latest`` finds the most recent checkpoint.
+        model: the model to restore. Its units and strategy may differ from the saved model's, and
+            it may have been wrapped on the meta device.
+        optimizer: the optimizer to restore, with state and options. None: do not read them.
+        scheduler: an object with ``load_state_dict()``.
+        verify: compare the files with their checksums before any tensor is overwritten. Each rank
+            reads some of the files for this.
+
+    Returns:
+        The ``extra`` that was passed to ``save``.
 
     Raises:
-        FileNotFoundError: on all ranks: there is no complete checkpoint; names the last one.
-        ValueError: on all ranks, before anything is overwritten: names and shapes that are
-            missing, unexpected or different, all of them; a corrupted or truncated file; a folder
-            of another format.
+        FileNotFoundError: on all ranks: the folder is no complete checkpoint, or lacks a file. The
+            error names the most recent complete checkpoint.
+        ValueError: on all ranks, before any tensor is overwritten: names or shapes do not fit (the
+            error lists all of them), a file is corrupted or truncated, or the folder has another
+            format.
     """
-    # Here, as torch's package is slow to load.
+    # Import here, because torch's package loads slowly.
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     from flatshard.checkpoint import dcp_files
@@ -88,19 +94,20 @@ def load(
 
     def prepare() -> tuple[Marker, Metadata, StateDict, StateDict]:
         marker = _require_complete(path)
-        # Also without ``verify``: a flipped bit may give metadata of another meaning.
+        # Check the metadata even without ``verify``: metadata with a flipped bit may still parse,
+        # and then describes other tensors.
         folders.check_sum(path, marker, ".metadata", lambda _: None)
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
-            raise ValueError(f"{path} was saved without a scheduler. Load without it")
+            raise ValueError(f"{path} was saved without a scheduler. Call load() without one")
         incomplete = dcp_files.incomplete_tensors(found)
         return marker, found, wanted, _targets(path, found, wanted, incomplete)
 
-    # Errors of one rank are raised on all, before anything is overwritten.
+    # If one rank fails here, all ranks raise before any tensor is overwritten.
     marker, found, wanted, targets = ranks.agree(prepare, op_name)
-    if len(ranks.gather_unless_equal(marker.saved_at, op_name)) > 1:
-        raise ValueError(f"{op_name}: ranks see different checkpoints. Share the file system.")
+    saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
+    ranks.compare(saved_at, op_name, lambda _: "All hosts must share the file system.")
     num_bytes = marker.bytes * (1 + verify) // ranks.size
     progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)
     if verify:
@@ -134,10 +141,13 @@ def load(
 def _targets(
     path: Path, found: Metadata, wanted: StateDict, incomplete: Iterable[str]
 ) -> StateDict:
-    """By DCP's key, what is overwritten: tensors that are there, and new ones.
+    """The values to overwrite by loading, keyed by DCP's keys.
+
+    A value is the program's own tensor if the program has one of the saved shape, or a new tensor.
 
     Raises:
-        ValueError: lists what is missing, what is unexpected, and what has another shape.
+        ValueError: the checkpoint does not fit. The error lists all missing and unexpected names,
+            and all different shapes.
     """
     targets: StateDict = {}
     problems: list[str] = []
@@ -156,7 +166,7 @@ def _targets(
         if part == "optimizer" and wanted["optimizer"] is None:
             continue
         saved: Any = found.state_dict_metadata[key]
-        size = getattr(saved, "size", None)  # None: no tensor
+        size = getattr(saved, "size", None)  # None: the entry is no tensor
         missing.discard("the optimizer" if part == "optimizer" else rest[0])
         fqn = rest[0] if part == "model" else rest[1]
         held, param = _held(names, wanted), wanted["model"].get(fqn)
@@ -176,7 +186,7 @@ def _targets(
 
 
 def _held(names: Iterable[Any], wanted: StateDict) -> Any:
-    """The program's value under nested names; None if there is no value."""
+    """The program's value under nested names; None if the program has no such value."""
     held: Any = wanted
     for name in names:
         held = held.get(name) if isinstance(held, dict) else None
@@ -188,11 +198,11 @@ def _shape(size: Any) -> str:
 
 
 def _require_complete(path: Path) -> Marker:
-    """The marker of a checkpoint whose files are all there, and as long as they were.
+    """Read the marker of a checkpoint, and check that each file has its full length.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, it is incomplete, or a file is missing.
-        ValueError: it has another format, or a file is truncated.
+        FileNotFoundError: the folder does not exist, is incomplete, or lacks a file.
+        ValueError: the folder has another format, or a file is truncated.
     """
     marker = folders.read_marker(path)
     if marker is None:
@@ -204,7 +214,7 @@ def _require_complete(path: Path) -> Marker:
             state = "is incomplete: its save did not end" if is_begun else "does not exist"
             raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
         if inside is not None:
-            raise ValueError(f"{path} is a directory of checkpoints. {remedy}")
+            raise ValueError(f"{path} is no checkpoint, but a directory of checkpoints. {remedy}")
         kind = "nothing that is known"
         with contextlib.suppress(ValueError, OSError):
             kind = f"the format of {open_source(path).kind}"
@@ -218,7 +228,7 @@ def _require_complete(path: Path) -> Marker:
 
 
 def _restore_generators(found: StateDict, device: torch.device) -> None:
-    """Continue these streams; what this process lacks (a GPU, numpy) is left out."""
+    """Restore random number generators, except for those of a GPU or numpy that are not in use."""
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     if "cuda" in found and device.type == "cuda":
@@ -229,7 +239,7 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
 
 
 def _seed_generators(rank: int, found: StateDict) -> None:
-    """Seed the generators of a rank that the checkpoint does not know, by rank 0's and its own."""
+    """Seed the generators of a rank beyond the saved ranks, from rank 0's state and the rank."""
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,7 +1,7 @@
-"""Safetensors files of a sharded model: all ranks write one file in place, and read their ranges.
+"""Safetensors files of a sharded model: each rank writes and reads its own ranges of a file.
 
-The layout tells every rank which bytes of which file it owns, so there is nothing to gather and
-nothing to plan together: ranks only tell one another whether all went well.
+Each rank computes from the layout where its elements lie in the files. So no tensor is gathered,
+and the ranks only exchange errors and compare their arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatshard.checkpoint.safetensors import Plan, find_tensors, plan_files
 from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
 
-_REMEDY = "Call it on all ranks, with the same model, path and options"
+_REMEDY = "Make this call on all ranks, with the same model, path and options"
 Entries = Mapping[str, EntryShard]
 
 
@@ -34,15 +34,16 @@ def save_safetensors(
 ) -> None:
     """Save the unwrapped model's state dict as safetensors; all ranks write into the same file.
 
-    ``safetensors.torch.load_file``, ``from_pretrained`` and ``load_safetensors`` read it. Nothing
-    is gathered: every rank writes the bytes that it owns, at their place, from at most 16 MB of
-    extra memory. Of tied parameters the first name is in the file, the others are in its metadata,
-    as ``safetensors.torch.save_model`` has it. Buffers and ignored parameters are rank 0's.
+    ``safetensors.torch.load_file``, ``from_pretrained`` and ``load_safetensors`` read the file. No
+    tensor is gathered: each rank writes its own elements in place, and needs at most 16 MB of extra
+    memory. The file contains tied parameters once, under their first name. The metadata maps the
+    other names to the first name, as with ``safetensors.torch.save_model``. Buffers and ignored
+    parameters have rank 0's values.
 
-    Files are written under the name ``*.incomplete``, with room for all bytes reserved first, and
-    renamed when their bytes are on the disk: where anything fails, the file of before is as it was.
+    Rank 0 first reserves room on the disk for all bytes, in files called ``*.incomplete``. When all
+    bytes are on the disk, rank 0 renames the files. If a rank fails, older files stay intact.
 
-    Collective: all ranks; no tensor is sent.
+    Collective: all ranks call it; no tensor is sent.
 
     Example:
         ```python
@@ -56,19 +57,20 @@ def save_safetensors(
         ```
 
     Args:
-        model: a wrapper, or a module that contains some.
-        path: a file, if it ends with ``.safetensors``; else a folder, made if there is none, for
-            ``model.safetensors``. On a file system that all ranks share.
-        max_shard_size: bytes, or "5GB": a folder's files are at most so large, if no tensor is
-            larger, and have the index ``model.safetensors.index.json``.
-        metadata: strings for the file's header; ``{"format": "pt"}`` is added.
-        dtype: to save floating point tensors in another dtype.
+        model: a wrapper, or a module that contains wrappers.
+        path: a file whose name ends with ``.safetensors``, or a folder for ``model.safetensors``,
+            which is made if necessary. All ranks must share the file system.
+        max_shard_size: largest size of a file in a folder, in bytes or as a text ("5GB"). Only a
+            file with a single tensor may be larger. Several files get the index
+            ``model.safetensors.index.json``.
+        metadata: strings for the header of each file; ``{"format": "pt"}`` is added.
+        dtype: the dtype in which floating point tensors are saved.
 
     Raises:
-        ValueError: on all ranks: a dtype or an entry of the state dict that safetensors cannot
-            hold; ranks pass different arguments or models.
-        OSError: on all ranks: no room, no permission, a disk that fails, on any of them.
-        NotImplementedError: a unit trains on some of the ranks alone.
+        ValueError: on all ranks: safetensors does not support a dtype or an entry of the state
+            dict, or ranks passed different arguments or models.
+        OSError: on all ranks: on one of them the disk is full or fails, or permission is missing.
+        NotImplementedError: a unit trains only on some of the ranks.
         RuntimeError: a forward or backward of the model is running.
     """
     shards, ranks = sharded(model, "save_safetensors()")
@@ -80,7 +82,7 @@ def save_safetensors(
         for name, one in entries.items():
             first.setdefault(one.key, name)
         kept = {name: _as_saved(entries[name].entry, dtype) for name in first.values()}
-        # As safetensors' own save_model says it, whose load_model reads it.
+        # The metadata has the form that `safetensors.torch.load_model` reads.
         ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
         return entries, plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
 
@@ -99,7 +101,7 @@ def save_safetensors(
 
 
 def _as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor without memory that has the shape and dtype in the file."""
+    """A tensor on the meta device, with the shape and dtype that a tensor has in the file."""
     return torch.empty(
         value.shape,
         dtype=dtype if dtype is not None and value.is_floating_point() else value.dtype,
@@ -117,7 +119,7 @@ def _write(entries: Entries, plan: Plan, is_first: bool, progress: Progress) -> 
         for name, place in plan.places.items():
             one = entries[name]
             low, high = 0, one.local.numel()
-            if one.replicas is not None:  # ranks that hold the same elements write a part each
+            if one.replicas is not None:  # each replica writes a part of the elements
                 rank, size = one.replicas.rank, one.replicas.size
                 low, high = high * rank // size, high * (rank + 1) // size
             if low < high and (one.replicas is not None or is_first):
@@ -130,14 +132,15 @@ def _write(entries: Entries, plan: Plan, is_first: bool, progress: Progress) -> 
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
 ) -> _IncompatibleKeys:
-    """Load safetensors files of the unwrapped model; each rank reads only what it holds.
+    """Load safetensors files of the unwrapped model; each rank reads only its own elements.
 
-    Values are read straight into the shards, also into those that ``param_init_fn=leave_empty``
-    left empty, and cast to their dtype; beside these a rank holds at most 16 MB. A tied parameter
-    needs one of its names; DistributedDataParallel's ``module.`` prefix is accepted. Hooks and
-    overrides of the modules' ``load_state_dict`` are not called.
+    Values are read directly into the shards, and cast to the shards' dtype. Shards that
+    ``param_init_fn=leave_empty`` left empty are filled too. A rank needs at most 16 MB of extra
+    memory. For a tied parameter, the files need only one of the names. The prefix ``module.`` of
+    DistributedDataParallel is removed from names. Hooks and overrides of the modules'
+    ``load_state_dict`` are not called.
 
-    Collective: all ranks; no tensor is sent.
+    Collective: all ranks call it; no tensor is sent.
 
     Example:
         ```python
@@ -150,16 +153,18 @@ def load_safetensors(
         ```
 
     Args:
-        model: a wrapper, or a module that contains some.
-        path: a file, the index of several, or a folder with either.
-        strict: raise for tensors that the model or the files lack. Other shapes always raise.
+        model: a wrapper, or a module that contains wrappers.
+        path: a file, the index of several files, or a folder with a file or an index.
+        strict: raise for tensors that only the model or only the files have. A different shape
+            always raises.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict``.
+        ``missing_keys`` and ``unexpected_keys``, as from ``load_state_dict``.
 
     Raises:
-        ValueError: on all ranks, and before anything is loaded: all tensors that do not fit, by
-            name; no safetensors file; a truncated, corrupt or missing one, by name.
+        ValueError: on all ranks, before any tensor is loaded: tensors do not fit (the error lists
+            all of them), ``path`` has no safetensors file, or a file is truncated, corrupt or
+            missing.
         OSError: on all ranks: a file cannot be read.
         RuntimeError: a forward or backward of the model is running.
     """
@@ -197,7 +202,7 @@ def _check_fits(
     *,
     strict: bool,
 ) -> None:
-    """Raise ValueError with all tensors that do not fit."""
+    """Raise ValueError if tensors do not fit the model. The error lists all of them."""
     expected = {n: f"{tuple(one.entry.shape)} {one.entry.dtype}" for n, one in entries.items()}
     found = {name: f"{place.shape} {place.dtype}" for name, place in places.items()}
     wrong = [n for n in places if n in entries and places[n].shape != tuple(entries[n].entry.shape)]
@@ -207,12 +212,12 @@ def _check_fits(
             f"{name!r}: expected {expected.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
             for name in names
         )
-        remedy = "" if wrong else ". With strict=False it would load the rest"
+        remedy = "" if wrong else ". With strict=False, the other tensors load"
         raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}{remedy}")
 
 
 def _read(entries: Entries, places: Mapping[str, Place], progress: Progress) -> None:
-    """Read this rank's ranges into its shards, and all of the tensors that are not sharded."""
+    """Read this rank's ranges into its shards, and read all tensors that are not sharded."""
     with OpenFiles(os.O_RDONLY) as files, torch.inference_mode(False), torch.no_grad():
         for name, one in entries.items():
             if name not in places:
@@ -221,7 +226,8 @@ def _read(entries: Entries, places: Mapping[str, Place], progress: Progress) -> 
             if local.numel():
                 read_range(files[places[name].path], places[name], local, one.order, one.offset)
             if one.replicas is None:
-                if local.data_ptr() != one.entry.data_ptr():  # a copy of a tensor with gaps
+                # The flat `local` of a tensor with gaps in memory is a copy. Write its values back.
+                if local.data_ptr() != one.entry.data_ptr():
                     permuted = one.entry.permute(tuple(one.order))
                     permuted.copy_(local.view(permuted.shape))
                 torch.autograd.graph.increment_version(one.entry)

@@ -1,9 +1,8 @@
-"""Ranges of tensors in files: which bytes hold them, and how these are read and written in place.
+"""Reads and writes ranges of a tensor in place in a file; ``Progress`` shows the progress.
 
-Files hold tensors row by row. A parameter may lie in another memory order (channels_last): then a
-range of it is cut into boxes, and every box into pieces that are contiguous in the file.
-
-``Progress`` shows how far reading or writing has come.
+In a file, a tensor lies row by row. In memory, the dimensions of a parameter may have another order
+(channels_last). A range of the parameter in memory is then cut into boxes, and each box into pieces
+that are contiguous in the file.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from flatshard.plan.layout import boxes_of, strides_of
 
 logger = logging.getLogger("flatshard.checkpoint")
 
-# What is cast, copied to another device or put in another order passes a buffer of this size.
+# Size of the buffer for elements that are cast, copied to another device, or reordered.
 PIECE_BYTES = 16 << 20
 
 
 class Place(NamedTuple):
-    """Where a file holds a tensor, row by row."""
+    """The place of a tensor in a file. The tensor lies there row by row."""
 
     path: str
-    offset: int  # of its first byte in the file
+    offset: int  # position of the tensor's first byte in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -58,8 +57,8 @@ def _pieces(
         strides_of(shape, range(num_dims)),
         sorted(range(num_dims), key=order.__getitem__),
     )
-    # In another memory order, cut between rows: elements of a part of a row are far from one
-    # another in the file.
+    # If the memory order differs from the order in the file, cut only between rows: the elements of
+    # a part of a row are scattered in the file.
     row = 1 if sorted(order) == list(order) else math.prod(shape[d] for d in order[1:])
     piece = max(1, PIECE_BYTES // place.dtype.itemsize // max(1, row)) * max(1, row)
     cuts = [start, *range((start // piece + 1) * piece, end, piece), end]
@@ -67,8 +66,8 @@ def _pieces(
         for box in boxes_of(shape, low, high, order):
             sizes = [box.sizes[d] for d in order]
             values = part[low - start + box.position :][: box.numel].view(sizes).permute(in_file)
-            # The box is whole in the dimensions behind `split`, so its elements in these dimensions
-            # and in `split` are contiguous in the file.
+            # In the dimensions after `split`, the box has the full size of the tensor. So its
+            # elements along `split` and all later dimensions are contiguous in the file.
             split = max((d for d in range(num_dims) if box.sizes[d] != shape[d]), default=0)
             for steps in itertools.product(*map(range, box.sizes[:split])):
                 at = map(operator.add, box.offsets, (*steps, *[0] * num_dims))
@@ -76,9 +75,10 @@ def _pieces(
 
 
 def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
-    """Write ``part``, ``(numel,)``: the elements from ``start`` on, in memory order ``order``.
+    """Write ``part``, ``(numel,)``: a tensor's elements from ``start`` on, in memory order.
 
-    ``file`` is open for writing. Values are cast to the dtype in the file.
+    ``file`` is open for writing. ``order`` lists the dimensions in memory, outermost first. Values
+    are cast to the dtype in the file.
     """
     for values, first in _pieces(place, order, start, part):
         source = values.to(place.dtype).cpu().contiguous()
@@ -86,10 +86,12 @@ def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], sta
 
 
 def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
-    """Overwrite ``part``, as ``write_range`` has it, with what the file holds, cast to its dtype.
+    """Overwrite ``part`` with the values in the file; arguments as of ``write_range``.
+
+    Values are cast to the dtype of ``part``.
 
     Raises:
-        ValueError: the file ends before.
+        ValueError: the file ends before the last value.
     """
     for values, first in _pieces(place, order, start, part):
         is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
@@ -100,22 +102,22 @@ def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], star
 
 
 def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, int], int]) -> None:
-    """Let ``move`` write or read values; it returns how many bytes it has moved."""
+    """Write or read values by ``move``, which returns the number of bytes that it has moved."""
     at, left = place.offset + first * place.dtype.itemsize, bytes_of(values)
     while left:
         count = move(left, at)
         if not count:
-            raise ValueError(f"{place.path}: it ends at byte {at}, and was longer before")
+            raise ValueError(f"{place.path} now ends at byte {at}. It was longer before")
         left, at = left[count:], at + count
 
 
 class OpenFiles:
-    """Files by their paths, opened at the first use, for ``os.O_RDONLY`` or ``os.O_WRONLY``."""
+    """Open files, keyed by path. A file is opened at the first use, with the given flags."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
         self._files: dict[str, int] = {}
-        self._used = ""  # the path that was used last
+        self._used = ""  # the most recently used path
 
     def __getitem__(self, path: str) -> int:
         self._used = path
@@ -124,7 +126,7 @@ class OpenFiles:
         return self._files[path]
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk. Raises OSError."""
+        """Wait until all written bytes are on the disk. Raises OSError."""
         for path in self._files:
             os.fsync(self[path])
 
@@ -134,27 +136,27 @@ class OpenFiles:
     def __exit__(self, _: object, error: object, __: object) -> None:
         for file in self._files.values():
             os.close(file)
-        if isinstance(error, OSError):  # an error about a file's number does not name the file
+        if isinstance(error, OSError):  # its message lacks the path: files are used by number
             error.filename = error.filename or self._used
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory; without numpy, which torch may lack."""
+    """The bytes of a contiguous CPU tensor. Does not need numpy, which may not be installed."""
     array = ctypes.c_char * tensor.nbytes
     return memoryview(array.from_address(tensor.data_ptr())).cast("B")
 
 
 class Progress:
-    """In a terminal a bar for what takes seconds, by tqdm; at the end a line in the log."""
+    """Logs bytes and speed at the end. In a terminal, tqdm shows a bar after two seconds."""
 
     def __init__(self, verb: str, total: int, *, is_shown: bool) -> None:
         self._verb, self._is_shown, self._begun = verb, is_shown, time.monotonic()
         self._bar: Any = None
-        # Elsewhere tqdm shows none, but makes a semaphore, which a kill would leave behind.
+        # Outside of a terminal, do not call tqdm: it would show no bar, but make a semaphore, which
+        # stays in the system if the process is killed.
         if is_shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-            make = importlib.import_module("tqdm").tqdm
             options = {"unit": "B", "unit_scale": True, "delay": 2, "leave": False}
-            self._bar = make(desc=verb, total=total, **options)
+            self._bar = importlib.import_module("tqdm").tqdm(desc=verb, total=total, **options)
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes that this rank has written or read."""
@@ -162,7 +164,7 @@ class Progress:
             self._bar.update(num_bytes)
 
     def end(self, path: object, num_bytes: int) -> None:
-        """Say how many bytes all ranks moved, and how fast."""
+        """Log the number of bytes that all ranks have moved, and the speed."""
         if self._bar is not None:
             self._bar.close()
         if self._is_shown:

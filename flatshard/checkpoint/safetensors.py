@@ -1,7 +1,7 @@
-"""The safetensors format: a JSON header and bytes, in one file or in several with an index.
+"""The safetensors format: files of a JSON header and bytes, and the index of several files.
 
-A file is written under another name beside its place, and renamed once its bytes are on the disk:
-whoever loads sees the old file or the new one.
+A file is written under a temporary name in the same folder, and renamed when all bytes are on the
+disk. So a reader finds either the old file or the new file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {
     name: getattr(torch, dtype) for name, dtype in zip(_WORDS[::2], _WORDS[1::2], strict=True)
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _NAME, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -38,22 +38,23 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass
 class Plan:
-    """Files to be written, and where in them each tensor goes."""
+    """Files to write, and the place of each tensor in the files."""
 
     folder: Path
-    headers: dict[str, bytes] = field(default_factory=dict)  # by the file's name
-    places: dict[str, Place] = field(default_factory=dict)  # in the temporary files
-    index: str = ""  # its text, where there are several files
-    replaces: str = ""  # matches the names of files that go when these come
+    headers: dict[str, bytes] = field(default_factory=dict)  # keyed by file name
+    places: dict[str, Place] = field(default_factory=dict)  # by tensor name, in the temporary files
+    index: str = ""  # text of the index; empty for a single file
+    replaces: str = ""  # pattern of file names that `commit` deletes
 
     def temporary(self, name: str) -> Path:
-        """The path of a file until it is complete, the same on all ranks."""
+        """The temporary path of a file, the same on all ranks."""
         return self.folder / f"{name}.incomplete"
 
     def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": metadata}
         end = 0
-        # The largest dtypes first, so that all begin where a mapped tensor may.
+        # Sort by element size, largest first: then each tensor is aligned for its dtype, and a
+        # reader can map the tensor.
         for key in sorted(tensors, key=lambda key: -tensors[key].itemsize):
             start, end = end, end + tensors[key].nbytes
             dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
@@ -64,14 +65,18 @@ class Plan:
         self.places |= _places_in(str(self.temporary(name)), len(text), entries)
 
     def create(self) -> None:
-        """Make the temporary files, with headers and room for all bytes. Raises OSError."""
+        """Make the temporary files with their headers, and reserve room for all bytes.
+
+        Raises:
+            OSError: the disk is full, or permission is missing.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         ends = {place.path: place.offset + place.nbytes for place in self.places.values()}
         for name, header in self.headers.items():
             with open(self.temporary(name), "wb") as file:
                 end = max(ends.get(file.name, 0), len(header))
                 try:
-                    # Else a full disk is noticed in the middle, or only when the system writes.
+                    # Otherwise a full disk would be noticed only while tensors are written.
                     os.posix_fallocate(file.fileno(), 0, end)
                 except OSError as error:
                     what = f"{error.strerror}, for {end:,} bytes"
@@ -79,12 +84,12 @@ class Plan:
                 file.write(header)
 
     def commit(self) -> None:
-        """Give complete files, which are on the disk, their names. Raises OSError."""
+        """Rename the temporary files, whose bytes are all on the disk. Raises OSError."""
         index = self.folder / _INDEX
         if self.index:
             self.temporary(_INDEX).write_text(self.index)
-            # An index over files of two models would be read as one model. Should this process
-            # end in between, there is none.
+            # Delete the old index before any file is replaced. If this process ended between two
+            # renames, the old index would list files of two models.
             index.unlink(missing_ok=True)
         for name in self.headers:
             self.temporary(name).replace(self.folder / name)
@@ -107,27 +112,27 @@ def plan_files(
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Plan ``path``: a file if it ends with ``.safetensors``, else a folder of one or several.
+    """Plan a file, if ``path`` ends with ``.safetensors``, or the files in the folder ``path``.
 
-    Alike on all ranks; only dtypes and shapes of ``tensors`` count. Files are named and indexed as
-    huggingface_hub does.
+    The plan depends only on names, dtypes and shapes, so it is the same on all ranks. Names of
+    files and the index follow huggingface_hub.
 
     Raises:
-        ValueError: the format lacks a dtype; a size or metadata that cannot be; several files
-            where ``path`` is one.
+        ValueError: safetensors lacks a dtype, ``max_shard_size`` or ``metadata`` is invalid, or
+            ``max_shard_size`` is given for a single file.
     """
     path = Path(path).absolute()
     is_file = path.suffix == ".safetensors"
     if is_file and max_shard_size is not None:
-        raise ValueError(f"{path}: max_shard_size makes several files. Pass a folder")
+        raise ValueError(f"{path} is a file, but max_shard_size makes several files. Pass a folder")
     unknown = [
         f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
     ]
     if unknown:
-        raise ValueError(f"safetensors has no such dtype: {', '.join(unknown)}. Pass dtype=...")
+        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Pass dtype=...")
     metadata = {"format": "pt", **(metadata or {})}
     if not all(isinstance(one, str) for pair in metadata.items() for one in pair):
-        raise ValueError(f"metadata: expected strings by string, got {metadata!r}")
+        raise ValueError(f"metadata: expected a dict of strings, got {metadata!r}")
     if is_file:
         plan = Plan(path.parent)
         plan.add(path.name, tensors, metadata)
@@ -155,7 +160,7 @@ def plan_files(
 
 
 def _read_size(size: int | str | None) -> float:
-    """Bytes, from a number or "5GB"; None: any. Raises ValueError."""
+    """Convert a number or a text such as "5GB" to bytes; None means no limit. Raises ValueError."""
     found = re.fullmatch(r"([\d.]+)\s*([KMGT]?B)?", str(size).strip().upper())
     with contextlib.suppress(ValueError):
         if size is None or (found and float(found[1]) > 0):
@@ -167,18 +172,18 @@ def _read_size(size: int | str | None) -> float:
 
 
 class Found(NamedTuple):
-    """The tensors that a file, or all files of an index, hold."""
+    """The tensors in a file, or in all files of an index, and the metadata."""
 
     places: dict[str, Place]
     metadata: dict[str, str]
 
 
 def find_tensors(path: str | os.PathLike[str]) -> Found:
-    """Read the headers of a file, of the files of an index, or of those in a folder.
+    """Read the headers of a file, of the files in an index, or of the files in a folder.
 
     Raises:
-        ValueError: it is no such file or folder; a file is truncated, corrupt or missing.
-        OSError: it cannot be read.
+        ValueError: ``path`` has no safetensors files, or a file is truncated, corrupt or missing.
+        OSError: a file cannot be read.
     """
     path = Path(path).absolute()
     if path.is_dir():
@@ -193,7 +198,7 @@ def find_tensors(path: str | os.PathLike[str]) -> Found:
     found = Found({}, {})
     for name, file in weight_map.items():
         if name not in files[file].places:
-            raise ValueError(f"{path}: it says that {file} holds {name!r}, which is not in there")
+            raise ValueError(f"{path} lists {name!r} in {file}, which has no such tensor")
         found.places[name] = files[file].places[name]
         found.metadata.update(files[file].metadata)
     return found
@@ -206,7 +211,7 @@ def _main_file(folder: Path) -> Path:
             return files[0]
         if files:
             names = ", ".join(one.name for one in files[:5])
-            raise ValueError(f"{folder}: several files ({names}), and no index. Pass one of them")
+            raise ValueError(f"{folder}: several files ({names}) without an index. Pass one file")
     raise ValueError(f"{folder}: no safetensors file in this folder")
 
 
@@ -232,7 +237,7 @@ def _read_header(path: Path) -> Found:
             raise ValueError(f"expected {end} bytes, got {nbytes}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}: no complete safetensors file ({why})") from error
+        raise ValueError(f"{path} is no complete safetensors file ({why})") from error
     return Found(places, metadata)
 
 

@@ -1,4 +1,4 @@
-"""``Save``: a model in training becomes a checkpoint, at once or while training goes on."""
+"""``Save``: saves a model in training as a checkpoint, at once or while training continues."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,13 +34,13 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 logger = logging.getLogger("flatshard.checkpoint")
 
 _DESTROYED = (
-    "the process group was destroyed before it was saved. Call wait() on what save() returned "
-    "before destroy_process_group()."
+    "the process group was destroyed before the save was complete. Call wait() on the result of "
+    "save() before destroy_process_group()."
 )
-_ARGUMENTS = "Pass the same on every rank; gather what differs into a list first."
+_ARGUMENTS = "Pass equal values on every rank. Gather values that differ into a list first."
 _TENSORS = (
-    "Each rank saves its part of every sharded tensor, and here parts are missing. An optimizer "
-    "that keeps the state of some parameters on some ranks only cannot be saved: use one that "
+    "Each rank saves its part of every sharded tensor, and a part is missing. An optimizer that "
+    "keeps the state of a parameter on only some ranks cannot be saved: use an optimizer that "
     "steps all parameters on every rank, such as torch.optim.Muon."
 )
 
@@ -54,14 +55,16 @@ def save(
     async_: bool = False,
     keep: int | None = None,
 ) -> PendingSave | None:
-    """Save a training in the folder ``path``, which any number of ranks can ``load``.
+    """Save a model in training in the folder ``path``, for ``load`` on any number of ranks.
 
-    Each rank writes what it holds; no tensor is sent. The folder appears under its name when all
-    is on the disk, so that a kill at any moment leaves the one saved before. It is a folder of
-    ``torch.distributed.checkpoint`` (DCP), with keys ``model`` and ``optimizer`` as from torch's
-    ``get_state_dict``. Random number generators of each rank are saved as well.
+    Each rank writes its own shards and optimizer state; no tensor is sent. The folder gets its name
+    only when all files are on the disk: if the program is killed earlier, the previous checkpoint
+    stays intact. The files have the format of ``torch.distributed.checkpoint`` (DCP), with the keys
+    ``model`` and ``optimizer`` of torch's ``get_state_dict``. The random number generators of each
+    rank are saved too.
 
-    Collective: all ranks that train ``model``, between steps. The hosts share the file system.
+    Collective: all ranks that train ``model`` call it, between steps. All hosts must share the file
+    system.
 
     Example:
         ```python
@@ -78,31 +81,32 @@ def save(
         ```
 
     Args:
-        path: the checkpoint's folder, such as ``"runs/step-00001000"``. A name is used once.
-        model: a wrapper, a module that contains some, or an unwrapped model (under
-            DistributedDataParallel, or the same on all ranks).
-        optimizer: an optimizer over its parameters.
-        scheduler: has ``state_dict()``, the same on all ranks.
-        extra: what else to keep (the step, the position in the data), the same on all ranks:
-            numbers, strings, tensors, lists and dicts of them. ``extra["step"]`` names the
-            step where the checkpoint is listed.
-        async_: copy to host memory and return; a thread writes. The next save or load waits for
-            it, and the end of the program. Call ``wait()`` on the result before the process group
-            is destroyed.
-        keep: delete older checkpoints beside ``path`` whose names differ in their number alone,
-            but for this many.
+        path: the folder of the checkpoint, such as ``"runs/step-00001000"``. It must not exist.
+        model: a wrapper, a module that contains wrappers, or an unwrapped model (under
+            DistributedDataParallel, or with the same values on all ranks).
+        optimizer: an optimizer over the model's parameters.
+        scheduler: an object with ``state_dict()``. The state must be the same on all ranks.
+        extra: more values to save, such as the step and the position in the data: numbers, strings,
+            tensors, and lists and dicts of these, the same on all ranks. ``flatshard inspect``
+            shows ``extra["step"]`` as the checkpoint's step.
+        async_: copy the tensors to host memory and return, while a thread writes the files. The
+            next save, the next load and the end of the program wait for the thread. Call ``wait()``
+            on the result before you destroy the process group.
+        keep: number of checkpoints to keep. Older checkpoints beside ``path`` whose names differ
+            only in their numbers are deleted.
 
     Returns:
-        With ``async_`` what to wait for. Its errors are raised by ``wait()``, else by the next
-        save or load, else at the end of the program.
+        With ``async_``, an object with ``wait()``; otherwise None. Errors of the thread are raised
+        by ``wait()``; if nothing calls ``wait()``, by the next save or load, or at the end of the
+        program.
 
     Raises:
-        OSError: on all ranks: no space left, no permission, ``path`` exists (FileExistsError). No
-            checkpoint has changed.
-        TypeError: on all ranks: ``extra`` holds what loads only by running code.
-        ValueError: on all ranks: ranks pass different arguments.
-        NotImplementedError: on all ranks: a unit trains on some of the ranks alone.
-        CollectiveError: another rank has ended. No checkpoint has changed.
+        OSError: on all ranks: the disk is full, permission is missing, or ``path`` exists
+            (FileExistsError). Earlier checkpoints stay intact.
+        TypeError: on all ranks: ``extra`` contains an object whose loading would run code.
+        ValueError: on all ranks: ranks passed different arguments.
+        NotImplementedError: on all ranks: a unit trains only on some of the ranks.
+        CollectiveError: another rank has ended. Earlier checkpoints stay intact.
     """
 
     def take() -> Snapshot:
@@ -118,13 +122,13 @@ def save(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank saves.
+    """The values that this rank saves.
 
     Attributes:
-        tensors: nested; DCP asks each tensor for the boxes that this rank holds.
-        rng: this rank's generators.
-        scheduler: a scheduler's state, if there is one.
-        extra: what the user gave, the same on all ranks.
+        tensors: nested dicts of tensors. DCP asks each sharded tensor for this rank's boxes.
+        rng: the states of this rank's random number generators.
+        scheduler: the state of the scheduler; None without a scheduler.
+        extra: the user's values, the same on all ranks.
     """
 
     tensors: dict[str, Any]
@@ -133,7 +137,12 @@ class Snapshot:
     extra: dict[str, Any]
 
     def own_file(self, rank: int) -> bytes:
-        """What is not sharded, as ``torch.save`` writes it. Raises TypeError for code."""
+        """This rank's values that are not in DCP's files, serialized by ``torch.save``.
+
+        Raises:
+            TypeError: ``extra`` or the scheduler's state contains an object whose loading would run
+                code.
+        """
         own: dict[str, Any] = {"rng": self.rng}
         if rank == 0:
             own |= {"scheduler": self.scheduler, "extra": self.extra}
@@ -150,7 +159,7 @@ class Snapshot:
         return _saved(own)
 
     def staged(self) -> Snapshot:
-        """The same with copies of the tensors in host memory."""
+        """A snapshot with copies of the tensors, in host memory."""
 
         def copied(tensor: Tensor) -> Tensor:
             return tensor.detach().to("cpu", copy=True)
@@ -158,7 +167,7 @@ class Snapshot:
         return replace(self, tensors=pytree.tree_map_only(Tensor, copied, self.tensors))
 
     def sharded(self) -> dict[str, str]:
-        """Shapes of the sharded tensors, by name. Every rank saves a part of each tensor."""
+        """Shapes of the sharded tensors, by name. Every rank must save its part of each tensor."""
         return {
             ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
             for names, leaf in leaves(self.tensors)
@@ -166,13 +175,13 @@ class Snapshot:
         }
 
     def num_bytes(self) -> int:
-        """About how many bytes this rank writes."""
+        """Approximate number of bytes that this rank writes."""
         tensors = (leaf for _, leaf in leaves(self.tensors) if isinstance(leaf, Tensor))
         return sum(getattr(tensor, "local", tensor).nbytes for tensor in tensors)
 
 
 def _load_error(value: object) -> Exception | None:
-    """Why ``torch.load(weights_only=True)`` does not load a value, or None."""
+    """The error of ``torch.load(weights_only=True)`` for a value; None if the value loads."""
     try:
         torch.load(io.BytesIO(_saved(value)), weights_only=True)
     except Exception as error:
@@ -187,11 +196,11 @@ def _saved(value: object) -> bytes:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """The states of this process's generators, in what ``weights_only`` loads."""
+    """The states of this process's random number generators, in types for ``weights_only``."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
-    numpy = sys.modules.get("numpy.random")  # nobody drew from it if nobody imported it
+    numpy = sys.modules.get("numpy.random")  # without an import, nothing has drawn from it
     if numpy is not None:
         kind, key, *rest = numpy.get_state()
         found["numpy"] = (kind, key.tolist(), *rest)
@@ -203,7 +212,7 @@ def _remedy(name: str) -> str:
 
 
 class PendingSave:
-    """A checkpoint that a thread writes while training goes on.
+    """A checkpoint that a thread writes while training continues.
 
     Example:
         ```python
@@ -218,7 +227,8 @@ class PendingSave:
 
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
         self.path = path
-        # Python waits for the thread at the end of the program.
+        # Use an executor, because Python waits for the threads of executors at the end of a
+        # program.
         thread = ThreadPoolExecutor(1, "flatshard-checkpoint")
         self._written = thread.submit(write)
         thread.shutdown(wait=False)  # the thread ends with the save
@@ -228,7 +238,10 @@ class PendingSave:
         return self._written.done()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete; raises, once, what ``save`` raises."""
+        """Wait until the checkpoint is complete.
+
+        Raises the errors that ``save`` lists. The next save or load does not raise them again.
+        """
         global _pending
         if _pending is self:
             _pending = None
@@ -239,7 +252,7 @@ _pending: PendingSave | None = None
 
 
 def wait_for_pending() -> None:
-    """Wait for the save that is going on; raises its error if nobody has seen it."""
+    """Wait for an unfinished save; raises the save's error if ``wait()`` has not raised it."""
     if _pending is not None:
         if not _pending.done():
             logger.info("waiting until %s is saved", _pending.path)
@@ -251,7 +264,8 @@ def _at_exit() -> None:
     try:
         wait_for_pending()
     except Exception:
-        # Python would print it and end with status 0.
+        # Python only prints an exception of an exit handler, and ends with status 0. So print the
+        # exception here, run the other exit handlers, and end with status 1.
         traceback.print_exc()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -261,17 +275,17 @@ def _at_exit() -> None:
 
 @dataclass(frozen=True)
 class Save:
-    """One save: where to, by whom, and how many checkpoints to keep."""
+    """One save: the folder, the ranks, and the number of checkpoints to keep."""
 
     path: Path
     ranks: HostRanks
     keep: int | None
 
     def run(self, take: Callable[[], Snapshot], *, async_: bool) -> PendingSave | None:
-        """Write what ``take`` returns on each rank, at once or in a thread. Collective."""
+        """Write the snapshot that ``take`` returns, at once or in a thread. Collective."""
         global _pending
         wait_for_pending()
-        # Errors of one rank are raised on all, before anything is written.
+        # If one rank fails here, all ranks raise before any file is written.
         prepare = partial(self._prepare, take, async_)
         snapshot, own = self.ranks.agree(prepare, self.op_name)
         self._check_same(snapshot)
@@ -292,7 +306,7 @@ class Save:
         return snapshot.staged() if async_ else snapshot, own
 
     def _check_same(self, snapshot: Snapshot) -> None:
-        """Raise ValueError on all ranks if they pass different arguments, or lack a tensor's part.
+        """Raise ValueError, on all ranks, if arguments differ or a rank lacks a sharded tensor.
 
         Collective.
         """
@@ -302,11 +316,11 @@ class Save:
         self.ranks.compare(mine, self.op_name, _remedy)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:
-        """Write the files, and make them a checkpoint. Collective."""
+        """Write the files, and turn the folder into a complete checkpoint. Collective."""
         try:
             self._write_files(snapshot, own)
         except Exception as error:
-            # After a CollectiveError the ranks that are still there may be writing.
+            # Do not delete files after a CollectiveError: remaining ranks may still be writing.
             if not isinstance(error, CollectiveError) and self.ranks.rank == 0:
                 shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
             last = folders.latest(self.path.parent)
@@ -317,7 +331,7 @@ class Save:
             raise
 
     def _write_files(self, snapshot: Snapshot, own: bytes) -> None:
-        # Here, as the package is slow to load.
+        # Import here, because torch's package loads slowly.
         from torch.distributed.checkpoint import api, filesystem, state_dict_saver
 
         from flatshard.checkpoint import dcp_files
@@ -325,7 +339,10 @@ class Save:
         ranks, folder = self.ranks, folders.incomplete(self.path)
         progress = Progress("saving", snapshot.num_bytes(), is_shown=ranks.rank == 0)
         try:
-            with named(f"{self.op_name}, rank {ranks.global_rank}"), dcp_files.without_warning():
+            where = named(f"{self.op_name}, rank {ranks.global_rank}")
+            # Suppress the warning of DCP in a single process: saving without other processes is
+            # intended.
+            with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
                     snapshot.tensors,
                     storage_writer=filesystem.FileSystemWriter(folder),
@@ -333,7 +350,7 @@ class Save:
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
-        except api.CheckpointException as raised:  # on all ranks
+        except api.CheckpointException as raised:  # DCP raises on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))
             raise ranks.told_by(rank, error, self.op_name) from raised
 
@@ -342,7 +359,8 @@ class Save:
             own_file.write_bytes(own)
             folders.sync(own_file)
             folders.sync(folder)
-            # The files of torch's writer: `__RANK_NUMBER.distcp`, and `.metadata` of rank 0.
+            # torch's writer calls a rank's files `__RANK_NUMBER.distcp`. Rank 0 also writes
+            # `.metadata`.
             mine = [own_file, *folder.glob(f"__{ranks.rank}_*")]
             mine += [folder / ".metadata"] if ranks.rank == 0 else []
             return {file.name: folders.record_of(file, lambda _: None) for file in mine}

@@ -1,13 +1,15 @@
-"""``Source``: tensors in files of any library, read one at a time, and what is known of them.
+"""``Source``: a checkpoint of any known library, whose tensors are read one at a time.
 
-Pickles run no code here: they are loaded with ``weights_only``, and classes of libraries that need
-not be installed become objects that can do nothing.
+Reading runs no code from the files. Pickles are loaded with ``weights_only``. Objects of DeepSpeed,
+which need not be installed, are replaced by objects without behaviour.
 
 [Note: DeepSpeed]
-ZeRO folders hold fp32 weights in flat partitions, as DeepSpeed's ``zero_to_fp32.py`` has them.
+A folder of ZeRO contains the fp32 weights in flat partitions, in the layout that DeepSpeed's script
+``zero_to_fp32.py`` reads.
 
-stages 1, 2   each group of parameters is one vector, cut into a part per rank
-stage 3       each parameter is cut into a part per rank, padded; a rank's parts are one vector
+stages 1, 2   each parameter group is one vector, which is cut into one part per rank
+stage 3       each parameter is padded and cut into one part per rank; the parts of a rank are
+              concatenated into one vector
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.folder import check_lengths, read_marker
 from flatshard.checkpoint.ranges import OpenFiles, read_range
 
-Names = tuple[str, ...]  # of a value in nested dictionaries, outermost first
+Names = tuple[str, ...]  # keys of a value in nested dictionaries, the outermost key first
 
 _MODEL_KEYS = {"model", "module", "state_dict", "model_state_dict"}
 _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
@@ -38,17 +40,20 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 @dataclass
 class Source:
     kind: str
-    tensors: dict[Names, Tensor]  # of some only shape and dtype, on the meta device
+    tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
     facts: dict[str, object] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)  # other names of tensors
-    incomplete: list[str] = field(default_factory=list)  # names of tensors that miss values
+    ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
+    incomplete: list[str] = field(default_factory=list)  # tensors without some values
 
     def model(self, key: str | None = None) -> dict[str, Names]:
-        """The model's tensors by their names, or those below ``key`` ("app.model", say).
+        """The model's parameter names, with their keys in ``tensors``.
+
+        ``key`` ("app.model", for example) names the entry that contains the model. Without ``key``,
+        the entry is found by its usual names.
 
         Raises:
-            ValueError: there is no such key; none, or several, that may be the model's.
+            ValueError: ``key`` does not exist, or no entry or several entries may be the model.
         """
         prefixes = {names[:depth] for names in self.tensors for depth in range(len(names))}
         found = [one for one in prefixes if one and one[-1] in _MODEL_KEYS]
@@ -59,33 +64,34 @@ class Source:
             found = [()]
         if len(found) != 1:
             known = ", ".join(sorted(".".join(one) for one in prefixes if one)) or "no tensors"
-            raise ValueError(f"which of its entries is the model? Choose by key: {known}")
+            raise ValueError(f"which entry is the model? Choose one by its key: {known}")
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
-        for prefix in ("module.", "_orig_mod."):  # of DistributedDataParallel, of torch.compile
+        for prefix in ("module.", "_orig_mod."):  # of DDP and torch.compile
             if all(name.startswith(prefix) for name in model):
                 model = {name.removeprefix(prefix): names for name, names in model.items()}
         flat = next((name for name in model if name.endswith("_flat_param")), None)
         if flat is not None:
             raise ValueError(
-                f"{flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT, whose parts only that "
-                "model knows. Save it with SHARDED_STATE_DICT"
+                f"{flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT. Only the wrapped model "
+                "knows its layout. Save the model with SHARDED_STATE_DICT"
             )
         return model
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Find out what ``path`` is, a file or a folder, and which tensors it holds.
+    """Recognize the format of a file or folder, and list its tensors.
 
     Raises:
-        ValueError: nothing that is known; it is incomplete, corrupt, or needs unsafe loading.
-        OSError: it cannot be read.
+        ValueError: the format is unknown, or the files are incomplete, corrupt, or need unsafe
+            loading.
+        OSError: a file cannot be read.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
-    if path.name.endswith(".incomplete"):  # also one that was complete, and is being deleted
-        raise ValueError(f"{path}: incomplete: its save did not end")
+    if path.name.endswith(".incomplete"):  # being saved or deleted
+        raise ValueError(f"{path} is incomplete: its save did not end")
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
@@ -95,8 +101,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         if not list(path.glob("*.safetensors")):
             held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
             raise ValueError(
-                f"{path}: no checkpoint of torch.distributed.checkpoint, DeepSpeed or safetensors: "
-                f"it holds {held}"
+                f"{path}: expected files of torch.distributed.checkpoint, DeepSpeed or "
+                f"safetensors, got {held}"
             )
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
@@ -138,16 +144,16 @@ def _torch(path: Path) -> Source:
 
 
 class _Inert:
-    """Stands for a class of a library that need not be installed."""
+    """Replaces a class of a library that need not be installed."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
 
 def load_torch(path: Path, library: str = "") -> Any:
-    """Load a file of ``torch.save``, with tensors mapped from the file where possible.
+    """Load a file of ``torch.save``; tensors are mapped from the file if the format allows.
 
-    Objects of classes of ``library`` become inert stand-ins, which run no code of the library.
+    Objects of classes of ``library`` are replaced by ``_Inert`` objects, which run no code.
 
     Raises:
         ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
@@ -158,18 +164,18 @@ def load_torch(path: Path, library: str = "") -> Any:
         stand_ins: list[Any] = [(_Inert, one) for one in found if library and library in one]
         if len(found) > len(stand_ins):
             raise ValueError(
-                f"{path}: it holds objects such as {found[0]}, whose loading may run code. Save a "
+                f"{path} contains objects such as {found[0]}, whose loading may run code. Save a "
                 "state_dict()"
             )
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).partition(". ")[0].partition("\n")[0]
-        raise ValueError(f"{path}: torch.load cannot read it safely: {why}") from error
+        raise ValueError(f"{path}: torch.load cannot read this file safely: {why}") from error
 
 
 def leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
-    """The values in nested dictionaries and lists."""
+    """The values in nested dictionaries and lists, with their keys."""
     if isinstance(value, Mapping | list | tuple):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from leaves(inner, (*names, str(name)))
@@ -181,15 +187,13 @@ def leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
 
 
 def _dcp(folder: Path) -> Source:
-    # Here, as torch's package is slow to load.
+    # Import here, because torch's package loads slowly.
     from flatshard.checkpoint import dcp_files
 
     metadata = dcp_files.read_metadata(folder)
-    lengths: dict[str, int] = {}
     for stored in metadata.storage_data.values():
         end = stored.offset + stored.length
-        lengths[stored.relative_path] = max(end, lengths.get(stored.relative_path, 0))
-    check_lengths(folder, lengths, "Convert another checkpoint.")
+        check_lengths(folder, {stored.relative_path: end}, "Convert another checkpoint.")
     paths, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     names_of = {tuple(map(str, paths.get(name, (name,)))): name for name in entries}
 
@@ -225,7 +229,7 @@ def _deepspeed(folder: Path) -> Source:
 
 
 class _Pieces(NamedTuple):
-    """A tensor that lies in several mapped tensors, row by row, perhaps with padding behind it."""
+    """A tensor that is the concatenation of parts of mapped files, perhaps followed by padding."""
 
     shape: tuple[int, ...]
     parts: list[Tensor]
@@ -236,23 +240,26 @@ class _Pieces(NamedTuple):
 
 
 def _deepspeed_folder(path: Path) -> Path | None:
-    """The folder with the files, of the step that ``latest`` names; None: it is not DeepSpeed's."""
+    """DeepSpeed's folder of one step: ``path``, or the folder that the file ``latest`` names.
+
+    None if ``path`` has no files of DeepSpeed.
+    """
     latest = path / "latest"
     folder = path / latest.read_text().strip() if latest.is_file() else path
     return folder if list(folder.glob("*_model_states.pt")) else None
 
 
 def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict[str, object]]:
-    """The weights by name, other names of tied ones, and what else is known.
+    """The weights keyed by name, the other names of tied weights, and facts for ``inspect``.
 
     Raises:
-        ValueError: a file is missing or corrupt; the model was cut by tensor parallelism.
+        ValueError: a file is missing or corrupt, or tensor parallelism has split the model.
     """
     models = [load_torch(one, "deepspeed") for one in _by_rank(folder, "model")]
     states = [load_torch(one, "deepspeed") for one in _by_rank(folder, "optim")]
     first = models[0]
     if list(folder.glob("*mp_rank_01_*")) or list(folder.glob("*expert*")):
-        raise ValueError(f"{folder}: parts of tensor or expert parallelism, which is not known")
+        raise ValueError(f"{folder}: files of tensor or expert parallelism are not supported")
     facts = {"DeepSpeed": first["ds_version"], "step": first["global_steps"]}
     ties, whole = first.get("shared_params") or {}, first["module"]
     if not states:  # without ZeRO
@@ -299,7 +306,7 @@ def _stage_3(groups: list[Any], optims: list[Any]) -> Iterator[tuple[str, _Piece
 
 
 def _cut(vectors: Iterable[Tensor], start: int, end: int) -> list[Tensor]:
-    """The elements ``[start, end)`` of the concatenation of these."""
+    """The elements ``[start, end)`` of the concatenated vectors."""
     parts = []
     for one in vectors:
         parts.append(one[max(0, start) : max(0, end)])

@@ -1,1 +1,1 @@
-"""Frameworks that train with flatshard; each module imports its own framework."""
+"""Support for frameworks: each module imports one framework, which trains with flatshard."""

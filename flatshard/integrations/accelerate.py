@@ -1,8 +1,8 @@
-"""``Accelerator``: Hugging Face Accelerate's, with sharded models in the place of replicated ones.
+"""``Accelerator``: Hugging Face Accelerate's ``Accelerator``, with sharded models.
 
     from flatshard.integrations.accelerate import Accelerator
 
-Everything else of the program stays as it is, ``accelerate launch`` included.
+No other line of the program changes, and ``accelerate launch`` starts the program as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# By argument: what a config file says instead, and the variable by which it reaches programs.
+# Keyed by the argument of Accelerator: the setting in accelerate's config file, and the environment
+# variable by which `accelerate launch` passes the setting to the program.
 _OTHERS = {
     "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
     "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
@@ -35,20 +36,23 @@ _FOLDER = "flatshard"
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Accelerate's, whose ``prepare`` shards models instead of replicating them.
+    """Accelerate's ``Accelerator``, with a ``prepare`` that shards models.
 
-    ``mixed_precision`` becomes a ``MixedPrecision`` policy (parameters are all-gathered in the low
-    dtype, gradients are reduced in float32) beside accelerate's autocast. ``save_state`` writes
-    models and optimizers by ``flatshard.checkpoint.save``, each rank its own part, and
-    ``load_state`` reads them on any number of ranks; all ranks call these, ``get_state_dict`` and
+    ``mixed_precision`` sets a ``MixedPrecision`` policy in addition to accelerate's autocast:
+    parameters are all-gathered in the low dtype, and gradients are reduced in float32.
+    ``save_state`` saves models and optimizers by ``flatshard.checkpoint.save``; each rank writes
+    its own part. ``load_state`` loads them on any number of ranks.
+
+    Collective: all ranks call ``save_state``, ``load_state``, ``get_state_dict`` and
     ``save_model``.
 
     Args:
-        sharding: keywords of ``ShardedWrapper``, which win over accelerate's settings. By default
-            ``{"auto_wrap_policy": "auto"}``. A model that is wrapped already keeps its own.
+        sharding: keywords of ``ShardedWrapper``, which override accelerate's settings. The default
+            is ``{"auto_wrap_policy": "auto"}``. A model that is already wrapped keeps its settings.
 
     Raises:
-        ValueError: FSDP, DeepSpeed, Megatron-LM or a compiler is asked for, too; on all ranks.
+        ValueError: on all ranks: the settings also ask for FSDP, DeepSpeed, Megatron-LM or a
+            compiler.
     """
 
     def __init__(
@@ -57,8 +61,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for argument, (setting, variable) in _OTHERS.items():
             if kwargs.get(argument) is not None or parse_flag_from_env(variable):
                 raise ValueError(
-                    f"Accelerator: flatshard shards the model, and {argument} asks accelerate to "
-                    f"do so, too. Leave out {argument}, or {setting} in the config file."
+                    f"Accelerator: {argument} asks accelerate to shard the model, which flatshard "
+                    f"already does. Leave out {argument}, or {setting} in the config file."
                 )
         super().__init__(*args, **kwargs)
         self.adopt(self, sharding)
@@ -67,11 +71,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def adopt(
         cls, accelerator: accelerate.Accelerator, sharding: Mapping[str, Any] | None = None
     ) -> None:
-        """Make one of these of an accelerator that a framework has made, before it prepares."""
+        """Turn an accelerator of a framework into this class, before its first ``prepare``."""
         if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                "Accelerator: dynamo_backend or dynamo_plugin would compile the wrapper. Leave it "
-                "out, and compile blocks before prepare(): block.compile()."
+                "Accelerator: dynamo_backend and dynamo_plugin would compile the wrapper. Leave "
+                "them out, and compile blocks before prepare(): block.compile()."
             )
         accelerator.__class__ = cls
         accelerator.sharding = {"auto_wrap_policy": "auto", **(sharding or {})}
@@ -79,11 +83,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model, or take it as it is wrapped already.
+        """Shard a model; a model that is already wrapped is not wrapped again.
 
-        Collective: all ranks. The model may be on the CPU or on the meta device: only shards go to
-        the accelerator's device. With ``evaluation_mode`` it is replicated, and without several
-        processes nothing is sharded.
+        The model may be on the CPU or on the meta device: only the shards move to the accelerator's
+        device. With ``evaluation_mode``, the model is not sharded, but replicated. In a single
+        process the model is not sharded.
+
+        Collective: all ranks.
         """
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         if is_prepared or evaluation_mode or self.distributed_type is DistributedType.NO:
@@ -92,7 +98,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model = ShardedWrapper(model, **self._keywords())
             if self.ddp_handler is not None:
                 self.ddp_handler.register_comm_hook(model)
-        # Otherwise the model would go to the device, and DistributedDataParallel around it.
+        # With other arguments, accelerate would move the model to the device, and wrap it in
+        # DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _keywords(self) -> dict[str, Any]:
@@ -109,20 +116,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """As accelerate does; its state is where its parameters are."""
+        """Prepare an optimizer without moving its state: the state stays beside the shards."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The module inside of the wrappers. Its parameters stay sharded."""
+        """The module inside the wrappers, with parameters that stay sharded."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return found.module if isinstance(found, ShardedWrapper) else found
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Let the next backward reduce what forwards under ``no_sync`` have accumulated."""
+        """Let the next backward reduce gradients, although its forward ran under ``no_sync``."""
         plan_backward(model, reduces=True)
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
@@ -131,7 +138,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """``ShardedWrapper.join`` for sharded models; see accelerate's."""
+        """Enter ``ShardedWrapper.join`` for sharded models, and accelerate's method for others."""
         others = [one for one in joinables if not isinstance(one, ShardedWrapper)]
         with contextlib.ExitStack() as stack:
             for one in joinables:
@@ -144,7 +151,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # ------------------------------------------------------------ saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state dict on rank 0's host, and an empty one on the others. Collective."""
+        """The full state dict in rank 0's host memory; empty on the other ranks. Collective."""
         if not sharded_modules(model):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         return checkpoint.full_state_dict(model)
@@ -156,20 +163,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As accelerate does; all ranks write into the safetensors files at once. Collective."""
+        """Save the model; all ranks write into the same safetensors files. Collective."""
         if safe_serialization and sharded_modules(model):
             checkpoint.save_safetensors(model, save_directory, max_shard_size=max_shard_size)
         else:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate does, with a checkpoint of flatshard for each model. Collective.
+        """Save accelerate's state, and each model in a checkpoint of flatshard. Collective.
 
-        What an earlier call has saved in ``output_dir`` is replaced.
+        Checkpoints of earlier calls in ``output_dir`` are replaced.
         """
         with self._without_models() as trained:
             if output_dir is not None and self.is_main_process:
-                # First: what is killed half-way is then incomplete, not a mixture of two.
+                # Delete old checkpoints before saving: if the program is killed during the save,
+                # the folder is incomplete, and no mixture of two saves.
                 for old in Path(output_dir).glob(f"{_FOLDER}_*"):
                     shutil.rmtree(old)
             self.wait_for_everyone()
@@ -179,10 +187,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return location
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Load as accelerate does, with any number of ranks. Collective.
+        """Load a folder of ``save_state``, on any number of ranks. Collective.
 
         Raises:
-            FileNotFoundError: accelerate's own Accelerator saved the folder. Nothing is loaded.
+            FileNotFoundError: another Accelerator saved the folder. Nothing has been loaded.
         """
         found: list[str] = []
 
@@ -208,7 +216,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
-        """Hide models and optimizers from accelerate, which saves those of rank 0 alone."""
+        """Hide models and optimizers from accelerate, which would save only those of rank 0."""
         models: list[nn.Module] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
         trained: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
@@ -223,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if rest:
             raise ValueError(
                 "save_state, load_state: an optimizer has no parameters of a prepared model. "
-                "Prepare the model that it is of, too."
+                "Pass the optimizer's model to prepare() too."
             )
         self._models, self._optimizers = [], []
         try:

@@ -1,6 +1,6 @@
 """``strategy="flatshard"`` for Lightning's Trainer and Fabric.
 
-Importing this registers it:
+Importing this module registers the strategy:
 
     import flatshard.integrations.lightning
 
@@ -31,26 +31,27 @@ from flatshard.wrapper import ShardedWrapper, sharded_modules
 _FOLDER, _REST = "flatshard", "lightning.ckpt"
 _TYPES = ("full", "sharded")
 
-# The wrapper around a module that was trained: it is trained on, or evaluated, in the same.
+# Attribute of a LightningModule that keeps its wrapper, for later calls of fit, validate and test.
 _WRAPPER = "_flatshard_wrapper"
 
 
 class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     """Shards the LightningModule, in training and in evaluation.
 
-    Checkpoints are *full*, in the one file that ``strategy="ddp"`` would write, so that either
-    strategy loads the other's; rank 0 has the whole model in host memory for it. Or they are
-    *sharded*: folders, into which each rank writes its own part by ``flatshard.checkpoint``. Both
-    load on any number of ranks.
+    A *full* checkpoint is a single file in the format of ``strategy="ddp"``, so each of the two
+    strategies loads the checkpoints of both. To save the file, rank 0 needs the whole model in host
+    memory. A *sharded* checkpoint is a folder into which each rank writes its own part by
+    ``flatshard.checkpoint``. Full and sharded checkpoints load on any number of ranks.
 
     Args:
-        state_dict_type: ``"full"`` or ``"sharded"``, of the checkpoints that it writes.
-        keywords: DDPStrategy's (``process_group_backend``, ``timeout``, ``start_method``); all
-            others are ``ShardedWrapper``'s. ``auto_wrap_policy`` is ``"auto"`` by default.
+        state_dict_type: the format of saved checkpoints, ``"full"`` or ``"sharded"``.
+        keywords: keywords of DDPStrategy (``process_group_backend``, ``timeout``,
+            ``start_method``), and keywords of ``ShardedWrapper``. ``auto_wrap_policy`` is
+            ``"auto"`` by default.
 
     Raises:
-        ValueError: another ``state_dict_type``; on all ranks, when fitting begins: a callback that
-            averages weights (it would copy the model before it is sharded).
+        ValueError: ``state_dict_type`` is invalid; or, on all ranks when fitting begins, a callback
+            averages weights, and would copy the model before the model is sharded.
     """
 
     strategy_name = "flatshard"
@@ -67,9 +68,9 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         for callback in trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
-                    f"strategy='flatshard': {type(callback).__name__} averages full parameters. "
-                    "In a Callback of your own, make torch.optim.swa_utils.AveragedModel("
-                    "trainer.model) when training starts, and update it after each batch."
+                    f"strategy='flatshard': {type(callback).__name__} would average full "
+                    "parameters. Write a Callback that makes torch.optim.swa_utils.AveragedModel("
+                    "trainer.model) when training starts, and updates it after each batch."
                 )
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
@@ -79,7 +80,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        known = self.model.__dict__  # no submodule of it
+        known = self.model.__dict__  # the wrapper must not become a submodule of its own module
         if _WRAPPER not in known:
             known[_WRAPPER] = _sharded(self.model, self.root_device, self._ddp_kwargs)
         self.model = known[_WRAPPER]
@@ -88,17 +89,19 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
-            # It calls backward itself, which must not be inside of the wrapper's forward.
+            # With manual optimization, training_step() calls backward, which must not run inside
+            # the wrapper's forward. So call the module, not the wrapper.
             return self.lightning_module.training_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them."""
+        """Accumulate gradients inside this context, without reducing them."""
         with self.model.no_sync():
             yield
 
     def teardown(self) -> None:
-        # Parameters stay on the device, sharded, for Trainer.save_checkpoint() after fit().
+        # DDPStrategy would move the module to the CPU. Leave the shards on the device, so that
+        # Trainer.save_checkpoint() works after fit().
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -110,11 +113,11 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state dict on rank 0, empty elsewhere and for sharded ones. Collective."""
+        """The full state dict on rank 0; empty on other ranks, and if sharded. Collective."""
         return files.full_state_dict(self.model) if self._state_dict_type == "full" else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As of an unwrapped model on rank 0, empty elsewhere and for sharded ones. Collective."""
+        """The full state, keyed by position, on rank 0; otherwise empty. Collective."""
         if self._state_dict_type == "sharded":
             return {}
         plain = getattr(optimizer, "_optimizer", optimizer)
@@ -128,7 +131,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = Path(self.broadcast(str(filepath)))
-        if self.is_global_zero and folder.exists():  # "last", say, is written again and again
+        if self.is_global_zero and folder.exists():  # "last", for example
             shutil.rmtree(folder)
         self.barrier()
         for number, optimizer in enumerate(self.optimizers or [None]):
@@ -138,14 +141,14 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Read a file, or a folder of this strategy. Collective."""
+        """Read a full checkpoint (a file) or a sharded checkpoint (a folder). Collective."""
         folder = Path(checkpoint_path)
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         is_fitting = bool(self.optimizers)
         for number, optimizer in enumerate(self.optimizers if is_fitting else [None]):
             files.load(folder / f"{_FOLDER}_{number}", self.model, optimizer)
-        # Lightning's own, which holds more than tensors.
+        # Lightning's part of the checkpoint, which contains other objects than tensors.
         rest = torch.load(folder / _REST, weights_only=bool(weights_only), map_location="cpu")
         return {**rest, "state_dict": None, "optimizer_states": []}
 
@@ -164,12 +167,13 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
 class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
     """Shards the modules that Fabric sets up.
 
-    ``fabric.save`` writes full state dicts, as ``strategy="ddp"`` does, which load on any number of
-    ranks and under either strategy; ``flatshard.checkpoint.save(path, model, optimizer)`` writes
-    sharded ones. Set a model up before its optimizers: ``fabric.setup(model, optimizer)``.
+    ``fabric.save`` saves full state dicts in the format of ``strategy="ddp"``. They load on any
+    number of ranks, and under both strategies. For sharded checkpoints, call
+    ``flatshard.checkpoint.save(path, model, optimizer)``. Set up a model before its optimizers:
+    ``fabric.setup(model, optimizer)``.
 
     Args:
-        keywords: DDPStrategy's; all others are ``ShardedWrapper``'s.
+        keywords: keywords of DDPStrategy, and keywords of ``ShardedWrapper``.
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -183,19 +187,19 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         return wrapper
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave it where it is: only shards go to the device."""
+        """Leave the module in place, because only its shards move to the device."""
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state dict on rank 0, empty elsewhere. Collective."""
+        """The full state dict on rank 0; empty on the other ranks. Collective."""
         return files.full_state_dict(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As of an unwrapped model on rank 0, empty elsewhere. Collective."""
+        """The full state, keyed by position, on rank 0; empty on other ranks. Collective."""
         state = files.full_optim_state_dict(self.model_of(optimizer), optimizer)
         return _by_position(state)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
-        """As Fabric does; optimizers get their own part of the full state. Collective."""
+        """Load a checkpoint; each rank's optimizer gets its part of the full state. Collective."""
         with contextlib.ExitStack() as stack:
             for value in state.values() if isinstance(state, dict) else (state,):
                 optimizer = getattr(value, "optimizer", value)
@@ -209,12 +213,12 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         return ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
-        """The model that has an optimizer's parameters."""
+        """The model whose parameters the optimizer steps."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in self._models:
             if ids & {id(param) for param in model.parameters()}:
                 return model
-        raise ValueError("an optimizer has no parameters of a model that Fabric has set up")
+        raise ValueError("the optimizer has no parameters of a model that Fabric has set up")
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
@@ -225,13 +229,13 @@ class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
 
 
 def _sharded(module: nn.Module, device: torch.device, keywords: dict[str, Any]) -> nn.Module:
-    """With what the user has wrapped already, the rest is one unit."""
+    """Wrap a module by automatic units; or, if the user has wrapped parts, the rest as one unit."""
     policy = {} if sharded_modules(module) else {"auto_wrap_policy": "auto"}
     return ShardedWrapper(module, device_id=device, **{**policy, **keywords})
 
 
 def _by_position(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by name, as an unwrapped model's has it: by order."""
+    """Key an optimizer's state by position, as an unwrapped optimizer does, instead of by name."""
     if not state:
         return {}
     names = [name for group in state["param_groups"] for name in group["params"]]

@@ -1,4 +1,4 @@
-"""``PipelineStage``: torch's, for a stage that is a ``ShardedWrapper``."""
+"""``PipelineStage``: torch's ``PipelineStage`` for a ``ShardedWrapper``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from flatshard.wrapper import ShardedWrapper
 
 
 class PipelineStage(TorchStage):
-    """``torch.distributed.pipelining.PipelineStage`` that reduces once in a step of its schedule.
+    """``torch.distributed.pipelining.PipelineStage`` that reduces gradients once per step.
 
-    torch's own knows DistributedDataParallel and FSDP2 only: a ``ShardedWrapper`` in it reduces in
-    the backward of every micro-batch, with the same result. Here the backwards but the last one of
-    a step accumulate full gradients, as under ``ShardedWrapper.no_sync``. Arguments are torch's;
-    other modules are left to it.
+    A ``ShardedWrapper`` in torch's ``PipelineStage`` reduces gradients in the backward of every
+    micro-batch, with the same result. In this class, only the last backward of a step reduces
+    gradients; earlier backwards accumulate full gradients, as under ``ShardedWrapper.no_sync``. The
+    arguments are those of torch's class. Other modules are handled by torch's class.
 
-    Collective: as the schedule's, all ranks of the pipeline and of the wrapper.
+    Collective: all ranks of the pipeline and of the wrapper, as in torch's schedules.
     """
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a micro-batch's backward. NotImplementedError for schedules that split it in two."""
+        """Run the backward of a micro-batch.
+
+        Raises:
+            NotImplementedError: the schedule splits a backward in two (zero bubble).
+        """
         model = self.submod
         if isinstance(model, ShardedWrapper):
             if backward_type != "full":
                 raise NotImplementedError(
-                    f"stage {self.stage_index}: the schedule splits backwards (zero bubble), where "
-                    "a ShardedWrapper cannot tell which gradients are to come. Use ScheduleGPipe, "
-                    "Schedule1F1B or ScheduleInterleaved1F1B."
+                    f"stage {self.stage_index}: the schedule splits each backward in two (zero "
+                    "bubble), so a ShardedWrapper cannot tell when all gradients are complete. Use "
+                    "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
                 )
             plan_backward(model, reduces=last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -1,8 +1,8 @@
-"""``FlatshardTrainer``: transformers' Trainer on a sharded model, and the mixin for other Trainers.
+"""``FlatshardTrainer``: transformers' Trainer with a sharded model; a mixin for other Trainers.
 
     from flatshard.integrations.transformers import FlatshardTrainer as Trainer
 
-Everything else of the program stays as it is, ``torchrun`` included.
+No other line of the program changes, and ``torchrun`` starts the program as before.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from flatshard import checkpoint
 from flatshard.integrations.accelerate import Accelerator
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-_FOLDER = "flatshard"  # of model and optimizer, in a checkpoint of Trainer's
-_SCHEDULER = hf.SCHEDULER_NAME
+_FOLDER = "flatshard"  # folder with model and optimizer in a checkpoint of Trainer
 
 
 def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module], None]:
-    """A ``param_init_fn`` for a model on the meta device: what its ``_init_weights`` makes.
+    """A ``param_init_fn`` for a model on the meta device, which calls ``_init_weights``.
 
-    Buffers that no checkpoint has (``rotary_emb.inv_freq``) get their values, too. Weights that the
-    model's configuration ties are tied, which ``init_empty_weights`` undoes.
+    Buffers that no checkpoint contains (``rotary_emb.inv_freq``) are initialized too. Weights that
+    the model's configuration ties are tied again: accelerate's ``init_empty_weights`` separates
+    them.
 
     Args:
-        model: contains some ``PreTrainedModel``, or is one; not wrapped yet.
-        device: where the tensors are to be made.
+        model: a ``PreTrainedModel``, or a module that contains some. It must not be wrapped yet.
+        device: the device of the new tensors.
     """
     owners: dict[nn.Module, Any] = {}
-    for part in model.modules():  # outer ones first
+    for part in model.modules():  # outer modules first
         if isinstance(part, transformers.PreTrainedModel):
             if part not in owners:
-                part.tie_weights()  # accelerate's init_empty_weights made two of each
+                part.tie_weights()  # accelerate's init_empty_weights separates tied weights
             owners.update(dict.fromkeys(part.modules(), part))
 
     def init(module: nn.Module) -> None:
@@ -56,18 +56,19 @@ def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module],
 class ShardedTrainerMixin:
     """Shards the model of a Trainer: ``class MyTrainer(ShardedTrainerMixin, SFTTrainer)``.
 
-    The model may be on the CPU, on the meta device (``with torch.device("meta")``), or wrapped by
-    ``ShardedWrapper`` already. ``save_model`` is collective: all ranks call it, and rank 0 writes
-    the full model as ``save_pretrained`` does. Trainer's checkpoints have besides a folder of
-    ``flatshard.checkpoint`` with model and optimizer, from which any number of ranks resumes.
+    The model may be on the CPU or on the meta device (``with torch.device("meta")``), or may
+    already be wrapped by ``ShardedWrapper``. ``save_model`` is collective: all ranks call it, and
+    rank 0 writes the full model in the format of ``save_pretrained``. A checkpoint of Trainer also
+    contains a folder of ``flatshard.checkpoint`` with the model and the optimizer, from which any
+    number of ranks can resume.
 
     Args:
-        sharding: keywords of ``ShardedWrapper``, which win over ``TrainingArguments``. By default
-            ``{"auto_wrap_policy": "auto"}``.
+        sharding: keywords of ``ShardedWrapper``, which override ``TrainingArguments``. The default
+            is ``{"auto_wrap_policy": "auto"}``.
 
     Raises:
-        ValueError: on all ranks: ``TrainingArguments`` ask for FSDP, DeepSpeed or
-            ``torch_compile``, too.
+        ValueError: on all ranks: ``TrainingArguments`` also ask for FSDP, DeepSpeed or
+            ``torch_compile``.
     """
 
     def __init__(
@@ -81,20 +82,20 @@ class ShardedTrainerMixin:
         for setting in ("fsdp", "deepspeed", "torch_compile"):
             if getattr(self.args, setting, None):
                 raise ValueError(
-                    f"TrainingArguments({setting}=...) asks Trainer for what flatshard does, or "
-                    "would undo it. Leave it out; compile blocks before: block.compile()."
+                    f"TrainingArguments({setting}=...) conflicts with flatshard's sharding. Leave "
+                    f"out {setting}. To compile, call block.compile() before you make the Trainer."
                 )
         if self.args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler:
-            # Trainer's own choice, of which ShardedWrapper would warn the user.
+            # Trainer sets this option by itself, and ShardedWrapper would warn about the option.
             self.accelerator.ddp_handler.find_unused_parameters = False
         Accelerator.adopt(self.accelerator, self._sharding)
 
     def _move_model_to_device(self: Any, model: nn.Module, device: Any) -> None:
-        pass  # only shards go there, when the model is prepared
+        pass  # only shards move to the device, when `prepare` shards the model
 
     @property
     def _trained(self: Any) -> nn.Module:
-        # Without several processes the model is not sharded, and perhaps in another wrapper.
+        # In a single process the model is not sharded, and `model_wrapped` may be another wrapper.
         is_sharded = sharded_modules(self.model_wrapped)
         return self.model_wrapped if is_sharded else self.model  # type: ignore[no-any-return]
 
@@ -116,41 +117,38 @@ class ShardedTrainerMixin:
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         folder = Path(output_dir) / _FOLDER
         if self.args.should_save and folder.exists():
-            shutil.rmtree(folder)  # Trainer writes over the checkpoints of an earlier run
+            shutil.rmtree(folder)  # Trainer overwrites the checkpoints of earlier runs
         self.accelerator.wait_for_everyone()
         checkpoint.save(folder, self._trained, _plain(self.optimizer))
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, hf.SCHEDULER_NAME))
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None:
+    def _load_optimizer_and_scheduler(self: Any, saved: str | None) -> None:
+        """Load from a folder of this Trainer, or of a Trainer under DistributedDataParallel."""
+        if saved is None:
             return
-        _load(Path(checkpoint), self._trained, _plain(self.optimizer))
-        scheduler = Path(checkpoint) / _SCHEDULER
-        if scheduler.exists():
+        folder, model, optimizer = Path(saved), self._trained, _plain(self.optimizer)
+        if (folder / _FOLDER).is_dir():
+            checkpoint.load(folder / _FOLDER, model, optimizer)
+        elif (folder / hf.OPTIMIZER_NAME).exists():
+            state = torch.load(folder / hf.OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+            ShardedWrapper.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+        if (scheduler := folder / hf.SCHEDULER_NAME).exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "_gen_kwargs"):
-            # A rank whose texts have ended runs forwards for the others.
+            # A rank whose texts are complete must run forwards until all ranks are done, because
+            # the all-gathers of a forward need every rank.
             self._gen_kwargs.setdefault("synced_gpus", bool(sharded_modules(self.model_wrapped)))
         return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
 
 class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """transformers' Trainer on a sharded model; see ``ShardedTrainerMixin``."""
+    """transformers' Trainer with a sharded model; see ``ShardedTrainerMixin``."""
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """An optimizer without accelerate's wrapper."""
+    """The optimizer inside accelerate's wrapper."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
-
-
-def _load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What this Trainer, or one under DistributedDataParallel, has saved. Collective."""
-    if (folder / _FOLDER).is_dir():
-        checkpoint.load(folder / _FOLDER, model, optimizer)
-    elif (folder / hf.OPTIMIZER_NAME).exists():
-        state = torch.load(folder / hf.OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-        ShardedWrapper.optim_state_dict_to_load(model, optimizer, state, load_directly=True)

@@ -142,7 +142,9 @@ def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         checkpoint.load(tmp_path / "step-2.incomplete", model)
     with pytest.raises(FileNotFoundError, match=f"step-3 does not exist. {last}"):
         checkpoint.load(tmp_path / "step-3", model)
-    with pytest.raises(ValueError, match=f"is a directory of checkpoints. {last}"):
+    with pytest.raises(
+        ValueError, match=f"but a directory of checkpoints. {last}"
+    ):
         checkpoint.load(tmp_path, model)
     torch.save(model.state_dict(), tmp_path / "net.pt")
     with pytest.raises(ValueError, match=f"json, got the format of torch.save. {last}"):
@@ -243,12 +245,10 @@ def test_ranks_pass_the_same(tmp_path: Path) -> None:
 
 def _different(rank: int, _: int, path: Path) -> None:
     model = ShardedWrapper(_model())
-    expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass the same"
+    expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal"
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(path / "one", model, extra={"loss": rank})
-    with pytest.raises(
-        TypeError, match=r"got a list. Save and load each model in a folder of its own"
-    ):
+    with pytest.raises(TypeError, match=r"got a list. Save and load each model in its own folder"):
         checkpoint.save(path / "one", [model, model])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected one model and its optimizer, got a generator"):
         checkpoint.load(path / "one", model, model.parameters())  # type: ignore[arg-type]
@@ -413,7 +413,7 @@ def _destroys(_: int, __: int, path: Path) -> None:
     pending = checkpoint.save(path / "one", ShardedWrapper(_model()), async_=True)
     assert pending is not None
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"group was destroyed before .* Call wait\(\) on what"):
+    with pytest.raises(RuntimeError, match=r"group was destroyed before .* Call wait\(\) on the"):
         pending.wait()
 
 

@@ -283,12 +283,12 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.pt").write_bytes(cut)
     for name, why in {
         "absent": "no such file or folder",
-        "empty": "no checkpoint of torch.distributed.checkpoint, DeepSpeed or safetensors",
+        "empty": "expected files of torch.distributed.checkpoint, DeepSpeed or safetensors",
         "dcp": "_pytest.outcomes._Fail, whose loading may run code",
-        "text.pt": "torch.load cannot read it safely",
-        "cut.pt": "torch.load cannot read it safely",
+        "text.pt": "torch.load cannot read this file safely",
+        "cut.pt": "torch.load cannot read this file safely",
         "evil.pt": "whose loading may run code",
-        "two.pt": "which of its entries is the model? Choose by key: b",
+        "two.pt": "which entry is the model? Choose one by its key: b",
         "flat.pt": "flat parameter of FSDP1's LOCAL_STATE_DICT",
     }.items():
         assert main(["convert", str(tmp_path / name), str(tmp_path / "out")]) == 2, name
@@ -297,7 +297,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert name in said
         assert why in said, said
     assert main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "two.pt")]) == 2
-    assert "it exists" in capsys.readouterr().err
+    assert " exists. Choose" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "o"), "--dtype", "nn"]) == 2
     assert "no dtype of torch" in capsys.readouterr().err
     for name, *more in (("no-folder/o.pt",), ("o.pt", "--max-shard-size", "5GB")):

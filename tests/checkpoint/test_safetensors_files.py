@@ -93,7 +93,7 @@ def test_truncated_and_corrupt(tmp_path: Path) -> None:
         (len(whole) - 1, f"expected {len(whole)} bytes, got {len(whole) - 1}"),
     ):
         path.write_bytes(whole[:number])
-        with pytest.raises(ValueError, match=rf"some\.safetensors: no complete .*{why}"):
+        with pytest.raises(ValueError, match=rf"some\.safetensors is no complete .*{why}"):
             find_tensors(path)
     path.write_bytes(whole + b"x")
     with pytest.raises(ValueError, match=f"expected {len(whole)} bytes, got {len(whole) + 1}"):
@@ -111,7 +111,7 @@ def test_truncated_and_corrupt(tmp_path: Path) -> None:
         {"shape": None},
     ):
         _with_header(path, a={**good, **change})
-        with pytest.raises(ValueError, match=r"some\.safetensors: no complete safetensors file"):
+        with pytest.raises(ValueError, match=r"some\.safetensors is no complete safetensors file"):
             find_tensors(path)
     _with_header(path, a=good, b=good)
     with pytest.raises(ValueError, match="'b' begins at byte"):
@@ -132,7 +132,7 @@ def test_folders(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "some.safetensors", "c": "more.safetensors"}}))
     assert set(find_tensors(tmp_path).places) == set(find_tensors(index).places) == {"a", "c"}
     index.write_text(json.dumps({"weight_map": {"d": "some.safetensors"}}))
-    with pytest.raises(ValueError, match=r"some.safetensors holds 'd', which is not in there"):
+    with pytest.raises(ValueError, match=r"lists 'd' in some.safetensors, which has no such"):
         find_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {"d": "none.safetensors"}}))
     with pytest.raises(ValueError, match=r"none.safetensors: no such file"):

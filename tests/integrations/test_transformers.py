@@ -196,7 +196,7 @@ def _generates(rank: int, folder: str) -> None:
 def _refuses(rank: int, folder: str) -> None:
     from flatshard.integrations.transformers import FlatshardTrainer
 
-    with pytest.raises(ValueError, match=r"TrainingArguments\(torch_compile=...\) asks Trainer"):
+    with pytest.raises(ValueError, match=r"TrainingArguments\(torch_compile=...\) conflicts"):
         _trainer(FlatshardTrainer, folder, _llama(), torch_compile=True)
 
 

@@ -1,12 +1,13 @@
-"""Extra: ranks that have no input left follow the steps of the ranks that have.
+"""Extra: ranks without input follow the steps of the ranks that still have input.
 
-Without this folder, ``ShardedWrapper.join()`` raises an error that names it.
+Without this folder, ``ShardedWrapper.join()`` raises an error that names the folder.
 
-[Note: what a rank without input does]
-It computes nothing, but takes part in all that needs every rank. The others say, on a group apart,
-what they begin next: a forward, an all-gather, the end of a backward, an optimizer's step. It does
-likewise with gradients of zero, as its shards and its optimizers' state are a part of the model.
-While every rank has input, they say one thing per forward.
+[Note: a rank without input]
+A rank without input runs no forward, but takes part in everything that needs all ranks. The ranks
+with input announce each next action in a separate process group: a forward, an all-gather, the end
+of a backward, clipping, or a step of an optimizer. The ranks without input take the same action
+with gradients of zero, because their shards and optimizer state are a part of the model. As long as
+all ranks have input, there is one announcement per forward.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ _FAILED = "failed"
 
 
 class Doing(NamedTuple):
-    """What a rank begins: a ``follow_`` method of ``Join``, or that it failed."""
+    """An announcement of a rank: the action that the rank begins, or the rank's failure.
+
+    ``kind`` names a ``follow_`` method of ``Join``, and ``detail`` has the method's arguments.
+    """
 
     kind: str
     detail: tuple[Any, ...] = ()
@@ -49,7 +53,7 @@ class Doing(NamedTuple):
 def joining(
     root: Sharding, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
 ) -> Iterator[None]:
-    """See ``ShardedWrapper.join``. Collective: all ranks, at entry and at the end."""
+    """Implement ``ShardedWrapper.join``. Collective: all ranks, at entry and at exit."""
     context = root.check_between_steps("join()")
     _check(root)
     join = Join(root, [*optimizers, *stepper.stepped_optimizers()], by_initial_size, throws)
@@ -60,8 +64,8 @@ def joining(
     context.extend(join)
     histories = [group.history for group in gathering_groups(context)]
     try:
-        # A rank that follows learns of an all-gather after another rank has begun the all-gather.
-        # So inside, no rank waits for others before it begins an all-gather.
+        # A rank without input learns of an all-gather only after another rank has begun the
+        # all-gather. So no rank may wait for other ranks before it begins an all-gather.
         for history in histories:
             history.announces = False
         yield
@@ -76,7 +80,7 @@ def joining(
 
 
 def _check(root: Sharding) -> None:
-    """Raise where a rank could not follow; alike on all ranks."""
+    """Raise, on all ranks, if ranks without input could not follow the model's steps."""
     if not root.wrapper.check_is_root():
         raise RuntimeError(f"join(): {unit_text(root.unit.name)} is not the outermost wrapper.")
     for extension in root.context.extensions:
@@ -84,19 +88,19 @@ def _check(root: Sharding) -> None:
     for unit in root.context.units:
         reasons = {
             "may be skipped by some ranks (allow_divergence)": unit.may_diverge,
-            "trains on some of the ranks": unit.topology.world.size < root.context.world.size,
+            "trains only on some of the ranks": unit.topology.world.size < root.context.world.size,
             "keeps secondary shards": any(h.gather.secondary is not None for h in unit.handles),
             "has a communication hook": any(h.comm_hook is not None for h in unit.handles),
         }
         if reason := next((text for text, holds in reasons.items() if holds), None):
             raise NotImplementedError(
-                f"join(): {unit_text(unit.name)} {reason}. Give every rank equally many batches: "
-                "DistributedSampler(drop_last=True)."
+                f"join(): {unit_text(unit.name)} {reason}. Give every rank the same number of "
+                "batches: DistributedSampler(drop_last=True)."
             )
 
 
 class Join(StepExtension):
-    """What one rank says and does inside ``join()``."""
+    """The announcements and actions of one rank inside ``join()``."""
 
     name = "join"
 
@@ -110,28 +114,31 @@ class Join(StepExtension):
         self._handles = [handle for _, handle in self._state.handles]
         params = [param for handle in self._handles for param in handle.sharded]
         self._numbers = {param: number for number, param in enumerate(params)}
-        self._active = list(range(self._comm.size))  # that had input at the last exchange
+        self._active = list(range(self._comm.size))  # ranks that had input at the last exchange
         self._is_following = False
         self._syncs = self._state.syncs, self._state.under_no_sync
         self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
-        self._options: dict[Any, Any] = {}  # when a step began
-        # The gradients that backward, or clipping, left, and their versions.
+        self._options: dict[Any, Any] = {}  # options of each optimizer when its step began
+        # Gradients from backward or clipping, and the version of each gradient at that moment.
         self._published: Any = WeakTensorKeyDictionary()
-        self._grads: tuple[str, ...] = ()  # what became of them before the backward that runs
-        self._versions: list[int] = []  # of parameters, after the last step
+        self._grads: tuple[str, ...] = ()  # what happened to each gradient before this backward
+        self._versions: list[int] = []  # versions of flat parameters after the last step
         self._note_grads()
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank has input, and others follow it."""
+        """Whether this rank has input while other ranks follow."""
         return len(self._active) < self._comm.size and not self._is_following
 
     def _exchange(self, mine: Doing | None) -> Doing | None:
-        """Say what this rank begins, or that it has no input; returns what the others begin.
+        """Announce this rank's next action, and return the action of the ranks with input.
 
-        Collective: all ranks. Raises RuntimeError, on all of them, if they differ or one failed.
+        ``mine`` is None on a rank without input. The result is None if no rank has input.
+
+        Collective: all ranks. Raises RuntimeError, on all ranks, if the actions differ, or if a
+        rank has failed.
         """
-        name = "join(): no input left, and waiting for what other ranks do" if mine is None else ""
+        name = "join(): without input, waiting for other ranks' actions" if mine is None else ""
         heard = self._comm.host.gather_unless_equal(mine, name or f"join(): about to {mine}")
         heard *= self._comm.size // len(heard)
         doing: dict[int, Doing] = {rank: one for rank, one in enumerate(heard) if one is not None}
@@ -145,9 +152,9 @@ class Join(StepExtension):
         for rank, one in doing.items():
             if one != first:
                 raise RuntimeError(
-                    f"join(): ranks that have input must do alike. Rank {self._active[0]}: {first}"
-                    f"; rank {rank}: {one}. If only learning rates differ: a scheduler that steps "
-                    "with every batch falls behind on a rank without input; load another rank's."
+                    f"join(): all ranks with input must take the same action. Rank {rank}: {one}; "
+                    f"rank {self._active[0]}: {first}. If only learning rates differ: a scheduler "
+                    "with a step per batch falls behind without input; load another rank's state."
                 )
         if self._throws and len(self._active) < self._comm.size:
             missing = sorted({*range(self._comm.size)} - doing.keys())
@@ -157,8 +164,8 @@ class Join(StepExtension):
 
     def _fail(self, message: str) -> None:
         follows = (
-            "Ranks without input follow forward, backward, model.clip_grad_norm_() and the steps "
-            "of element-wise optimizers."
+            "Ranks without input can follow only forward, backward, model.clip_grad_norm_() and "
+            "steps of element-wise optimizers."
         )
         self._exchange(Doing(_FAILED, (f"{message} {follows}",)))
 
@@ -177,13 +184,13 @@ class Join(StepExtension):
         self._begin()
 
     def _begin(self) -> None:
-        """A forward begins, here or on other ranks."""
+        """Prepare for a forward, on this rank or on the ranks with input."""
         size, num_active = self._comm.size, len(self._active)
         self._state.lacks_ranks = num_active < size
         for handle in self._handles:
             handle.grad_publish.scale = 1.0 if self._by_initial_size else size / num_active
         if self._buffers is not None:
-            self._buffers.source = self._active[-1]  # as DistributedDataParallel
+            self._buffers.source = self._active[-1]  # as in DistributedDataParallel
         self._note_versions()
 
     def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None:
@@ -196,7 +203,7 @@ class Join(StepExtension):
             self._grads = self._look()
 
     def votes(self) -> bytes:
-        if self._leads:  # the exchange at the end of backward comes next
+        if self._leads:  # next is the exchange at the end of backward
             self._exchange(Doing("backward", (self._grads,)))
         return b""
 
@@ -222,7 +229,8 @@ class Join(StepExtension):
                 self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # In a backward it is a hook of the user's that steps, as on ranks without input.
+        # Inside a backward, a hook of the user makes this step. The same hook makes the step on
+        # ranks without input.
         in_hook = torch._C._current_graph_task_id() != -1
         if self._leads and not in_hook and self._holds(optimizer):
             key = self._key(optimizer)
@@ -233,25 +241,28 @@ class Join(StepExtension):
         return any(p in self._numbers for group in optimizer.param_groups for p in group["params"])
 
     def _key(self, optimizer: Optimizer) -> Any:
-        """What the same optimizer has on every rank."""
+        """Identifies an optimizer; the same optimizer has the same key on all ranks."""
         groups = optimizer.param_groups
         numbers = tuple(
             tuple(self._numbers.get(p, -1) for p in group["params"]) for group in groups
         )
         return type(optimizer).__name__, numbers
 
-    # ------------------------------------------------------------ what nobody could follow
+    # ------------------------------------------------------------ edits that ranks cannot follow
 
     def _note_grads(self, *, reduced_only: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for unit, handle in self._state.handles:
-                # What `no_sync` accumulates is this rank's own.
+                # Skip gradients that accumulate under `no_sync`: these differ between ranks.
                 for param in handle.sharded if unit.sync is Sync.ALL or not reduced_only else ():
                     if param.grad is not None:
                         self._published[param.grad] = local_range(param.grad)._version
 
     def _look(self) -> tuple[str, ...]:
-        """What became of each gradient; raises, on all ranks, where some were edited."""
+        """What happened to each gradient: kept, zeroed or dropped.
+
+        Raises RuntimeError, on all ranks, if gradients were edited in another way.
+        """
         found, is_changed, is_zero = [], False, True
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._numbers:
@@ -260,7 +271,7 @@ class Join(StepExtension):
                 found.append("dropped" if version is None else "kept")
                 if grad is not None and version is not None:
                     is_changed |= local_range(grad)._version != version
-            if is_changed:  # else `zero_grad(set_to_none=False)` was not called
+            if is_changed:  # by `zero_grad(set_to_none=False)`, or by an edit
                 grads = [param.grad for param in self._numbers]
                 is_zero = not any(g is not None and local_range(g).any() for g in grads)
         if not is_zero:
@@ -274,10 +285,10 @@ class Join(StepExtension):
         if self._versions != [handle.version for handle in self._handles]:
             self._fail("parameters were edited between steps.")
 
-    # ------------------------------------------------------------ a rank that has none
+    # ------------------------------------------------------------ a rank without input
 
     def follow(self) -> None:
-        """Do what the others do until none has input."""
+        """Take the same actions as the ranks with input, until no rank has input."""
         self._is_following, failure = True, None
         while doing := self._exchange(failure):
             try:
@@ -314,7 +325,8 @@ class Join(StepExtension):
             unit.count_trainable()
         owner = self._handles[0].params[0].spec.owner
         with torch.enable_grad():
-            # A backward without gradients, of which all remains to be done at its end.
+            # Run a backward without gradients of parameters, only for the work at the end of a
+            # backward, in which all ranks take part.
             nothing = torch.zeros((), requires_grad=True) * 1
             nothing.register_hook(lambda _: owner.start_backward())
             nothing.backward()
@@ -328,9 +340,9 @@ class Join(StepExtension):
         found = [one for one in self._optimizers if self._key(one) == key]
         if len(found) != 1:
             raise RuntimeError(
-                f"{key[0]} has stepped on other ranks, and this one knows {len(found)} such over "
-                "the same parameters, of those that have stepped here. Where a rank may have no "
-                "input at all, pass them: join(optimizers=[optimizer])."
+                f"{key[0]} has stepped on other ranks. On this rank {len(found)} optimizers of the "
+                "class have stepped the same parameters. If a rank may have no input at all, pass "
+                "the optimizers: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
         for group, theirs in zip(found[0].param_groups, options, strict=True):
@@ -340,13 +352,13 @@ class Join(StepExtension):
                 else:
                     group[name] = value
             for param in group["params"]:
-                # Parameters outside of the model: this rank has no new gradients of them.
+                # This rank has no new gradients of parameters outside of the model.
                 if param not in self._numbers:
                     param.grad = None
         found[0].step()
 
     def _treat(self, grads: tuple[str, ...]) -> None:
-        """Do with gradients what ranks that have input did since they were made."""
+        """Drop or zero the same gradients as the ranks with input."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for param, what in zip(self._numbers, grads, strict=True):
                 if what == "dropped":
@@ -355,7 +367,7 @@ class Join(StepExtension):
                     local_range(param.grad).zero_()
 
     def end(self) -> None:
-        """Leave the model as it was before the context."""
+        """Restore the model's settings from before the context."""
         self._state.syncs, self._state.under_no_sync = self._syncs
         self._state.lacks_ranks = False
         for handle in self._handles:
@@ -365,7 +377,7 @@ class Join(StepExtension):
 
 
 def _options_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
-    """Learning rates and the like, per group."""
+    """The numeric options of each parameter group, such as learning rates."""
     return [
         tuple(
             (name, value.item() if isinstance(value, Tensor) else value)

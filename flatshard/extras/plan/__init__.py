@@ -1,7 +1,7 @@
-"""Extra: predicts the memory of a model from its shapes.
+"""Extra: predicts the memory of a model from the shapes of its parameters.
 
-It allocates nothing and does not communicate: the model may be on the meta device. The prediction
-excludes activations, and the memory of libraries and of the interpreter.
+The prediction allocates no tensors and does not communicate, so the model may be on the meta
+device. It excludes activations, and the memory of libraries and of the Python interpreter.
 
 Without this folder, ``flatshard.memory_plan`` cannot be imported.
 """
@@ -29,28 +29,29 @@ from flatshard.plan.boundary import as_boundary
 from flatshard.plan.policies import Policy
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
-_ROWS = 24  # units that a table lists; of more, it omits those in the middle
+_ROWS = 24  # rows of a table: of more units, the units in the middle are omitted
 
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """Memory of one unit on a rank, in bytes, padding included.
+    """Memory of one unit on one rank, in bytes. Padding is included.
 
     Attributes:
-        name: its name in the unwrapped model; empty for the root.
-        strategy: the strategy's name.
-        numel: elements of its parameters.
-        parameter_bytes: of this rank's shard.
-        gradient_bytes: of the shard's ``.grad`` after a backward that reduces.
-        optimizer_bytes: of the optimizer's state for the shard.
-        kept_bytes: of unsharded parameters, or secondary shards, that stay between steps.
-        gathered_bytes: of the unsharded parameters in the compute dtype; 0 if the shard has all
-            of them in that dtype.
-        whole_gradient_bytes: of unsharded gradients, in the reduce dtype.
-        crossing_bytes: of gradients after the reduce-scatter within a node, or over all ranks.
-        reduced_bytes: of gradients after the reduction over all ranks.
-        is_freed: whether it reshards between forward and backward.
-        secondary_bytes: of the secondary shard, between forward and backward.
+        name: the unit's name in the unwrapped model; empty for the root.
+        strategy: name of the sharding strategy.
+        numel: number of elements of the unit's parameters.
+        parameter_bytes: bytes of this rank's shard.
+        gradient_bytes: bytes of the shard's ``.grad`` after a backward that reduces gradients.
+        optimizer_bytes: bytes of the optimizer's state for the shard.
+        kept_bytes: bytes of unsharded parameters, or secondary shards, that stay between steps.
+        gathered_bytes: bytes of the unsharded parameters in the compute dtype; 0 if the shard
+            contains all parameters in the compute dtype.
+        whole_gradient_bytes: bytes of the unsharded gradients in the reduce dtype.
+        crossing_bytes: bytes of the gradients after the reduce-scatter, which is within a node for
+            HYBRID strategies and over all ranks for the others.
+        reduced_bytes: bytes of the gradients after the reduction over all ranks.
+        is_freed: whether the unit reshards between forward and backward.
+        secondary_bytes: bytes of the secondary shard, between forward and backward.
     """
 
     name: str
@@ -73,8 +74,8 @@ class MemoryPlan:
     """Memory of each rank, in bytes; ``str()`` is a table.
 
     Attributes:
-        units: every unit in the order of forward, the root last.
-        buffer_bytes: of the modules' buffers, which are not sharded.
+        units: all units in the order of forward, the root last.
+        buffer_bytes: bytes of the modules' buffers, which are not sharded.
     """
 
     units: tuple[UnitMemory, ...]
@@ -82,37 +83,37 @@ class MemoryPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def parameter_bytes(self) -> int:
-        """Memory of this rank's shards."""
+        """Bytes of this rank's shards."""
         return sum(unit.parameter_bytes for unit in self.units)
 
     @property
     def gradient_bytes(self) -> int:
-        """Memory of ``.grad`` after a backward; with ``step_in_backward`` it is 0 instead."""
+        """Bytes of all ``.grad`` after a backward. With ``step_in_backward`` there are none."""
         return sum(unit.gradient_bytes for unit in self.units)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Memory of the optimizer's state."""
+        """Bytes of the optimizer's state."""
         return sum(unit.optimizer_bytes for unit in self.units)
 
     @property
     def persistent_bytes(self) -> int:
-        """Persistent memory: held between two optimizer steps, gradients included."""
+        """Bytes that stay allocated between two optimizer steps, gradients included."""
         kept = sum(unit.kept_bytes for unit in self.units)
         return self._without_gradients + self.gradient_bytes + kept
 
     @property
     def peak_gathered_bytes(self) -> int:
-        """Peak of unsharded parameters and secondary shards."""
-        # The root and units that do not reshard after forward stay unsharded. The others are
-        # unsharded with those around them and at most two neighbours: while backward of one ends
-        # and that of the next begins, prefetch unshards a third. Ranks on one host that map one
-        # another's shards hold less.
+        """Peak bytes of unsharded parameters and secondary shards."""
+        # The root and the units that do not reshard after forward stay unsharded. Of the other
+        # units, at most three neighbours are unsharded at the same time, with the units that
+        # contain these: the unit whose backward ends, the unit whose backward begins, and the unit
+        # that is prefetched. Ranks on one host that map the shards of other ranks need less.
         staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
         secondary = sum(unit.secondary_bytes for unit in self.units)
         resharded = [unit for unit in self.units if unit.is_freed]
@@ -120,15 +121,15 @@ class MemoryPlan:
 
     @property
     def peak_gradient_bytes(self) -> int:
-        """Upper bound of the peak of gradients during backward."""
+        """Upper bound of the bytes of gradients during backward."""
         reduced = sum(unit.reduced_bytes for unit in self.units)
-        # The root's reduction ends backward, after those of the other units.
+        # The reduction of the root is the last: it begins after the other units' reductions.
         moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
         return reduced + max(map(self._gradients_at_once, moments))
 
     @property
     def peak_bytes(self) -> int:
-        """Upper bound of the peak of a step."""
+        """Upper bound of the bytes at any moment of a step."""
         in_step = self._without_gradients + self.peak_gathered_bytes + self.peak_gradient_bytes
         return max(in_step, self.persistent_bytes)
 
@@ -137,7 +138,7 @@ class MemoryPlan:
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
     def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
-        """The units that contain these, without them."""
+        """The units that contain the units ``inner``, without ``inner`` themselves."""
         names = set()
         for name in {one.name for one in inner}:
             while name:
@@ -151,9 +152,10 @@ class MemoryPlan:
         return sum(unit.gathered_bytes for unit in (*units, *around))
 
     def _gradients_at_once(self, units: Sequence[UnitMemory]) -> int:
-        # Those that fill, and a send and a receive buffer of each reduction in flight.
+        # Gradients that are still incomplete, and for each reduction in flight a send buffer and a
+        # receive buffer.
         filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
-        # NO_SHARD: the all-reduce works in place.
+        # With NO_SHARD, the all-reduce works in place, without further buffers.
         in_flight = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
         results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in in_flight)
         return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in in_flight)
@@ -192,9 +194,10 @@ def predict(
     ranks_per_node: int | None = None,
     optimizer_bytes: float | None = None,
 ) -> MemoryPlan:
-    """Predict the memory of each rank under some of ``ShardedWrapper``'s keywords.
+    """Predict the memory of each rank for a model under keywords of ``ShardedWrapper``.
 
-    It needs no process group and does not communicate: ``world_size`` may be any number.
+    The prediction needs no process group and does not communicate, so ``world_size`` may be any
+    number.
 
     Example:
         ```python
@@ -207,29 +210,29 @@ def predict(
         ```
 
     Args:
-        model: the unwrapped model, on any device; built ``with torch.device("meta"):`` it needs
-            no memory. It is not changed.
-        world_size: number of ranks that train it.
-        auto_wrap_policy: which submodules become units; None: one unit.
-        sharding_strategy: as ``ShardedWrapper``'s.
-        mixed_precision: as ``ShardedWrapper``'s.
-        reshard_after_forward: as ``ShardedWrapper``'s.
-        coalesce_bytes: as ``ShardedWrapper``'s.
-        boundary: as ``ShardedWrapper``'s.
-        ranks_per_node: for HYBRID strategies: number of ranks that share one copy.
+        model: the unwrapped model, on any device; a model built under ``torch.device("meta")``
+            needs no memory. The model is not changed.
+        world_size: number of ranks that train the model.
+        auto_wrap_policy: selects the submodules that become units; None: one unit.
+        sharding_strategy: see ``ShardedWrapper``.
+        mixed_precision: see ``ShardedWrapper``.
+        reshard_after_forward: see ``ShardedWrapper``.
+        coalesce_bytes: see ``ShardedWrapper``.
+        boundary: see ``ShardedWrapper``.
+        ranks_per_node: for HYBRID strategies: number of ranks that share one copy of the model.
         optimizer_bytes: bytes of the optimizer's state per trained element. None: two tensors of
-            the parameter's dtype, as AdamW has.
+            the parameter's dtype, as AdamW keeps.
 
     Raises:
         TypeError: ``auto_wrap_policy`` is no policy, or another keyword has the wrong type.
-        ValueError: ``world_size`` below 1, a HYBRID strategy without ``ranks_per_node``, one that
-            does not divide the ranks, a boundary that needs too much padding, or a model that is
-            sharded already.
+        ValueError: ``world_size`` is below 1; a HYBRID strategy has no ``ranks_per_node``, or
+            ``ranks_per_node`` does not divide ``world_size``; ``boundary`` needs too much padding;
+            or the model is already sharded.
     """
     if world_size < 1:
         raise ValueError(f"predict: world_size must be at least 1, got {world_size}")
     if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
-        raise ValueError("predict: the model is sharded already. Pass the unwrapped model.")
+        raise ValueError("predict: the model is already sharded. Pass the unwrapped model.")
     ranks = Ranks(ALONE, None, ranks_per_node, TransportOptions())
     strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
     settings = Settings(
@@ -248,13 +251,16 @@ def predict(
     )
     plan = ModelPlan(model, settings, predicts=True)
     units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
-    # A buffer may stand at several places.
+    # Count a buffer once, even if several modules share the buffer.
     buffers = {id(one): one for one in model.buffers()}.values()
     return MemoryPlan(tuple(units), sum(one.nbytes for one in buffers))
 
 
 def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
-    """Ranks that share a unit's shards, and ranks that all-gather: a node with HYBRID ones."""
+    """Number of ranks that share a unit's shards, and number of ranks in an all-gather.
+
+    With HYBRID strategies, the ranks of one node take part in an all-gather.
+    """
     placement, per_node = settings.placement, settings.ranks.ranks_per_node
     if not placement.sharded:
         return 1, 1
@@ -277,7 +283,7 @@ def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | No
         shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
         compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         unsharded = layout.padded_numel * compute_dtype.itemsize
-        # If one rank holds all parameters, uncast, modules compute with the shard itself.
+        # If a rank holds all parameters in the compute dtype, modules compute with the shard.
         is_unsharded = num_shards > 1 or compute_dtype != kind.dtype
         total["parameter_bytes"] += shard_numel * itemsize
         total["gathered_bytes"] += unsharded * is_unsharded
@@ -307,5 +313,5 @@ def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | No
 
 
 def _windows(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
-    """Every ``length`` consecutive units; if there are fewer, all units."""
+    """Each sequence of ``length`` consecutive units; if there are fewer units, all units."""
     return [units[i : i + length] for i in range(max(1, len(units) - length + 1))]

@@ -1,10 +1,11 @@
-"""Extra: steps optimizers that look at whole parameters (Muon, LAMB, Adafactor, LBFGS).
+"""Extra: steps optimizers that compute with whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
-``WholeStepper`` finds out what an optimizer needs to see of sharded parameters, and shows the
-optimizer that.
+``WholeStepper`` finds out in which ``StepMode`` an optimizer can step sharded parameters, and gives
+the optimizer sharded or full parameters accordingly.
 
-Without this folder, such an optimizer raises at its first step on sharded parameters. torch's own
-element-wise optimizers, and those in ``flatshard.declare_elementwise``, need no extra.
+Without this folder, an optimizer that is not known to be element-wise raises at its first step on
+sharded parameters. The element-wise optimizers of torch, and optimizers that were passed to
+``flatshard.declare_elementwise``, do not need this extra.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _logger = logging.getLogger("flatshard")
 
 
 class WholeStepper(Stepper):
-    """Steps one optimizer that is not known to be element-wise, in its ``StepMode``."""
+    """Steps an optimizer that is not known to be element-wise, in the ``StepMode`` of its trial."""
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
@@ -40,9 +41,12 @@ class WholeStepper(Stepper):
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
         if self.mode is StepMode.ON_SHARDS:
-            if closure is None:  # a closure may run a compiled model
+            # Step eagerly, without compiling. A closure may run a compiled model, which must stay
+            # compiled.
+            if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # Also where an optimizer that raised is dropped.
+                # A finalizer also restores the stance if a step raises and nobody uses the
+                # optimizer again.
                 self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
             return optimizer
         step = self._step
@@ -55,7 +59,7 @@ class WholeStepper(Stepper):
             return optimizer
         with torch.no_grad():
             step.step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
-        return without_params(optimizer)  # the step has been made
+        return without_params(optimizer)  # its ``step()`` changes nothing: the step is done
 
     def pause(self, optimizer: torch.optim.Optimizer) -> None:
         if self._step is not None:
@@ -80,21 +84,21 @@ class WholeStepper(Stepper):
         if self._step is None or not any(id(param) in ids for param in self._step.owned):
             return None
         return (
-            f"steps {self.mode.value}: at most {self._step.extra_bytes():,} bytes beside this "
-            "rank's shards, gradients and state"
+            f"steps {self.mode.value}: at most {self._step.extra_bytes():,} bytes in addition to "
+            "this rank's shards, gradients and state"
         )
 
     def _find_mode(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find how the optimizer steps the parameters that have gradients now.
+        """Find the ``StepMode`` for the parameters that have gradients now.
 
-        Collective: all ranks of its sharded parameters.
+        Collective: all ranks of the optimizer's sharded parameters.
         """
         sharded = sharded_params(optimizer)
         some = [param for param in sharded if param.grad is not None]
         with_grads = {id(param) for param in some}
         if self.mode is not StepMode.ON_SHARDS or with_grads <= self._tried:
             return
-        # The optimizer may need something else for parameters that it has not stepped yet.
+        # The optimizer may need a different mode for parameters without an earlier step.
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
@@ -103,10 +107,10 @@ class WholeStepper(Stepper):
         if split is not None and mode is not StepMode.ON_SHARDS:
             raise NotImplementedError(
                 f"parameter {split!r} was a DTensor, and {type(optimizer).__name__} "
-                "needs full parameters: of those this rank's group holds a part. Use an "
-                "element-wise optimizer, such as AdamW, for it."
+                "needs full parameters, of which the ranks of this model hold only a part. Step "
+                "the parameter with an element-wise optimizer, such as AdamW."
             )
-        # A model that is sharded because it does not fit is then full on each device.
+        # Warn if every rank needs the full model: a model may be sharded because it does not fit.
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode
@@ -114,15 +118,15 @@ class WholeStepper(Stepper):
 
 
 def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
-    """A closure that ran before the step, for an optimizer that calls it once."""
+    """A closure for a single call: returns ``loss``, which the user's closure returned before."""
     losses = [loss]
 
     def closure() -> Any:
         if losses:
             return losses.pop()
         raise NotImplementedError(
-            f"{type(optimizer).__name__}.step() calls its closure several times, and needs full "
-            "parameters, each of which one rank alone has meanwhile. Step it without a closure."
+            f"{type(optimizer).__name__}.step() calls its closure several times. During its step "
+            "only one rank has each full parameter. Call step() without a closure."
         )
 
     return closure

@@ -15,17 +15,18 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 
-# What a rank may get for a parameter's sake that it holds most of, as a multiple of an equal share:
-# less is sent then.
+# Largest share of a rank, as a multiple of an equal share. A tolerance above 1 lets more parameters
+# go to the rank that already holds most of their elements, so less data is sent.
 ABOUT_EQUAL = 1.05
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """About how much work it is to step a parameter: that of Newton-Schulz for a matrix."""
+    """Approximate work of stepping a parameter; for a matrix, the work of Newton-Schulz."""
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = sorted((shape[0], math.prod(shape[1:])))
-    # One iteration: two products of the matrix with one of (rows, rows), and one among those.
+    # One iteration multiplies the matrix twice by a matrix of shape (rows, rows), and multiplies
+    # two matrices of shape (rows, rows).
     return rows * rows * (2 * columns + rows)
 
 
@@ -35,13 +36,16 @@ def choose_owners(
     size: int,
     known: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The owner of each parameter. Of parameter i, rank r of ``size`` holds ``held[i].get(r)``.
+    """Choose the owner of each parameter: a rank below ``size``.
 
-    Pure, hence the same on all ranks. A parameter that has an owner in ``known`` keeps this owner,
-    and a parameter that only one rank holds stays there. The others, the most expensive first, go
-    to the rank that holds most of the parameter, among the ranks that stay within an equal share.
-    If no rank does, the parameter goes to the rank with the least share. Candidates are the holders
-    and the rank that has the least share of all ranks.
+    ``held[i]`` maps each rank that holds elements of parameter i to their number. The result
+    depends only on the arguments, so all ranks get the same result.
+
+    A parameter with an owner in ``known`` keeps the owner, and a parameter that only one rank holds
+    goes to that rank. The other parameters are assigned in order of decreasing cost. Candidates are
+    the ranks that hold elements of the parameter, and the rank with the smallest share. Among the
+    candidates that stay within an equal share, the rank that holds most of the parameter becomes
+    the owner. If there is no such candidate, the rank with the smallest share becomes the owner.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
@@ -76,7 +80,7 @@ def choose_owners(
 
 
 class HeldRange(NamedTuple):
-    """The range of a parameter that a rank holds, in elements in memory order."""
+    """The range of elements, in memory order, that a rank holds of a parameter."""
 
     offset: int
     numel: int
@@ -84,12 +88,12 @@ class HeldRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
-    """A sharded parameter, and the rank that gets the full one for a step.
+    """A sharded parameter, and the rank that gets the full parameter for a step.
 
     Attributes:
-        spec: this rank's part of it.
-        held: the parts that are not empty; keys are the holders' ranks in the group.
-        owner: a rank in the group; None: every rank.
+        spec: the parameter's shape and this rank's part.
+        held: the parts that are not empty, keyed by the rank in the group.
+        owner: the owner's rank in the group; None: every rank gets the full parameter.
     """
 
     spec: ShardSpec
@@ -103,33 +107,34 @@ class OwnedParam:
 
     @property
     def is_moved(self) -> bool:
-        """Whether elements go from one rank to another; the same on all ranks."""
+        """Whether a step sends elements of the parameter to another rank; equal on all ranks."""
         return self.spec.comm.size > 1 and any(rank != self.owner for rank in self.held)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The parameter's shape and strides for all its elements, ``(numel,)``."""
+        """View all elements, ``(numel,)`` in memory order, with the parameter's shape."""
         return flat.as_strided(self.spec.shape, self.spec.strides)
 
     def flat(self, full: Tensor) -> Tensor:
-        """All elements of a full tensor in the parameter's memory order, ``(numel,)``."""
+        """Flatten a full tensor to ``(numel,)``, in the parameter's memory order."""
         return full.permute(self.spec.order).reshape(-1)
 
 
 Piece = tuple[OwnedParam, Tensor, Tensor | None]
-"""A parameter, this rank's part of some values of the parameter, and all of these values.
+"""A parameter; this rank's part of a tensor of the parameter's shape; and the full tensor, flat.
 
-All values are None on a rank that does not get the full parameter.
+The full tensor is None on a rank that does not get the full parameter.
 """
 _Elements = tuple[int, Tensor]
-"""A rank of the group, and elements to send to the rank or to receive from the rank."""
+"""A rank of the group, and the elements that are sent to the rank or received from it."""
 
 
 def gather_to_owners(
     comm: Communicator, parts: Sequence[tuple[OwnedParam, Tensor]], op_name: str
 ) -> Callable[[], list[Tensor]]:
-    """Start to gather parts on the owners; the function returned waits and has the full tensors.
+    """Start to gather parts on the owners.
 
-    Only the tensors that are full here, in the order of ``parts``, in memory of their own.
+    Returns a function that waits, and returns the full tensors that this rank gets, in the order of
+    ``parts``. The full tensors have their own memory.
 
     Collective: all ranks of the group, with parts of the same parameters and dtypes.
     """
@@ -149,19 +154,19 @@ def gather_to_owners(
 
 
 def scatter_to_shards(comm: Communicator, pieces: Sequence[Piece], op_name: str) -> None:
-    """Overwrite the part of each piece on this rank by the owner's full tensor.
+    """Overwrite this rank's part of each piece with values from the owner's full tensor.
 
     Collective: all ranks of the group.
     """
     flats = [(p, part, None if full is None else p.flat(full)) for p, part, full in pieces]
     ours, ranges = _split(comm, flats)
-    # A parameter without an owner is full on every rank: nothing is sent.
+    # A parameter without an owner is full on every rank, so nothing is sent.
     moved = [piece for piece in flats if piece[0].is_moved and piece[0].owner is not None]
     _exchange(comm, moved, ranges, ours, op_name)()
 
 
 def _split(comm: Communicator, pieces: Sequence[Piece]) -> tuple[list[_Elements], list[_Elements]]:
-    """This rank's parts, by owner, and the ranges of the full tensors here, by holder."""
+    """This rank's parts with their owners, and ranges of full tensors with their holders."""
     ours: list[_Elements] = []
     ranges: list[_Elements] = []
     for param, part, flat in pieces:
@@ -183,21 +188,21 @@ def _exchange(
     receives: list[_Elements],
     op_name: str,
 ) -> Callable[[], None]:
-    """Copy this rank's elements to itself, and start to exchange the elements of ``moved``.
+    """Copy the elements that stay on this rank, and start to exchange all further elements.
 
-    The function returned waits. Collective.
+    Returns a function that waits for the exchange. Collective: all ranks of the group.
     """
     own = [[tensor for rank, tensor in side if rank == comm.rank] for side in (sends, receives)]
     for source, target in zip(*own, strict=True):
         target.copy_(source)
-    # All ranks must decide the same, so a rank's own sends and receives do not count.
+    # All ranks must make the same decision, so do not decide by this rank's sends and receives.
     if not moved:
         return lambda: None
     lengths, expected = [0] * comm.size, [0] * comm.size
     ordered: list[list[Tensor]] = []
     for elements, counts in ((sends, lengths), (receives, expected)):
         others = [(rank, tensor) for rank, tensor in elements if rank != comm.rank]
-        others.sort(key=itemgetter(0))  # stable: the elements of a rank keep the order of pieces
+        others.sort(key=itemgetter(0))  # stable: keeps the order of a rank's elements
         for rank, tensor in others:
             counts[rank] += tensor.nbytes
         ordered.append([tensor for _, tensor in others])

@@ -1,6 +1,7 @@
-"""What an optimizer needs to see, found out by trying a copy of it before its first step.
+"""``find_step_mode``: finds an optimizer's ``StepMode`` by trying copies of the optimizer.
 
-No list of names could say it of other people's optimizers, nor of what their options change.
+A list of classes would not be enough: users bring their own optimizers, and the mode may depend on
+an optimizer's options.
 """
 
 from __future__ import annotations
@@ -31,38 +32,39 @@ class StepMode(enum.Enum):
     ON_EVERY_RANK = "all full parameters on every rank"
 
 
-# Longest dimension of a parameter in a trial, and factors of its gradients: some norms are large
-# enough to be clipped, and some are not.
+# Longest dimension of a parameter in a trial, and scales of the gradients. Both large and small
+# gradients are tried, because an optimizer may clip only large gradients.
 _LONGEST = 6
 _SCALES = (1.0, 1e-3, 1e3)
 _NOT_COPIED = ("state", "param_groups", "step", "profile_hook_step")
 
 
 def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
-    """What the optimizer needs; its state and its parameters do not change.
+    """Find the ``StepMode`` of an optimizer. The optimizer's state and parameters do not change.
 
-    Collective: the ranks of its sharded parameters, which try the same operations.
+    Collective: all ranks of the optimizer's sharded parameters, which try the same operations.
     """
-    # Random numbers that are drawn in a trial change nothing outside, and nothing is compiled.
+    # Trials must not change the random number generators, and should not take time to compile.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         if _works_on_shards(optimizer):
             return StepMode.ON_SHARDS
-        # ``eval()`` shows averaged weights, from state which one rank must not have alone.
+        # ``eval()`` replaces the weights by averages, which are computed from state. So every rank
+        # needs the state.
         if callable(getattr(optimizer, "eval", None)):
             return StepMode.ON_EVERY_RANK
         try:
             return _try_full_params(optimizer)
         except Exception:
-            return StepMode.ON_EVERY_RANK  # where nothing can differ from the unwrapped model
+            return StepMode.ON_EVERY_RANK  # the same as without sharding
 
 
 def copy_with_params(
     optimizer: torch.optim.Optimizer, groups: Sequence[Params]
 ) -> torch.optim.Optimizer:
-    """A copy of an optimizer without state and hooks, over other parameters.
+    """A copy of an optimizer over the parameters in ``groups``, without state and hooks.
 
-    Its attributes that held the optimizer's parameters hold the other ones.
+    Attributes of the optimizer that hold its parameters hold the new parameters in the copy.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {}
@@ -86,7 +88,7 @@ def copy_with_params(
 
 
 def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A shallow copy without parameter groups, whose ``step()`` therefore changes nothing."""
+    """A shallow copy without parameter groups: its ``step()`` changes nothing."""
     empty: torch.optim.Optimizer = object.__new__(type(optimizer))
     empty.__dict__.update(optimizer.__dict__)
     empty.state, empty.param_groups = defaultdict(dict), []
@@ -97,7 +99,7 @@ def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of copies of the sharded parameters goes well, with state like them."""
+    """Whether the optimizer can step copies of the sharded parameters, and shards its state."""
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
         twin = copy_with_params(optimizer, groups)
@@ -107,20 +109,16 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
         step_unhooked(twin)
     except Exception:
         return False
-    # What the optimizer made for as many elements as the full parameter has (8-bit states), or to
-    # multiply it by later (factors), was not made of all of them.
+    # State in an unsharded tensor shows that the optimizer computes with whole parameters: examples
+    # are 8-bit states of all elements, and factors of rows and columns. On shards, the optimizer
+    # would compute this state from only this rank's elements.
     return all(
-        _is_sharded_or_number(value)
+        isinstance(value, FlatShardTensor | int | float | str | None)
+        or (isinstance(value, Tensor) and value.numel() == 1)
         for param in all_params(twin)
         if isinstance(param, FlatShardTensor)
         for value in pytree.tree_leaves(twin.state.get(param, {}))
     )
-
-
-def _is_sharded_or_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(value, FlatShardTensor) or value.numel() == 1
-    return value is None or isinstance(value, int | float | str)
 
 
 def _copied(param: Tensor) -> Tensor:
@@ -139,7 +137,10 @@ def _copied(param: Tensor) -> Tensor:
 
 
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
-    """Step small full parameters together and apart: equal results allow one owner each."""
+    """Step small full parameters together, and in two halves.
+
+    If the results are equal, each parameter may have its own owner.
+    """
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     kinds = ((0, 1), (0,), (1,), ())
     together, *apart, empty = (_Trial(optimizer, shapes, parities) for parities in kinds)
@@ -159,7 +160,7 @@ def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
 
 
 def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Small shapes like those of a group's parameters, and the parameters; two of each kind."""
+    """Small shapes, with the parameters that they imitate: two for each number of dimensions."""
     found: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
     for param in params:
         shape = tuple(min(size, _LONGEST) for size in param.shape)
@@ -170,7 +171,7 @@ def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
 class _Trial:
     """A copy of an optimizer over small full parameters.
 
-    Of each group only the parameters whose index modulo 2 is in ``parities``.
+    Each group has only the parameters whose index modulo 2 is in ``parities``.
     """
 
     def __init__(
@@ -198,11 +199,13 @@ class _Trial:
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        torch.manual_seed(1)  # an optimizer that draws numbers draws others for fewer parameters
+        # All trials use the same seed. An optimizer that draws random numbers draws different
+        # numbers for fewer parameters, so the results of the trials differ.
+        torch.manual_seed(1)
         step_unhooked(self._twin)
 
     def shared_values(self) -> str:
-        """What its copy keeps that belongs to no parameter, such as a count of steps, as text."""
+        """The optimizer's values that belong to no parameter, such as a count of steps, as text."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._twin.param_groups]
         hidden = {"state", "param_groups", "defaults"}
         rest = {k: v for k, v in self._twin.__dict__.items() if k not in hidden}
@@ -210,5 +213,5 @@ class _Trial:
         return repr((groups, [one for one in leaves if isinstance(one, int | float | Tensor)]))
 
     def agrees_with(self, other: _Trial) -> bool:
-        """Whether the parameters that ``other`` has too are equal to its, bit for bit."""
+        """Whether the parameters in ``other`` equal those of this trial, bit by bit."""
         return all(torch.equal(self.params[key], param) for key, param in other.params.items())

@@ -1,16 +1,17 @@
-"""``WholeStep``: an optimizer steps full parameters, of which the ranks hold parts.
+"""``WholeStep``: an optimizer steps full parameters, of which each rank holds a part.
 
-Optimizers that look at a whole tensor (Muon's Newton-Schulz, Adafactor's rows and columns, a norm
-of each layer, blocks of 8-bit states) step each parameter on one rank, its owner: it gathers the
-parts, has the optimizer's state, and scatters the new values. Those that look at several parameters
-at once (LBFGS) step all of them on every rank. ``StepMode`` lists the cases.
+Some optimizers compute with a whole tensor: Newton-Schulz in Muon, rows and columns in Adafactor,
+the norm of a layer, blocks of 8-bit states. These optimizers step each parameter on one rank, the
+parameter's owner. The owner gathers the parts, keeps the optimizer's state, and scatters the new
+values. Optimizers that compute with several parameters together (LBFGS) step all parameters on
+every rank. ``StepMode`` lists all modes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from flatshard.optimizer.stepper import (
 from flatshard.precision import set_grad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 
-# About how many bytes of parameters and gradients each rank gathers at a time.
+# Approximate number of bytes of parameters and gradients that a rank gathers at a time.
 PART_BYTES = 32 << 20
 
 OP = "optimizer.step()"
@@ -59,9 +60,10 @@ def swap_full_in(
     full: dict[FlatShardTensor, nn.Parameter],
     others: Collection[Any],
 ) -> ExitStack:
-    """Give an optimizer full parameters in place of sharded ones, and their state, until closed.
+    """Replace sharded parameters of an optimizer by full parameters, until the result is closed.
 
-    Of its parameters without a full one the optimizer keeps only those in ``others``.
+    The full parameters get the state of the sharded parameters. Parameters that are neither
+    replaced nor in ``others`` are removed until then.
     """
     undo = ExitStack()
     kept = {id(param) for param in others}
@@ -75,8 +77,8 @@ def swap_full_in(
 
 
 def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give the state of each first tensor to the second one."""
-    # Also the state of optimizers inside the optimizer, as Lookahead has one.
+    """Move the state of the first tensor of each pair to the second tensor."""
+    # An optimizer may contain another optimizer with state, as Lookahead does.
     inner = (v for v in optimizer.__dict__.values() if isinstance(v, torch.optim.Optimizer))
     states = [one.state for one in (optimizer, *inner)]
     for old, new in pairs:
@@ -91,19 +93,22 @@ class WholeStep:
     def __init__(
         self, optimizer: torch.optim.Optimizer, mode: StepMode, before: WholeStep | None = None
     ) -> None:
-        """Follow ``before``, which stepped other parameters of the optimizer.
+        """Choose the owner of each parameter.
+
+        ``before`` is the previous ``WholeStep`` of the optimizer, for its previous parameters.
+        Parameters keep the owners from ``before``.
 
         Collective: all ranks of the optimizer's sharded parameters.
         """
         self.mode = mode
-        # Also of parameters that the optimizer has no more: they may come back.
+        # Keep the owners of removed parameters, which may be added to the optimizer again.
         self._owners: MutableMapping[Tensor, int] = (
             WeakIdKeyDictionary() if before is None else before._owners
         )
         self._params = sharded_params(optimizer)
         _check_attributes(optimizer)
         self.owned: dict[FlatShardTensor, OwnedParam] = {}
-        self._full: dict[FlatShardTensor, nn.Parameter] = {}  # of a step on every rank
+        self._full: dict[FlatShardTensor, nn.Parameter] = {}  # for steps on every rank
         self._swap = ExitStack()
         by_comm: dict[Communicator, list[FlatShardTensor]] = {}
         for param in self._params:
@@ -114,7 +119,7 @@ class WholeStep:
             shapes = [param.spec.shape for param in params]
             owners: Sequence[int | None] = [None] * len(params)
             if mode is not StepMode.ON_EVERY_RANK:
-                # Owners stay, as they alone have the state.
+                # Earlier owners stay, because only they have the state.
                 known = [self._owners.get(param) for param in params]
                 numels = [{rank: one.numel for rank, one in parts.items()} for parts in held]
                 chosen = owners = choose_owners(shapes, numels, comm.size, known)
@@ -123,16 +128,17 @@ class WholeStep:
                 self.owned[param] = OwnedParam(param.spec, parts, owner)
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer still has the parameters that this was made for."""
+        """Whether the optimizer has the same parameters as when this object was made."""
         now = {param: param.spec for param in sharded_params(optimizer)}
         return now == {param: owned.spec for param, owned in self.owned.items()}
 
     def extra_bytes(self) -> int:
-        """Bytes of full tensors and of send and receive buffers, at a step's peak on this rank."""
+        """Peak bytes of full tensors, send buffers and receive buffers in a step on this rank."""
         owned = [param for param, one in self.owned.items() if one.is_full_here]
         values = sum(param.local.element_size() * param.numel() for param in owned)
-        # A part is values and gradients. The next one is in three buffers while it is gathered (the
-        # one sent, the one received, its full tensors); of the one before there are full tensors.
+        # A part consists of values and gradients. While a part is gathered, its data exist three
+        # times: in a send buffer, in a receive buffer and as full tensors. Meanwhile the previous
+        # part exists as full tensors.
         part = 2 * values
         if self.mode is StepMode.IN_PARTS:
             largest = max(map(_gathered_bytes, self.owned), default=0)
@@ -142,39 +148,41 @@ class WholeStep:
     # ------------------------------------------------------------ on owners
 
     def step(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
-        """Step each parameter that has a gradient on its owner.
+        """Step each parameter that has a gradient, on the parameter's owner.
 
-        Collective. Where a rank's step raises, all raise that, and no parameter has changed.
+        If the step raises on a rank, all ranks raise the error, and no parameter has changed.
+
+        Collective: all ranks of the optimizer's sharded parameters.
         """
         params = self.agree_on_gradients(optimizer)
         parts = (self._parts(params) if self.mode is StepMode.IN_PARTS else None) or [params]
         others = _others(optimizer)
         error: Exception | None = None
         done: dict[FlatShardTensor, Tensor] = {}
-        # The next part is gathered while one is stepped.
+        # Gather the next part while the current part is stepped.
         finish = self.start_gather(optimizer, parts[0])
         for number, _ in enumerate(parts):
             full = finish()
             if number + 1 < len(parts):
                 finish = self.start_gather(optimizer, parts[number + 1])
             if error is not None:
-                continue  # the other ranks wait for this one's parts
+                continue  # but keep gathering: other ranks wait for this rank's data
             try:
                 with swap_full_in(optimizer, full, others if number == 0 else ()):
                     groups = optimizer.param_groups
-                    if self.mode is StepMode.IN_PARTS:  # some optimizers take no empty group
+                    if self.mode is StepMode.IN_PARTS:  # some optimizers raise for an empty group
                         groups = [group for group in groups if group["params"]]
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
                 if changed is not None and self.mode is StepMode.IN_PARTS:
                     raise NotImplementedError(
                         f"{type(optimizer).__name__}.step() has begun to change its parameter "
-                        "groups, and would do so once for each part of the parameters."
+                        "groups. It would change the groups once for each part of the parameters."
                     )
                 for param, stepped in full.items():
                     if stepped.grad is None:
                         raise NotImplementedError(
                             f"parameter {param.spec.name!r}: {type(optimizer).__name__}.step() "
-                            "sets its gradient to None, which other ranks would keep. Call "
+                            "sets the gradient to None, but only on its owner. Call "
                             "zero_grad() after step() instead."
                         )
                     check_data(f"{OP}: parameter {param.spec.name!r}", param, stepped.data)
@@ -190,7 +198,7 @@ class WholeStep:
         """The parameters that have gradients, in the optimizer's order. Collective.
 
         Raises:
-            ValueError: on all ranks, where they differ in these.
+            ValueError: on all ranks: ranks have gradients of different parameters.
         """
 
         def prepare() -> tuple[list[FlatShardTensor], Facts]:
@@ -205,7 +213,7 @@ class WholeStep:
         return agreed(prepare, self.comms, OP, REMEDY)
 
     def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
-        """Divided so that each rank gathers about ``PART_BYTES`` at a time."""
+        """Divide parameters into parts of which each owner gathers about ``PART_BYTES``."""
         filled: dict[tuple[Communicator, int | None], int] = {}
         parts: dict[int, list[FlatShardTensor]] = {}
         for param in params:
@@ -217,9 +225,9 @@ class WholeStep:
     def start_gather(
         self, optimizer: torch.optim.Optimizer, params: Sequence[FlatShardTensor]
     ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
-        """Start to gather values, gradients and loaded state on owners.
+        """Start to gather values, gradients and loaded state on the owners.
 
-        The function returned waits, and returns the full parameters of this rank.
+        Returns a function that waits, and returns the full parameters of this rank.
         """
         waits = []
         for comm in self.comms:
@@ -230,11 +238,11 @@ class WholeStep:
         def finish() -> dict[FlatShardTensor, nn.Parameter]:
             full: dict[FlatShardTensor, nn.Parameter] = {}
             for some, wait in waits:
-                tensors = iter(wait())  # in the order of `_local_parts`
+                tensors = iter(wait())  # tensors in the order of `_local_parts`
                 for param in some:
                     if not self.owned[param].is_full_here:
-                        # The owner has the state. Without an entry, torch's get_state_dict would
-                        # make a step.
+                        # Only the owner has state. An empty entry keeps torch's get_state_dict from
+                        # making a step to create state.
                         optimizer.state[param] = {}
                         continue
                     full[param] = nn.Parameter(next(tensors), param.requires_grad)
@@ -248,8 +256,8 @@ class WholeStep:
         return finish
 
     def average(self, loss: Any) -> Any:
-        """The mean of the ranks' losses, which is that of all their inputs. Collective."""
-        # From different losses the ranks would draw different conclusions.
+        """Average the ranks' losses, to the loss of the whole batch. Collective."""
+        # All ranks need the same loss, because optimizers such as LBFGS decide by the loss.
         if not isinstance(loss, Tensor | float) or not self._params:
             return loss
         value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
@@ -261,7 +269,7 @@ class WholeStep:
     def scatter(
         self, params: Sequence[FlatShardTensor], done: dict[FlatShardTensor, Tensor]
     ) -> None:
-        """Write the owners' full values to all shards. Collective."""
+        """Write the full values from the owners to all shards. Collective."""
         for comm in self.comms:
             some = [param for param in params if param.spec.comm is comm]
             pieces = [(self.owned[p], p.local.detach(), done.get(p)) for p in some]
@@ -272,10 +280,11 @@ class WholeStep:
 
     @torch.no_grad()
     def swap_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put all full parameters in place of the sharded ones. Collective."""
+        """Replace the optimizer's sharded parameters by full parameters. Collective."""
         self.agree_on_gradients(optimizer)
         for param, full in self.start_gather(optimizer, self._params)().items():
-            # The same objects at each call of a closure: the optimizer may refer to them.
+            # Use the same parameter objects at each call of a closure, because the optimizer may
+            # keep references to the objects.
             known = self._full.setdefault(param, full)
             known.data = full.data
             set_grad(known, full.grad)
@@ -283,9 +292,9 @@ class WholeStep:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Write new values to the shards, and put the sharded parameters back. Collective."""
+        """Write the new values to the shards, and restore the sharded parameters. Collective."""
         for param, full in self._full.items():
-            if full.grad is None:  # the step has cleared it, on all ranks
+            if full.grad is None:  # the step has set the gradient to None, on all ranks
                 param.grad = None
         if self._full:
             done = {param: full.detach() for param, full in self._full.items()}
@@ -293,14 +302,14 @@ class WholeStep:
         self._swap.close()
 
     def undo(self) -> None:
-        """Put the sharded parameters back, and forget the full ones."""
+        """Restore the sharded parameters, and drop the full parameters."""
         self._swap.close()
         self._full = {}
 
     # ------------------------------------------------------------ state
 
     def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
-        """State that owners have, on all ranks. Collective."""
+        """Distribute the owners' state to all ranks. Per-element state is sharded. Collective."""
         shared: dict[FlatShardTensor, State] = {}
         for comm in self.comms:
             params = [param for param in self.owned if param.spec.comm is comm]
@@ -313,13 +322,13 @@ class WholeStep:
             pieces: list[Piece] = []
             for number, param in enumerate(params):
                 owned = self.owned[param]
-                # State that was loaded, and not stepped since, is sharded already.
+                # State from a checkpoint stays sharded until the next step.
                 if _sharded_state(optimizer.state.get(param)):
                     continue
                 assert owned.owner is not None
                 state = shared[param] = everyone[owned.owner].get(number, {})
                 for key, value in state.items():
-                    if isinstance(value, _PerElement):
+                    if isinstance(value, Tensor) and value.is_meta:
                         part = param.local.detach().new_empty(owned.spec.numel, dtype=value.dtype)
                         full = optimizer.state[param][key] if owned.is_full_here else None
                         pieces.append((owned, part, full))
@@ -331,7 +340,7 @@ class WholeStep:
 def _held_ranges(
     params: Sequence[FlatShardTensor], comm: Communicator
 ) -> list[dict[int, HeldRange]]:
-    """For each parameter, the holders and their ranges. Collective."""
+    """For each parameter, the ranks that hold elements, and their ranges. Collective."""
     specs = enumerate(param.spec for param in params)
     mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
     held: list[dict[int, HeldRange]] = [{} for _ in params]
@@ -342,19 +351,14 @@ def _held_ranges(
 
 
 def _gathered_bytes(param: FlatShardTensor) -> int:
-    """Bytes of a parameter and its gradient, which its owner gathers."""
+    """Bytes of a parameter and its gradient, which the owner gathers."""
     return param.nbytes + (0 if param.grad is None else param.grad.nbytes)
 
 
-class _PerElement(NamedTuple):
-    """State that its owner has in the parameter's shape."""
-
-    dtype: torch.dtype
-
-
 def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The owner's state for other ranks, with meta tensors in place of per-element state."""
     return {
-        key: _PerElement(value.dtype)
+        key: value.to("meta")
         if type(value) is Tensor and value.shape == param.shape and key not in ONE_PER_PARAMETER
         else value
         for key, value in state.items()
@@ -363,7 +367,7 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
-    """This rank's parts of a parameter, of its gradient if it has one, and of its loaded state."""
+    """This rank's parts of a parameter, of its gradient if any, and of its loaded state."""
     parts = [param.local.detach()]
     if param.grad is not None:
         parts.append(local_grad(param))
@@ -372,12 +376,15 @@ def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> li
 
 
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
-    """State of which this rank holds a part: a checkpoint's."""
+    """The sharded entries of a parameter's state. Only state from a checkpoint is sharded."""
     return {k: v for k, v in (state or {}).items() if isinstance(v, FlatShardTensor)}
 
 
 def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise NotImplementedError for parameters that cannot be replaced for a step."""
+    """Raise NotImplementedError if the optimizer keeps a sharded parameter in an attribute.
+
+    A step replaces only the parameters in ``param_groups`` by full parameters.
+    """
     groups = optimizer.param_groups
     known = {id(group["params"]) for group in groups} | {id(groups), id(optimizer.state)}
     for name, value in optimizer.__dict__.items():
@@ -385,6 +392,6 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(kept, FlatShardTensor):
                 raise NotImplementedError(
                     f"{type(optimizer).__name__} keeps parameter {kept.spec.name!r} in its "
-                    f"attribute {name!r}, and would not see the full one that it needs. Let it "
-                    "take parameters from param_groups."
+                    f"attribute {name!r}, which would stay sharded during a step. Let it take "
+                    "parameters from param_groups."
                 )

@@ -189,7 +189,7 @@ def _schedule_that_fell_behind(rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     _loop(model, optimizer, 3 - rank, after=schedule.step)
-    with pytest.raises(RuntimeError, match=r"ranks that have input must do alike.* falls behind"):
+    with pytest.raises(RuntimeError, match=r"must take the same action.* falls behind"):
         _loop(model, optimizer, 2, after=schedule.step)
 
 
@@ -208,7 +208,7 @@ def _refused(rank: int) -> None:
     with model.join(enable=False):
         pass
     with (
-        pytest.raises(RuntimeError, match="ranks that have input must do alike"),
+        pytest.raises(RuntimeError, match="ranks with input must take the same action"),
         model.join(),
         torch.set_grad_enabled(rank == 0),
     ):

@@ -462,7 +462,7 @@ def _clears_gradients(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     optimizer = ClearingGrads(list(run.model.parameters()))
     run.loss(0).backward()
-    with pytest.raises(NotImplementedError, match=r"step\(\) sets its gradient to None"):
+    with pytest.raises(NotImplementedError, match=r"step\(\) sets the gradient to None"):
         optimizer.step()
 
 
