@@ -50,7 +50,7 @@ model(torch.ones(3, 600)).sum().backward()
 torch.optim.SGD(model.parameters(), 0.1).step()
 if default_extra("shared_memory"):
     from flatshard.extras.shared_memory.peer_memory import Mailbox
-    assert Mailbox().address.problem == "its system has no process_vm_readv"
+    assert Mailbox().address.problem == "the system has no process_vm_readv"
 """
 
 

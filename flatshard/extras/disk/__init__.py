@@ -3,16 +3,17 @@
 Without this folder, ``path`` raises when a model is wrapped. Offload to host memory needs no extra.
 
 [Note: files without a name]
-The files have no name in their directory, so that they end with the process, also with a process
-that is killed.
+The files have no name in the directory, so the system deletes the files when the process ends, even
+if the process is killed.
 
-A write to a page for which the disk has no room ends the process. So files have all their room when
-they are made, and ``reserve`` keeps room for those that will be, where a failure can still be told.
+A write to a mapped page ends the process by SIGBUS if the disk is full. So ``create`` allocates the
+whole file on the disk before the file is mapped. ``reserve`` allocates disk space for later files,
+at a moment when a full disk can still raise an error.
 
 [Note: optimizer steps a part at a time]
-An optimizer steps all its parameters in one call. Before that call, the parameters whose state is
-in files are stepped by themselves, some megabytes at a time. After each part, the state that the
-optimizer has made goes to its file, and the pages are given back. The call itself steps the other
+An optimizer steps all its parameters in one call. Before the call, ``DiskSteps`` steps the
+parameters whose state is in files, a part of some megabytes at a time. After each part,
+``DiskSteps`` moves new state to files and releases the pages. The call itself steps the other
 parameters.
 """
 
@@ -47,40 +48,48 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untrac
 
 __all__ = ["DiskMemory"]
 
-_mapped: dict[int, int] = {}  # where files are mapped: first address, length in bytes
-# By parameter, the disk that holds its optimizer state. Parameters that are not sharded only: the
-# spec of a ``FlatShardTensor`` names the disk.
+_mapped: dict[int, int] = {}  # length in bytes of each mapped file, keyed by the first address
+# The disk that holds a parameter's optimizer state, keyed by parameter. Only for parameters that
+# are not sharded: for a ``FlatShardTensor``, ``spec.state_target`` is the disk.
 _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
 class DiskMemory(OffloadTarget):
-    """Tensors over files in one directory."""
+    """Offload target that keeps tensors in files of one directory."""
 
     is_device = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Try whether files can be made there: else ``ValueError`` or ``NotImplementedError``."""
+        """Check that ``folder`` can hold files.
+
+        Raises:
+            NotImplementedError: the system is not Linux.
+            ValueError: no file can be created in ``folder``.
+        """
         self._folder = os.fspath(folder)
         self._reserve: IO[bytes] | None = None
         if not mapped_files.CAN_MAP:
-            raise NotImplementedError("CPUOffload: path is supported on Linux alone; leave it out")
+            raise NotImplementedError(
+                "CPUOffload: path is supported only on Linux. Leave path out to offload to memory."
+            )
         try:
             self._nameless().close()
         except OSError as error:
             raise ValueError(
                 f"CPUOffload: no file can be made in path {self._folder!r}: {error.strerror}. "
-                "Pass a directory that exists and that this user may write to."
+                "Pass an existing directory in which this user may write."
             ) from error
 
     def _nameless(self) -> IO[bytes]:
-        # Also where the file system has no O_TMPFILE: then the file loses its name at once.
+        # If the file system has no O_TMPFILE, Python creates a file with a name and removes the
+        # name at once.
         return tempfile.TemporaryFile(prefix="flatshard-", dir=self._folder, buffering=0)
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Keep room on the disk for tensors to come, which ``what`` names in errors.
+        """Allocate disk space for later tensors; ``what`` describes these tensors in errors.
 
         Raises:
-            OffloadError: the disk is full; what was reserved before stays.
+            OffloadError: the disk is full. Earlier reservations stay.
         """
         if nbytes == 0:
             return
@@ -91,17 +100,21 @@ class DiskMemory(OffloadTarget):
         try:
             os.posix_fallocate(self._reserve.fileno(), before, nbytes)
         except OSError as error:
-            self._reserve.truncate(before)  # it may have grown by a part
+            self._reserve.truncate(before)  # the failed call may have allocated some space
             raise self._full(error, nbytes, what) from error
 
     @property
     def reserved_bytes(self) -> int:
-        """Not in use yet."""
+        """Bytes of reserved disk space that no tensor uses yet."""
         return 0 if self._reserve is None else os.fstat(self._reserve.fileno()).st_size
 
     def create(self, nbytes: int) -> int:
-        """Zeros which have their room; takes it from the reserve."""
-        # First: on a full disk the reserve is the only room that there is.
+        """Create a file of ``nbytes`` zeros, from reserved space if there is some.
+
+        Returns an open file descriptor.
+        """
+        # Shrink the reserve before allocating the file: on a full disk, only the reserve's space is
+        # free.
         if self._reserve is not None:
             self._reserve.truncate(max(0, self.reserved_bytes - nbytes))
         with self._nameless() as file:
@@ -112,7 +125,7 @@ class DiskMemory(OffloadTarget):
             return os.dup(file.fileno())
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """A range whose pages ``page_out`` gives back."""
+        """Map an open file, so that ``page_in`` and ``page_out`` know the file's pages."""
         found = mapped_files.mapped(number, nbytes)
         address = mapped_files.address_of(found)
         _mapped[address] = nbytes
@@ -120,10 +133,10 @@ class DiskMemory(OffloadTarget):
         return found
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in a file, ``(numel,)``.
+        """A tensor of zeros in a file, of shape ``(numel,)``.
 
         Raises:
-            OffloadError: the disk is full, or the system maps no more files.
+            OffloadError: the disk is full, or the system cannot map another file.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -133,15 +146,19 @@ class DiskMemory(OffloadTarget):
             found = self.mapped(number, nbytes)
         except OSError as error:
             raise OffloadError(
-                f"{nbytes:,} bytes in a file in {self._folder!r} cannot be mapped: the limit of "
-                "mappings (vm.max_map_count) or of addresses (ulimit -v) is reached"
+                f"CPUOffload: a file of {nbytes:,} bytes in {self._folder!r} cannot be mapped: the "
+                "limit of mappings (vm.max_map_count) or of addresses (ulimit -v) is reached. "
+                "Raise the limit, or use fewer units."
             ) from error
         finally:
             os.close(number)  # the mapping keeps the file
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """A tensor without gaps in a file: itself, or a copy with its strides."""
+        """``tensor`` if its memory is a file already; otherwise a copy in a file.
+
+        ``tensor`` must have no gaps in memory. The copy has the strides of ``tensor``.
+        """
         return self._copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -150,7 +167,7 @@ class DiskMemory(OffloadTarget):
     def _copy(self, tensor: Tensor) -> Tensor:
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        # Both: else each copied tensor would stay in RSS.
+        # Release both tensors. Otherwise each copied tensor's pages would stay in RSS.
         self.page_out(place, tensor)
         return place
 
@@ -159,21 +176,21 @@ class DiskMemory(OffloadTarget):
         free = state.f_bavail * state.f_frsize
         return OffloadError(
             f"CPUOffload: {what} needs {nbytes:,} bytes on disk in {self._folder!r}, where "
-            f"{free:,} are free: {error.strerror}. Make room or pass another path; the files go "
-            "when the process does, or with the model and its optimizer."
+            f"{free:,} are free: {error.strerror}. Free disk space, or pass another path. The "
+            "system deletes flatshard's files when the process ends or the model is freed."
         )
 
     @staticmethod
     def page_in(*tensors: Tensor) -> None:
-        # Read the pages that are about to be written in one call.
+        # Load all pages of a file in one call, because they are about to be written.
         for address in _addresses(tensors):
             mapped_files.want_pages(address, _mapped[address])
 
     @staticmethod
     def page_out(*tensors: Tensor) -> None:
-        # Pages of a mapped file occupy memory once they are touched. Released pages go to the
-        # system's file cache, which writes them to disk when memory is short. So releasing costs
-        # little, and pages that are soon used again come from the file cache.
+        # A page of a mapped file occupies the process's memory once the page is touched. A released
+        # page stays in the system's file cache, which writes pages to disk when memory is short. So
+        # a release costs little, and a page that is soon used again comes from the file cache.
         for address in _addresses(tensors):
             mapped_files.drop_pages(address, _mapped[address])
 
@@ -181,7 +198,7 @@ class DiskMemory(OffloadTarget):
         _state_disks[param] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
-        return self  # each tensor has a file of its own
+        return self  # copies may share the directory, because each tensor has a separate file
 
 
 def rounded(nbytes: int) -> int:
@@ -195,9 +212,10 @@ def is_on_disk(tensor: Tensor) -> bool:
 
 
 def state_disk(param: Any) -> DiskMemory | None:
-    """The files that keep a parameter's state; None: the state is in memory."""
+    """Disk that keeps a parameter's optimizer state; None: the state is in memory."""
     if not isinstance(param, FlatShardTensor):
-        return _state_disks.get(param) if _state_disks else None  # asked for each parameter, often
+        # Skip the slow lookup if no disk is in use: each step calls this for each parameter.
+        return _state_disks.get(param) if _state_disks else None
     target = param.spec.state_target
     return target if isinstance(target, DiskMemory) else None
 
@@ -208,7 +226,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# Parameter bytes from which a part is full. With Adam, four times as much is in memory.
+# A part is full at this number of parameter bytes. With Adam, a step of one part holds four times
+# as much in memory: parameters, gradients and two states.
 _PART_BYTES = 8 << 20
 
 
@@ -218,7 +237,7 @@ def _has_grad(param: Any) -> bool:
 
 
 class DiskSteps(OptimizerExtension):
-    """Steps parameters with state on a disk before the call that steps the other parameters."""
+    """Steps the parameters with state on a disk; the optimizer's own call steps the others."""
 
     def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
         parts = _plan_parts(optimizer)
@@ -228,11 +247,11 @@ class DiskSteps(OptimizerExtension):
         return {id(param) for part in parts for param in part.params}
 
     def after_part(self, optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
-        """Put the state of parameters that were stepped where it is kept, and give pages back."""
+        """Move the state of stepped parameters to the disk, and release the pages."""
         for param in params:
             storage = state_disk(param)
+            # Skip sharded parameters: their state is created on the disk.
             if storage is not None and not isinstance(param, FlatShardTensor):
-                # The state of a sharded parameter is on the disk since the state was made.
                 state_to_target(optimizer.state.get(param, {}), param.shape, storage)
         DiskMemory.page_out(*_tensors(optimizer, params))
 
@@ -247,9 +266,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
-    """Parts to step one at a time, before the call that steps the other parameters.
+    """Divide the parameters with state on a disk into parts that are stepped one at a time.
 
-    Raises ``OffloadError`` if there is no room for state; nothing was stepped.
+    Returns no parts if this optimizer must not be stepped in parts. Raises ``OffloadError``, before
+    any parameter is stepped, if the disk has no space for the state.
     """
     parts: list[StepPart] = []
     for group in optimizer.param_groups:
@@ -257,7 +277,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
         for param in group["params"]:
             if state_disk(param) is None or not _has_grad(param):
                 continue
-            # Neighbours stay together: they are stepped as one.
+            # Keep parameters of one shard in one part, because they are stepped as one tensor.
             own = getattr(param, "flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append(StepPart(optimizer, group, []))
@@ -269,7 +289,10 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors that a step of ``params`` touches; only of those with state on the disk."""
+    """Tensors that a step of ``params`` touches: parameters, state and gradients.
+
+    Only parameters with state on a disk count.
+    """
     for param in params:
         if state_disk(param) is None:
             continue
@@ -282,15 +305,16 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
 
 
 def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
-    """Reserve room for state that is still to be made; says whether steps can be in parts.
+    """Reserve disk space for state that ``optimizer`` has not created yet.
 
-    Before a backward, parameters count that are still to get a gradient. Raises ``OffloadError``
-    if the disk is full; nothing was stepped.
+    Returns whether the optimizer may be stepped in parts. With ``before_backward``, the reservation
+    includes parameters that have no gradient yet. Raises ``OffloadError``, before any parameter is
+    stepped, if the disk is full.
     """
     if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
-        return False  # others may count their steps somewhere
-    # What an optimizer keeps is known when it has made it, which is too late to find that a disk
-    # is full: some parameters would be stepped and others not.
+        return False  # an optimizer that is not torch's may count its calls of `step`
+    # Reserve before the step. An optimizer creates its state in the step, and if the disk were full
+    # then, some parameters would be stepped and the others not.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
@@ -310,11 +334,11 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
 
 
 def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: int) -> int:
-    """Bytes of the files that one parameter's state still needs."""
+    """Bytes of disk space that one parameter's state still needs."""
     if param not in optimizer.state:
         nbytes = local_range(param).numel() * per_element
         return rounded(nbytes) if per_element else 0
-    # State that was loaded is in memory until the next step.
+    # State from `load_state_dict` is in memory until the next step moves the state to files.
     values = optimizer.state[param].values()
     loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]
     return sum(rounded(value.nbytes) for value in loaded if not is_on_disk(value))
@@ -323,10 +347,15 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: in
 def _bytes_per_element(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
 ) -> int | None:
-    """Bytes of state per element; None: a step changes the group, so it cannot be divided."""
+    """Bytes of state per element; None if a step changes the group.
+
+    An optimizer that changes its group in a step cannot be stepped in parts, because each part
+    would change the group again.
+    """
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    # The optimizer itself steps the probe: how to construct a second one is not known.
+    # Step the probe with the optimizer itself, because the arguments that would construct a second
+    # optimizer are not known.
     try:
         with torch.no_grad():
             changed = step_groups(optimizer, [{**group, "params": [probe]}])
@@ -341,7 +370,8 @@ def _bytes_per_element(
     )
 
 
-# From the first model on that keeps something on a disk, in the steps of all optimizers.
+# Importing this module, which happens when the first model is given a disk, extends the steps of
+# all optimizers of the process.
 _steps = DiskSteps()
 extensions.append(_steps)
-register_optimizer_step_post_hook(_after_step)  # after users' hooks
+register_optimizer_step_post_hook(_after_step)  # runs after the optimizer's own hooks

@@ -1,10 +1,11 @@
 """Extra: units that some ranks skip in a step, or run in another order than other ranks.
 
-An all-gather needs every rank. Where ranks may differ there must be none, so these units are
-all-gathered when the outermost forward begins, where all ranks are, and stay unsharded until its
-backward is over. Their gradients are reduced there, by all ranks if any has some.
+An all-gather needs every rank, so there must be no all-gather while ranks may run different units.
+All ranks therefore all-gather the divergent units when the outermost forward begins. These units
+stay unsharded until the outermost backward ends. Then all ranks reduce a unit's gradients if at
+least one rank has gradients of the unit.
 
-Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises an error that names it.
+Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises an error that names the folder.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Moment, Phase, Unit
 
 Divergence: TypeAlias = bool | Iterable[type[nn.Module] | str | nn.Module]
-"""All units, or what contains them: classes, names in the unwrapped model, modules."""
+"""True for all units, or classes, names (in the unwrapped model) and modules that may diverge."""
 
 
 def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
-    """The modules that ``allow_divergence`` names, with all inside them.
+    """The modules that ``allow_divergence`` names, and all modules inside these modules.
 
     Raises:
-        TypeError: ``allowed`` is none of these.
-        ValueError: a class or a name is not in the model.
+        TypeError: ``allowed`` is not a ``Divergence``.
+        ValueError: a class, name or module is not in the model.
     """
     expected = "allow_divergence: expected True, or a list of classes, names and modules"
     if isinstance(allowed, bool):
@@ -49,14 +50,16 @@ def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
         if not tops:
             what = f"the {type(one).__name__}" if isinstance(one, nn.Module) else repr(one)
             raise ValueError(
-                f"allow_divergence: {what} is not in the {type(root).__name__} that is wrapped. "
-                "Names are those of named_modules() before wrapping."
+                f"allow_divergence: {what} is not in the {type(root).__name__} that was passed to "
+                "ShardedWrapper. Pass names as listed by named_modules() before wrapping."
             )
         found.update(inner for module in tops for inner in module.modules())
     return found
 
 
 class DivergentUnits(StepExtension):
+    """Keeps divergent units unsharded from the outermost forward to the end of its backward."""
+
     name, is_made_anew = "divergence", True
 
     def __init__(self, state: RunState, units: Sequence[Unit]) -> None:
@@ -64,19 +67,23 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # What a failed step left is there on some ranks alone.
+            # After a failed step, the unit may still be unsharded on some ranks. Reshard the unit
+            # on all ranks, so that all ranks begin the all-gather below.
             unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            if not unit.is_current:  # else `Forward` would not let its modules hold parameters
+            # If the unit is unsharded already, do not enter phase FORWARD: in this phase `Forward`
+            # would skip the unshard, and the unit's modules would not hold the full parameters.
+            if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 
     def end_forward(self, failed: bool) -> None:
         stays = self._state.expects_backward and not failed
         for unit in self._units:
             if failed and unit.is_prefetched:
-                continue  # `Forward` drops it
+                continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Now: until this is over, the others wait before they write their shards.
+                # Finish the all-gather here, on every rank, also if no forward used the unit.
+                # Otherwise the other ranks would wait for this rank before they write their shards.
                 handle.wait_unshard()
                 handle.show_sharded()
                 if stays:
@@ -88,7 +95,8 @@ class DivergentUnits(StepExtension):
 
     def begin_backward(self) -> None:
         for unit in self._units:
-            # Another backward may have resharded it: its own came before, or was the first of two.
+            # An earlier backward may have resharded the unit, if two backwards follow one forward
+            # or two forwards come before one backward.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
-                unit.stick()  # on all ranks, whether it runs here or not
+                unit.stick()  # on all ranks, also on a rank that does not run the unit

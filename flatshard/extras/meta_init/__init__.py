@@ -1,16 +1,18 @@
 """Extra: initialises models that are built on the meta device, after sharding, group by group.
 
-A group of modules gets full plain tensors to initialise, each rank keeps its parts of the result,
-and the full tensors are freed before the next group. ``construction.wrap`` calls ``MetaInit``.
+``construction.wrap`` calls ``MetaInit``, which gives a group of modules full plain tensors to
+initialise. Each rank keeps its part of each tensor. Then the full tensors are freed, before the
+next group.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises an error
-that names the folder. Ranks other than rank 0 may still have them there if rank 0 has all values
-and ``sync_module_states=True``.
+that names the folder. One case needs no folder: rank 0 has all values, the other ranks have tensors
+on the meta device, and ``sync_module_states=True``.
 
 [Note: the pattern of unwritten memory]
-Memory is filled with a pattern before it is initialised. If the pattern is still there afterwards,
-an initialiser forgot the tensor, which would train on garbage; or ``leave_empty`` left it empty,
-and ``load_state_dict`` did not load it.
+``_write_pattern`` fills new tensors with a pattern. If a tensor still has the pattern after
+initialisation, the initialiser forgot the tensor, and the model would train on garbage. If a tensor
+still has the pattern at the first forward, ``leave_empty`` left the tensor empty, and
+``load_state_dict`` did not load the tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 
-# Per module, the functions that give it values where no `param_init_fn` does, by name.
+# For each module, the module's own functions that initialise tensors, keyed by function name. Used
+# if the user passes no `param_init_fn`.
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -55,9 +58,10 @@ def _initialises(start: InitialValues) -> bool:
 
 
 def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
-    """Find the functions that give modules values. Collective.
+    """Find the functions that initialise the modules. Collective.
 
-    Raises ValueError, on every rank, if a module has none, or would lose values that it has.
+    Raises ValueError, on every rank, if a module has no such function, or if a function would
+    overwrite parameters that already have values.
     """
     resets: Resets = {}
 
@@ -69,7 +73,8 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
         reset = _reset_of(module)
         if reset is not None and any(id(one) in start.missing for one in _own(module)):
             found["reset_parameters()"] = reset
-        # It may set tensors of modules below it, too: none of those may have values already.
+        # `_init_weights` of a module may also set tensors of submodules. Call `_init_weights` only
+        # if all these tensors are on the meta device, so that no existing value is overwritten.
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
@@ -87,7 +92,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    # The habit of transformers and others, whose constructors end with `apply(_init_weights)`.
+    # In transformers and other libraries, a model's constructor ends with `apply(_init_weights)`.
     found = getattr(module, "_init_weights", None)
     takes_module = inspect.ismethod(found) and len(inspect.signature(found).parameters) == 1
     return found if takes_module else None
@@ -101,7 +106,8 @@ def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> s
         missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
         if module in ignored.modules or not missing:
             continue
-        # Functions of the user's may know which values to keep, but `to_empty` keeps none.
+        # With a `param_init_fn`, only ignored parameters count as existing values: the function may
+        # leave other parameters as they are, but `to_empty` in it drops ignored parameters.
         kept = [
             attribute
             for attribute, param in module._parameters.items()
@@ -118,20 +124,20 @@ def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> s
             "ShardedWrapper: these tensors are on the meta device, and their modules have no "
             f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn, which gives a "
             "module's own tensors memory (module.to_empty(device=..., recurse=False)) and values; "
-            "flatshard.leave_empty, if load_state_dict() follows; or sync_module_states=True, "
-            "where rank 0 has the weights."
+            "flatshard.leave_empty, if load_state_dict() follows; or sync_module_states=True, if "
+            "rank 0 has the weights."
         )
     if mixed:
         return (
             f"ShardedWrapper: module {mixed[0]!r} has some parameters on the meta device and "
-            f"others not, which {'param_init_fn' if init_fn else 'its reset_parameters()'} would "
-            "overwrite. Put all of a module's own parameters there, or none."
+            f"others with values, which {'param_init_fn' if init_fn else 'reset_parameters()'} "
+            "would overwrite. Put all of the module's own parameters on the meta device, or none."
         )
     return None
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    # torch's nn.MultiheadAttention has only the second.
+    # torch's nn.MultiheadAttention has only `_reset_parameters`.
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
@@ -152,8 +158,9 @@ class _Slot:
     meta: Tensor
     handle: FlatParamHandle | None = None
     param: OriginalParam | None = None
-    # Every place of a tied parameter is initialised, because constructors draw random numbers for
-    # each place, too. The values of the first place count.
+    # Whether this is the parameter's first place in the model. A tied parameter has several places.
+    # Initialise all places, because the model's constructor also draws random numbers for each
+    # place. Keep the values of the first place.
     is_first: bool = True
 
     @property
@@ -180,7 +187,7 @@ class _Slot:
 def _param_slots(handles: Iterable[FlatParamHandle], missing: set[int]) -> list[_Slot]:
     slots = []
     for handle in handles:
-        # Sharding kept the identities of the parameters.
+        # `missing` has ids of the parameters before sharding. Sharding keeps the same objects.
         for param in (param for param in handle.params if id(param.sharded) in missing):
             meta = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
             places = param.locations
@@ -201,21 +208,22 @@ def _buffer_slots(root: nn.Module, missing: set[int]) -> list[_Slot]:
 
 
 def _write_pattern(tensor: Tensor) -> None:
-    # Dense memory of any strides.
+    # Write the memory as 1-D, because the tensor may have any strides. The tensor is dense.
     as_bytes(tensor.as_strided((tensor.numel(),), (1,))).fill_(_PATTERN)
 
 
 def _is_patterned(tensor: Tensor) -> bool:
-    """Whether nothing wrote to a tensor since ``_write_pattern``."""
+    """Whether a tensor still has the pattern from ``_write_pattern`` everywhere."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    # The first piece of an initialised tensor mostly differs, so `all` reads no more.
+    # Compare in pieces, because `all` stops at the first difference. In an initialised tensor, the
+    # first piece mostly differs.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
 def _tie(slots: Iterable[_Slot]) -> None:
-    """Restore buffers that several modules shared."""
+    """Make modules share buffers again that they shared before initialisation."""
     first: dict[int, _Slot] = {}
     for slot in slots:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).tensor
@@ -223,7 +231,7 @@ def _tie(slots: Iterable[_Slot]) -> None:
 
 @contextmanager
 def _initialising(root: nn.Module) -> Iterator[None]:
-    """Let ``apply()`` and ``to_empty()`` in a ``param_init_fn`` end at the wrappers of units."""
+    """Keep ``apply()`` and ``to_empty()`` in a ``param_init_fn`` out of units inside the module."""
     shardings = shardings_in(root)
     try:
         for sharding in shardings:
@@ -237,22 +245,24 @@ def _initialising(root: nn.Module) -> Iterator[None]:
 class MetaInit:
     """Initialises the tensors of a model that are on the meta device.
 
-    Collective: all ranks. Raises ValueError, on every rank, if a module has nothing that
-    initialises it, or would lose values.
+    Collective: all ranks. Raises ValueError, on every rank, if a module has no function that
+    initialises its tensors, or if the function would overwrite existing values.
     """
 
     def __init__(self, plan: ModelPlan, start: InitialValues) -> None:
         self._start, self._resets = start, _find_resets(plan, start)
         self._init_fn, self._device = plan.settings.param_init_fn, plan.settings.device
         self._names: dict[nn.Module, str] = {}
-        self._slots: dict[nn.Module, list[_Slot]] = {}  # what each module needs values for
+        # Each module's own parameters and buffers that need values.
+        self._slots: dict[nn.Module, list[_Slot]] = {}
 
     def run(self, root: ModuleProxy, handles: Iterable[FlatParamHandle]) -> None:
-        """Initialise all tensors in ``root``, whose units are sharded.
+        """Initialise all tensors of ``root`` that need values; the units are sharded already.
 
-        The values are the same on all ranks unless the user forbids it. The first forward checks
-        what was left empty. Collective: all ranks. Raises RuntimeError, on every rank, if an
-        initialiser fails or misses a tensor.
+        If the ranks' values differ, all ranks take the values of rank 0, except with
+        ``sync_module_states=False``. The first forward checks that tensors from ``leave_empty``
+        were loaded. Collective: all ranks. Raises RuntimeError, on every rank, if an initialiser
+        fails or misses a tensor.
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
@@ -269,8 +279,8 @@ class MetaInit:
                 start.different = names_of_different(list(sums), sums.values(), world)
                 start.sends = bool(start.different) and start.sync is None
                 if start.sends:
-                    # Rank 0 has only its shards by now. From the same random state it makes the
-                    # same full tensors again, and sends them.
+                    # Rank 0 has kept only its shards. Restore the random state, so that rank 0
+                    # creates the same full tensors again, and can send them.
                     torch.set_rng_state(random_state)
                     if cuda_state is not None:
                         torch.cuda.set_rng_state(cuda_state, self._device)
@@ -282,12 +292,17 @@ class MetaInit:
             sharding_of(root).check_loaded = check_loaded
 
     def _find_groups(self, root: nn.Module) -> list[list[nn.Module]]:
-        """Each module that needs values with those below it in its unit; or whole units."""
-        # The order of constructors: children first, in registration order, whatever the units. So
-        # the same seed gives the values of a model built on its device. A module may initialise
-        # parameters of those below it, as torch's attention does, hence groups. A `param_init_fn`
-        # is called from a unit's root down, as by FullyShardedDataParallel; `_init_weights` in the
-        # order of `apply`, where a module may set what is anywhere below it.
+        """Divide the modules into groups, in the order in which modules are initialised.
+
+        A group is a module that needs values, with its submodules in the same unit. With a
+        ``param_init_fn`` or an ``_init_weights``, a group is a whole unit.
+        """
+        # Initialise children first, in registration order, as constructors do. Then the same seed
+        # gives the same values as a model that is built on its device, whatever the units are.
+        # A group is needed because a module may initialise parameters of its submodules, as
+        # nn.MultiheadAttention does.
+        # A `param_init_fn` is called from a unit's root downwards, as by FullyShardedDataParallel.
+        # `_init_weights` is called in the order of `apply`, and may set tensors of any submodule.
         root_first = self._init_fn is not None
         by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []
@@ -314,7 +329,11 @@ class MetaInit:
         return groups
 
     def _make_all(self, groups: Iterable[Sequence[nn.Module]]) -> dict[str, Checksum]:
-        """Initialise every group once; returns checksums by name if every rank does it itself."""
+        """Initialise every group once.
+
+        Returns checksums of the values, keyed by tensor name, if every rank has its own values; {}
+        if rank 0 sends its values.
+        """
         start = self._start
         sums: dict[str, Checksum] = {}
         failed: RuntimeError | None = None
@@ -329,7 +348,8 @@ class MetaInit:
                 except RuntimeError as error:
                     failed = error
             if start.sends:
-                # The others wait for what rank 0 sends of this group, so they must hear of it now.
+                # If rank 0 has failed, all ranks must raise now: otherwise the other ranks would
+                # wait for rank 0's values of this group.
                 raise_everywhere(failed, start.world)
             elif failed is not None:
                 break
@@ -341,10 +361,13 @@ class MetaInit:
         return sums
 
     def _make(self, modules: Sequence[nn.Module], slots: Sequence[_Slot]) -> dict[str, Any]:
-        """Let modules initialise full tensors; returns these, or None if left empty, by name."""
-        # A user's function gets meta tensors, as FullyShardedDataParallel gives it.
+        """Let modules initialise full tensors.
+
+        Returns the tensors, keyed by name; None for a tensor that ``leave_empty`` left empty.
+        """
+        # Give a `param_init_fn` tensors on the meta device, as FullyShardedDataParallel does.
         memory = self._device if self._init_fn is None else "meta"
-        # Tensors made under the user's inference mode could never be trained.
+        # Leave the user's inference mode: tensors created in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
@@ -365,7 +388,10 @@ class MetaInit:
             }
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Give values to the buffers of a module that was left empty, if no state dict has them."""
+        """Initialise a left-empty module that has only buffers with ``persistent=False``.
+
+        No state dict has these buffers, so ``load_state_dict`` cannot give them values.
+        """
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:
@@ -389,7 +415,10 @@ class MetaInit:
         return f"module {self._names[module]!r} ({type(module).__name__})"
 
     def _check_made(self, slot: _Slot) -> None:
-        """Raise if a tensor has another shape, or neither values nor ``leave_empty``."""
+        """Raise if an initialiser has changed a tensor's shape, or gave the tensor no values.
+
+        A tensor of a module from ``leave_empty`` needs no values.
+        """
         tensor, expected = slot.tensor, tuple(slot.meta.shape)
         if tensor is None or tuple(tensor.shape) != expected:
             got = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
@@ -398,7 +427,8 @@ class MetaInit:
                 "reset_parameters() and param_init_fn must keep the meta module's shapes"
             )
         if LEFT_EMPTY in slot.module.__dict__:
-            # The shards are there; what is sent, or is a buffer, needs memory.
+            # The shards already have memory. A buffer, and a tensor that rank 0 sends, also need a
+            # full tensor.
             if tensor.is_meta and (self._start.sends or slot.handle is None):
                 slot.allocate(self._device)
         elif tensor.is_meta:
@@ -410,12 +440,12 @@ class MetaInit:
         elif _is_patterned(tensor):
             raise RuntimeError(
                 f"{slot.name!r}: {' and '.join(self._resets[slot.module])} of "
-                f"{self._where(slot.module)} does not initialise it. Let it do so, or pass a "
-                "param_init_fn."
+                f"{self._where(slot.module)} does not initialise it. Initialise it there, or pass "
+                "a param_init_fn."
             )
 
     def _keep(self, slots: Sequence[_Slot], values: dict[str, Any]) -> None:
-        """Copy this rank's parts into its shards. Collective if rank 0's values are sent."""
+        """Copy this rank's parts of ``values`` into the shards. Collective if rank 0 sends."""
         start = self._start
         with torch.inference_mode(False), torch.no_grad():
             for slot in slots:
@@ -430,12 +460,12 @@ class MetaInit:
                     take_part(handle.flat_param, param, value, start.source)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
-            # Shards that live on disk must not all be in memory at once.
+            # Release the pages of shards on disk now: otherwise all shards would be in memory.
             for handle in _handles_of(slots):
                 handle.page_out()
 
     def _forgotten(self) -> RuntimeError | None:
-        """Tensors on the meta device that are neither parameters nor buffers."""
+        """Error for a tensor on the meta device that is neither parameter nor buffer, or None."""
         for module in self._names:
             for attribute, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
@@ -452,7 +482,10 @@ def _handles_of(slots: Iterable[_Slot]) -> set[FlatParamHandle]:
 
 
 def check_loaded(root: nn.Module, world: Communicator) -> None:
-    """Raise RuntimeError, on every rank, if what was left empty still has no values. Collective."""
+    """Check that tensors from ``leave_empty`` were loaded. Collective.
+
+    Raises RuntimeError, on every rank, if a tensor still has no values.
+    """
     empty = [
         param.name
         for handle in handles_in(root)
@@ -464,9 +497,9 @@ def check_loaded(root: nn.Module, world: Communicator) -> None:
     problem = None
     if empty:
         problem = RuntimeError(
-            f"{empty[0]!r}{others}: left empty (flatshard.leave_empty), and no values came since. "
-            "Call model.load_state_dict(...) with all of them before the first forward. Buffers "
-            "with persistent=False are in no state dict: give those values in the param_init_fn, "
-            "and call leave_empty(module) there for other modules."
+            f"{empty[0]!r}{others}: left empty (flatshard.leave_empty), and not loaded since. Call "
+            "model.load_state_dict(...) with all parameters and buffers before the first forward. "
+            "Buffers with persistent=False are in no state dict: initialise these buffers in the "
+            "param_init_fn, and call leave_empty(module) there only for other modules."
         )
     raise_everywhere(problem, world)

@@ -1,10 +1,10 @@
 """Extra: warns of the first gradient that is inf or NaN, and names its parameter and rank.
 
-The extra checks the gradients that autograd gives each rank. The average over the ranks would be
-non-finite on all ranks, and would not tell on which rank the value arose. The extra only watches,
-as a ``StepObserver``.
+The extra checks each rank's own gradients, before they are averaged over the ranks. An average
+would be non-finite on all ranks, and would not tell on which rank the value arose. The extra only
+observes steps (``StepObserver``), and changes nothing.
 
-Without this folder, ``ShardedWrapper.warn_non_finite()`` raises an error that names it.
+Without this folder, ``ShardedWrapper.warn_non_finite()`` raises an error that names the folder.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ __all__ = ["watch_non_finite"]
 
 
 class NonFiniteWatch(StepObserver):
-    """Checks this rank's gradients in every backward, until one is not finite."""
+    """Checks this rank's gradients in every backward, until a gradient is not finite."""
 
     def __init__(self, rank: int, observers: Observers) -> None:
         self._rank, self._observers = rank, observers
-        # Of each gradient: the unit and the name of its parameter, and the largest magnitude.
+        # For each checked gradient: the names of the unit and of the parameter, and the largest
+        # magnitude in the gradient.
         self._checked: list[tuple[str, str, Tensor]] = []
 
     def begin_backward(self) -> None:
-        self._checked.clear()  # those of a backward that failed
+        self._checked.clear()  # a backward that failed may have left entries
 
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         values = grad.detach() if grad.layout is torch.strided else grad._values()
         if values.numel():
-            # The largest magnitude is NaN if a value is NaN. It is computed in one pass, without a
-            # temporary of the gradient's size. It stays on the device: the host must not wait
-            # before the end of backward.
+            # If a value is NaN, the largest magnitude is NaN. `vector_norm` reads the gradient only
+            # once, and allocates no temporary of the gradient's size. Keep the result on the
+            # device, so that the host does not wait for the device during backward.
             largest = torch.linalg.vector_norm(values, math.inf)
             self._checked.append((unit.name, param.name, largest))
 
     def end_backward(self) -> None:
-        """Warn, and look no more, if a gradient was not finite. Waits for the device."""
+        """If a gradient was not finite, warn, and stop checking. Waits for the device."""
         checked, self._checked = self._checked, []
         if not checked:
             return
@@ -54,10 +55,11 @@ class NonFiniteWatch(StepObserver):
                 self._observers.remove(self)
                 warnings.warn(
                     f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} "
-                    f"holds {abs(largest)}, as autograd gave it on this rank, before "
-                    "any average over ranks; it is the first one of this backward. "
-                    "torch.autograd.detect_anomaly() finds the operation; what overflows in fp16 "
-                    "is for torch.amp.GradScaler. This is said once: warn_non_finite() looks on.",
+                    f"holds {abs(largest)} on this rank, before any average over "
+                    "ranks. It is the first such gradient of this backward. "
+                    "torch.autograd.detect_anomaly() finds the operation that made it. If fp16 "
+                    "overflows, use torch.amp.GradScaler. Checking ends with this warning: call "
+                    "warn_non_finite() to check again.",
                     stacklevel=4,
                 )
                 return

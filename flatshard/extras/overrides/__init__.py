@@ -1,4 +1,4 @@
-"""Extra: modules and parameters in another dtype than their policy's, by name or by function.
+"""Extra: gives modules and parameters a dtype of their own, chosen by name or by a function.
 
 Without this folder, ``MixedPrecision(overrides=...)`` raises MissingExtraError. Modules of the
 classes in ``MixedPrecision.module_classes_to_ignore`` keep their own dtype without the extra.
@@ -19,7 +19,7 @@ from flatshard.precision import Override, PrecisionPlan
 
 
 def as_overrides(value: object) -> Overrides:
-    """Read ``MixedPrecision.overrides``.
+    """Check a value of ``MixedPrecision.overrides``, and return a copy of a mapping.
 
     Raises:
         TypeError: ``value`` is neither a function nor a mapping of strings to floating point
@@ -42,7 +42,7 @@ def as_overrides(value: object) -> Overrides:
 
 
 class OverridesPlan(PrecisionPlan):
-    """The precision of a model of which at least one policy has ``overrides``."""
+    """Precision plan of a model in which at least one policy has ``overrides``."""
 
     def __init__(
         self,
@@ -50,10 +50,11 @@ class OverridesPlan(PrecisionPlan):
         policies: Mapping[nn.Module, MixedPrecision],
         left_alone: Collection[int],
     ) -> None:
-        """Decide; raises as ``PrecisionPlan`` does."""
+        """Choose the dtypes of all modules and parameters; raises errors as ``PrecisionPlan``."""
         self._dtype_by_function: dict[str, torch.dtype] = {}  # keyed by the parameter's name
         self._matched_patterns: set[str] = set()
-        # All names are known before the first choice: each name of a shared module counts.
+        # Collect all names before the first choice, because a pattern may match any name of a
+        # module that has several names.
         self._names: dict[nn.Module, list[str]] = {}
         for name, ancestry in paths(root):
             if not any(isinstance(module, ModuleProxy) for module in ancestry):
@@ -63,7 +64,7 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """By class, else by one of the module's names, else the override of the parent."""
+        """Choose by the module's class, then by the module's names, then as for its parent."""
         override = super().choose_for_module(module, policy, None)
         override = override or self._by_name(self._names[module], policy, module.parameters())
         return override or around
@@ -71,7 +72,7 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """By the parameter's own name or the function, else the override of the module."""
+        """Choose by the parameter's names, then by the function, then as for its module."""
         policy = self._policy_of[module]
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
         override = self._by_name(names, policy, [param])
@@ -99,7 +100,7 @@ class OverridesPlan(PrecisionPlan):
         if not is_float_dtype(dtype):
             raise TypeError(
                 f"mixed_precision: overrides({name!r}) must give a floating point torch.dtype or "
-                f"None, got {dtype!r}"
+                f"None (for the policy's param_dtype), got {dtype!r}"
             )
         self._dtype_by_function[name] = dtype
         return _override(dtype, [param])
@@ -110,7 +111,7 @@ class OverridesPlan(PrecisionPlan):
         return f", overrides by function: {dtypes}" if dtypes else ""
 
     def warnings(self) -> list[str]:
-        """Warnings about settings that have no effect, with patterns that match nothing."""
+        """Warnings about settings without an effect, such as patterns that match no name."""
         given = [policy.overrides for policy in self._policies.values()]
         patterns = {name for names in given if isinstance(names, Mapping) for name in names}
         return super().warnings() + [
@@ -120,7 +121,7 @@ class OverridesPlan(PrecisionPlan):
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # An override with the dtype that the parameters already have is no override. So these
-    # parameters share a flat parameter with parameters without an override.
+    # `Override(None)` keeps the parameters' own dtype. Use None if all parameters already have the
+    # dtype: then these parameters share a flat parameter with others that keep their own dtype.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)

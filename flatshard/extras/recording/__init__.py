@@ -1,7 +1,7 @@
-"""Extra: records the steps of a model.
+"""Extra: records the time, memory and communication of a model's steps.
 
-It only watches, as a ``StepObserver``. Without this folder, ``ShardedWrapper.record_steps()`` and
-``step_report()`` raise an error that names it.
+The recorder only observes steps (``StepObserver``), and changes nothing. Without this folder,
+``ShardedWrapper.record_steps()`` and ``step_report()`` raise an error that names the folder.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["last_report", "record_steps"]
 
 PathLike = str | os.PathLike[str] | None
 
-_OWN = "{rank}"  # in a file name: every rank writes a file of its own
-_PANELS = 8  # ranks in one plot; more would be too small to read
-# Of each run whose recording is over, the report of the last step.
+_OWN = "{rank}"  # if a file name contains this text, every rank writes a file of its own
+_PANELS = 8  # maximum number of ranks in one plot; panels of more ranks would be too small to read
+# The report of the last recorded step, keyed by the model's context.
 _last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
 
 
 class _Doing(NamedTuple):
-    """Something that the thread has begun and not ended."""
+    """Work for a unit that the training thread has begun and not ended."""
 
     kind: Kind
     unit: int | None
@@ -57,16 +57,20 @@ _IN_FLIGHT = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
 class StepRecorder(StepObserver):
-    """Reports every step. ``reports`` has those of the steps that are over."""
+    """Reports every step. ``reports`` has the reports of finished steps."""
 
     def __init__(
         self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
     ) -> None:
-        """Begin to record; ``events`` is the list of ``collectives.record``, and emptied here."""
+        """Begin to record.
+
+        ``events`` is the list of ``collectives.record``. The recorder empties the list.
+        """
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
-        # A wrapper directly around another one has the same name and no parameters, and comes
-        # later in `units`: reversed, the one with parameters wins.
+        # If a wrapper directly wraps another wrapper, the two units have the same name. The outer
+        # unit has no parameters and comes later in `units`. In reversed order, the inner unit,
+        # which has the parameters, overwrites the entry of the outer unit.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()
@@ -80,23 +84,23 @@ class StepRecorder(StepObserver):
         self._ranges: list[Range] = []
         self._samples: list[MemorySample] = []
         self._volume: Counter[tuple[int | None, str]] = Counter()
-        # When passes and collectives began that are not over.
+        # Begin of each pass and each collective that has not ended.
         self._in_flight: dict[tuple[Kind, int | None], float] = {}
         self._held: dict[int, tuple[int, int]] = {}
-        self._events.clear()  # collectives outside of the model's steps
-        self._is_over = False  # True from backward on: the next forward begins a new step
+        self._events.clear()  # drop collectives between the model's steps
+        self._is_over = False  # True from backward on: then the next forward begins a new step
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._look_at(self._units)
 
     def end_step(self) -> None:
-        """End the current step, if anything of it ran, and keep its report."""
+        """End the current step and keep its report, unless nothing of the step ran."""
         report = self.report()
         if report is not None:
             self.reports.append(report)
 
     def report(self) -> StepReport | None:
-        """Report of the current step so far; None if nothing of it ran."""
+        """Report of the current step so far; None if nothing of the step ran."""
         if not self._ranges:
             return None
         names = tuple(unit.name for unit in self._units)
@@ -113,7 +117,7 @@ class StepRecorder(StepObserver):
         )
 
     def begin_forward(self) -> None:
-        self._doing.clear()  # a step that failed did not end these
+        self._doing.clear()  # a step that failed leaves entries behind
         if self._is_over or not self._ranges:
             self.end_step()
             self._begin_step()
@@ -126,7 +130,7 @@ class StepRecorder(StepObserver):
 
     def begin_backward(self) -> None:
         self._is_over = True
-        # A forward that runs a backward inside (for forces, say) is one pass.
+        # A forward that runs a backward inside (to compute forces, for example) is one pass.
         if (Kind.FORWARD_PASS, None) not in self._in_flight:
             self._in_flight[Kind.BACKWARD_PASS, None] = self._clock()
 
@@ -145,7 +149,7 @@ class StepRecorder(StepObserver):
     def leave_forward(self, unit: Unit) -> None:
         self._look_at([unit])
         calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
-        if calls:  # none if the recording began inside of it
+        if calls:  # empty if the recording began inside this forward
             self._end(calls[-1])
 
     def enter_backward(self, unit: Unit) -> None:
@@ -164,7 +168,7 @@ class StepRecorder(StepObserver):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """End the last equal entry; others may have begun since."""
+        """Remove the last entry equal to ``doing``; later entries, if there are any, stay."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()
@@ -172,7 +176,7 @@ class StepRecorder(StepObserver):
                 return
 
     def _switch(self) -> None:
-        """Record what the thread did until now."""
+        """Record the range of time since the last switch, for the thread's innermost work."""
         now = self._clock()
         if self._doing:
             kind, unit, _ = self._doing[-1]
@@ -198,15 +202,16 @@ class StepRecorder(StepObserver):
                 if kind is not Kind.GATHER_WAIT:
                     self._look_at([unit])
             if purpose == "reduce":
-                # A gradient buffer that other ranks read is freed when all ranks have read the
-                # buffer, which may be in any unit's wait.
+                # Look at all units: a gradient buffer is freed when all ranks have read the buffer,
+                # which this rank may notice in the wait of any unit.
                 self._look_at(self._units)
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record collectives that have just begun."""
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
-            # None also for another model's: second stages of reductions share a queue.
+            # None if the event's unit is not in this model: the second stages of two models'
+            # reductions share a queue, so an event may belong to another model.
             unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
             self._volume[unit, purpose] += event.nbytes
             if unit is not None:
@@ -223,7 +228,7 @@ class StepRecorder(StepObserver):
         self._look_at([unit])
 
     def _look_at(self, units: Iterable[Unit]) -> None:
-        """Record the memory of units, where it has changed."""
+        """Record the memory of each unit whose memory has changed."""
         for unit in units:
             held = (
                 sum(handle.unsharded_bytes for handle in unit.handles),
@@ -252,9 +257,11 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
     context = sharding.check_between_steps("record_steps()")
     world, device = sharding.settings.ranks.world, sharding.settings.device
     file = None if memory is None else os.fspath(memory)
-    # Before the first step, so that no long run ends with an error.
+    # Check before the first step: otherwise the error would come at the end of a long run.
     raise_everywhere(_problem(context, world, file), world)
-    remedy = "Pass the same on every rank: the first one writes, or each where a name has '{rank}'."
+    remedy = (
+        "Pass the same on every rank: only rank 0 writes the file, unless its name has '{rank}'."
+    )
     agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
     with record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
@@ -277,14 +284,14 @@ def last_report(context: RunContext) -> StepReport:
         report = recorder.report() or [report, *recorder.reports][-1]
     if report is None:
         raise RuntimeError(
-            "step_report: no step was recorded. Run some inside "
-            "`with model.record_steps():`, forward and backward, and ask again."
+            "step_report: no step was recorded. Run at least one forward and backward inside "
+            "`with model.record_steps():` before step_report()."
         )
     return report
 
 
 def _written(path: str, world: Communicator) -> str | None:
-    """The file that this rank writes; None: the first rank writes it for all."""
+    """The file that this rank writes; None if rank 0 writes the file for all ranks."""
     if _OWN in path:
         return path.replace(_OWN, str(world.rank))
     return path if world.rank == 0 else None
@@ -294,7 +301,8 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
     """The reason why this rank cannot record, if there is one."""
     if context.observers.find(StepRecorder) is not None:
         return RuntimeError(
-            "record_steps: the model's steps are being recorded already. Leave that context first."
+            "record_steps: the model's steps are being recorded already. Leave the other "
+            "`with model.record_steps():` block first."
         )
     path = None if file is None else _written(file, world)
     if path is None:
@@ -307,8 +315,8 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
         matplotlib()
     except OSError as error:
         return ValueError(
-            f"record_steps: memory: cannot write {path!r}: {error.strerror}. Pass a file in a "
-            "folder that is there and may be written to."
+            f"record_steps: memory: cannot write {path!r}: {error.strerror}. Pass a file in an "
+            "existing folder in which this user may write."
         )
     except ImportError as error:
         return error
@@ -316,7 +324,7 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
 
 
 def _write(file: str, reports: Sequence[StepReport], world: Communicator) -> None:
-    """Write a file. Collective if it is about all ranks."""
+    """Draw the reports into the file. Collective if one file shows all ranks."""
     if _OWN not in file:
         everyone = world.host.gather(reports, "recorded steps")
         reports = [report for of_rank in everyone for report in of_rank]

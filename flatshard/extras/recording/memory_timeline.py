@@ -1,4 +1,4 @@
-"""``MemoryTimeline``: unsharded parameters and gradients of units over a step, and its plot."""
+"""``MemoryTimeline``: memory of unsharded parameters and gradients over a step, and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """What a unit holds beside its shards, from ``seconds`` until its next sample."""
+    """Memory of a unit beside its shards, from ``seconds`` until the unit's next sample."""
 
     seconds: float  # since the step began
     unit: int
@@ -21,14 +21,14 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """What the units of one rank hold over a step, beside their shards."""
+    """Memory of the units of one rank over a step, beside their shards."""
 
-    units: tuple[str, ...]  # their names; samples refer to them by index
+    units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
     seconds: float  # duration of the step
-    samples: tuple[MemorySample, ...]  # before its first one a unit holds nothing
+    samples: tuple[MemorySample, ...]  # before a unit's first sample, the unit holds nothing
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Time of each sample, with the unsharded and gradient bytes of all units after it."""
+        """Time of each sample, with the unsharded and gradient bytes of all units from then on."""
         held: dict[int, tuple[int, int]] = {}
         gathered = gradients = 0
         found = []
@@ -42,20 +42,19 @@ class MemoryTimeline:
 
 
 def matplotlib(name: str = "figure") -> Any:
-    # Late: it is optional, and slow to load.
+    # Import matplotlib only when a plot is made: matplotlib is optional, and slow to import.
     try:
         return importlib.import_module(f"matplotlib.{name}")
     except ModuleNotFoundError as error:
         raise ImportError(
-            "pictures of memory need matplotlib, which is not installed. Run: "
-            "pip install matplotlib"
+            "plots of memory need matplotlib, which is not installed. Run: pip install matplotlib"
         ) from error
 
 
 def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Draw a panel per title and timeline, all of the same units, stacked by unit.
+    """Draw one panel per title and timeline. All timelines must have the same units.
 
-    Unsharded parameters are at the bottom, gradients above them, hatched.
+    A panel stacks the units: unsharded parameters at the bottom, gradients above, hatched.
     """
     size = (10, 1 + 3 * len(timelines))
     figure = matplotlib().Figure(figsize=size, layout="constrained")
@@ -72,7 +71,7 @@ def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> N
 
 def _draw(axes: Any, timeline: MemoryTimeline) -> None:
     names = [name or "(root)" for name in timeline.units]
-    held = [0.0] * (2 * len(names))  # each unit's unsharded MiB, then each one's gradients
+    held = [0.0] * (2 * len(names))  # MiB: each unit's unsharded bytes, then each unit's gradients
     columns = []
     for sample in timeline.samples:
         held[sample.unit] = sample.gathered_bytes / _MIB

@@ -1,4 +1,4 @@
-"""``StepReport``: where one rank's time and memory went in a step, as data and as a table."""
+"""``StepReport``: the time and memory that one rank used in a step, as data and as a table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Range(NamedTuple):
     """A range of time.
 
     Attributes:
-        kind: what it was spent on.
-        unit: the unit's index; None if it concerns all units.
+        kind: the work that took the time.
+        unit: the unit's index; None if the work is for all units.
         begin: seconds since the step began.
         end: seconds since the step began.
     """
@@ -33,19 +33,19 @@ class Range(NamedTuple):
 class UnitReport:
     """One unit's part of a step. A unit's times exclude those of units nested in it.
 
-    Bytes are those of full tensors, as ``collectives.record`` lists them: the output of an
-    all-gather, the input of a reduce-scatter. A unit that is not sharded has none.
+    Bytes count full tensors, as ``collectives.record`` does: the output of an all-gather, the input
+    of a reduce-scatter. A unit that is not sharded has no all-gathers.
 
     Attributes:
-        name: its name in the unwrapped model; empty for the root.
-        forward_seconds: computing forward.
-        backward_seconds: computing backward, recomputation of checkpoints included.
-        starting_seconds: preparing and starting collectives.
+        name: the unit's name in the unwrapped model; empty for the root.
+        forward_seconds: time computing forward.
+        backward_seconds: time computing backward, with the recomputation of checkpoints.
+        starting_seconds: time preparing and starting collectives.
         gather_wait_seconds: exposed all-gather time: the thread waited for parameters.
-        reduce_wait_seconds: the thread waited for reduced gradients.
-        gathered_forward_bytes: all-gathered for forward.
-        gathered_backward_bytes: all-gathered again for backward.
-        reduced_bytes: reduce-scattered and all-reduced gradients.
+        reduce_wait_seconds: time in which the thread waited for reduced gradients.
+        gathered_forward_bytes: bytes all-gathered for forward.
+        gathered_backward_bytes: bytes all-gathered again for backward.
+        reduced_bytes: bytes of gradients that were reduce-scattered or all-reduced.
     """
 
     name: str
@@ -61,33 +61,35 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of one rank; ``str()`` is a table.
+    """Report of one step of one rank. ``str(report)`` is a table.
 
-    A step here is an iteration: a forward and its backward, and what follows until the next
-    forward begins. Under gradient accumulation every micro-batch is one. Several forwards before
-    one backward belong to one step, and an evaluation is a step of its own. Times are the host's:
-    on an accelerator a range counts the time to launch kernels, and the kernels' own time appears
-    where something waits for them.
+    A step here is an iteration: a forward, its backward, and the time until the next forward
+    begins. Under gradient accumulation, every micro-batch is a step. Several forwards before one
+    backward belong to one step, and a forward in evaluation is a step.
+
+    Times are measured on the host. On an accelerator, a range counts the time to launch kernels.
+    The time that kernels run appears where the host waits for the kernels.
 
     Attributes:
-        number: steps recorded before it.
-        rank: this rank's number among those that train the model.
-        began: when it began, in Unix time.
-        seconds: its duration.
-        forward_seconds: in the outermost forward, waits included.
-        backward_seconds: from the first gradient of an output to the end of backward, waits
-            included.
-        ranks_wait_seconds: waits that concern no single unit: for the parameters that other ranks
-            used, for rank 0's buffers, and until other ranks have read this rank's memory.
+        number: number of steps recorded before this step.
+        rank: this rank's number among the ranks that train the model.
+        began: begin of the step, in Unix time.
+        seconds: duration of the step.
+        forward_seconds: time in the outermost forward, with waits.
+        backward_seconds: time from the first gradient of an output to the end of backward, with
+            waits.
+        ranks_wait_seconds: time in waits that belong to no single unit: waits for the list of
+            parameters that other ranks used, for rank 0's buffers, and until other ranks have read
+            this rank's memory.
         other_bytes: communication volume that belongs to no single unit.
-        units: the units, the root last.
-        peak_gathered_bytes: peak of unsharded parameters.
-        peak_gradient_bytes: peak of gradients that were not reduced yet.
-        peak_held_bytes: peak of both together.
+        units: reports of the units, the root last.
+        peak_gathered_bytes: peak memory of unsharded parameters.
+        peak_gradient_bytes: peak memory of gradients that were not reduced yet.
+        peak_held_bytes: peak memory of unsharded parameters and gradients together.
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
         peak_resident_bytes: peak RSS of the process since its start; None if not known.
         memory: memory over time, by unit.
-        ranges: what the thread did and which collectives were in flight, ordered by end.
+        ranges: the work of the thread, and the collectives in flight, ordered by end.
     """
 
     number: int
@@ -136,10 +138,10 @@ class StepReport:
         return {**figures, "units": [dataclasses.asdict(unit) for unit in self.units]}
 
     def plot_memory(self, path: str) -> None:
-        """Draw memory over the step, stacked by unit: unsharded parameters and gradients.
+        """Plot the memory of unsharded parameters and gradients over the step, stacked by unit.
 
         Args:
-            path: file to write; its suffix determines the format.
+            path: file to write. The suffix determines the format.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -200,12 +202,13 @@ def sum_up(
 ) -> StepReport:
     """Sum up a step into a report.
 
-    ``volume`` has bytes by unit and purpose: "forward" or "backward" for all-gathers, "reduce";
-    other purposes have no unit. ``figures`` are the fields that nothing here tells.
+    ``volume`` has bytes by unit and purpose: "forward" and "backward" for all-gathers, "reduce" for
+    reductions. Bytes of another purpose have no unit. ``figures`` are the report's fields that
+    cannot be computed from the other arguments.
     """
-    # At every moment the training thread does one thing for one unit, or runs code that is not
-    # ours: ranges of the thread never overlap, and add up to no more than the step. All-gathers and
-    # reductions in flight run beside the thread; their ranges may overlap any other.
+    # At every moment, the training thread does one kind of work for one unit, or runs code outside
+    # of flatshard. So the thread's ranges never overlap, and their sum is at most the step's time.
+    # All-gathers and reductions run beside the thread, so their ranges may overlap other ranges.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin
@@ -216,7 +219,7 @@ def sum_up(
         times: list[Any] = [seconds[kind, index] for kind in _TIMES]
         sizes = [volume.get((index, purpose), 0) for purpose in _PURPOSES]
         units.append(UnitReport(name, *times, *sizes))
-    # Before its first sample a step holds nothing.
+    # Before the step's first sample, the units hold nothing.
     held = [(0, 0), *(each for _, *each in memory.totals())]
     return StepReport(
         seconds=memory.seconds,

@@ -1,13 +1,15 @@
-"""Extra: users' communication hooks in the place of reductions, and all-gathers in float8.
+"""Extra: communication hooks that replace reductions, and all-gathers in float8.
 
 Without this folder, ``ShardedWrapper.register_comm_hook()`` and
-``MixedPrecision(gather_dtype=...)`` raise an error that names it.
+``MixedPrecision(gather_dtype=...)`` raise an error that names the folder.
 
 [Note: float8]
-A shard travels to the other ranks in float8, with a scale per block of elements.
-As in ZeRO++ (arXiv 2306.10209): what a block's largest element decides is lost for that block only.
-Scales are powers of two, so that a scaled float8 number is exact in bfloat16 and wider: quantising
-rounds once, to the float8 type's own relative precision, and nothing else does.
+The ranks all-gather shards in float8, with one scale per block of elements. A large element reduces
+the precision of its own block only, as in ZeRO++ (arXiv 2306.10209).
+
+Scales are powers of two, so the product of a float8 number and its scale is exact in bfloat16 and
+wider dtypes. So values are rounded only once, when they are quantised, to the relative precision of
+the float8 dtype.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ _COMPRESS = (
 def register(
     units: Sequence[tuple[Unit, MixedPrecision]], state: Any, hook: Any, *, is_late: bool
 ) -> None:
-    """Give a hook to every flat parameter of some units; see ``ShardedWrapper``.
+    """Give a hook to every flat parameter of ``units``; see ``ShardedWrapper``.
 
-    Collective: all ranks that train the model. If a rank raises, the other ranks raise ValueError,
-    which names the rank that raised and its error, and no unit has the hook. ``units`` are
-    outermost first; ``is_late`` if they are inside a model that has run a forward.
+    Collective: all ranks that train the model. If a rank raises, no unit gets the hook, and the
+    other ranks raise ValueError, which names the rank and its error. ``units`` has the outermost
+    unit first. ``is_late``: the units are inside a model that has run a forward.
     """
     outermost, _ = units[0]
     world = outermost.topology.world
@@ -66,8 +68,8 @@ def register(
         if is_late:
             raise RuntimeError(
                 f"{unit_text(outermost.name)} is part of a model that has run a forward. Register "
-                "a unit's hook before the first forward, or one for all units on the outermost "
-                "wrapper."
+                "a unit's hook before the first forward, or register a hook for all units on the "
+                "outermost wrapper."
             )
         planned = _plan([pair for pair in units if pair[0].handles], state, hook, world)
         return planned, {
@@ -77,14 +79,15 @@ def register(
             for unit, its in planned.items()
         }
 
-    # Nothing changes before all ranks agree: a hook on some ranks only would deadlock.
+    # Set no hook before all ranks agree, because a hook on only some ranks would deadlock.
     remedy = "Register the same hook on every rank."
     planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # Made here, by all ranks: its first use is in the middle of a backward.
+        # Create the separate process group now, on all ranks at the same time: the group is first
+        # used in the middle of a backward.
         _ = world.apart
 
 
@@ -115,10 +118,11 @@ def _plan(
                 f"{precision.reduce_dtype}). Choose one."
             )
         if is_average:
-            # Never called: the usual reduction averages too, so only its dtype is of interest.
+            # Do not call the hook. flatshard's reduction also averages, so take only the hook's
+            # dtype.
             planned[unit] = CommHook(dtype)
         else:
-            # Called instead of a reduction; ``ReduceQueue`` says when.
+            # ``ReduceQueue`` calls the hook instead of a reduction.
             _check_callable_for(unit, hook)
             called = _user_hook(state, hook, world, unit.placement.sharded)
             planned[unit] = CommHook(reduce=called)
@@ -129,20 +133,25 @@ def _check_can_register(unit: Unit) -> None:
     for handle in unit.handles:
         if handle.comm_hook is not None:
             raise RuntimeError(
-                f"{unit_text(unit.name)} has a hook already, which cannot be replaced. Registering "
-                "on a wrapper gives the hook to all units inside it."
+                f"{unit_text(unit.name)} has a hook already, which cannot be replaced. "
+                "register_comm_hook() gives a hook to a wrapper and to all wrappers inside it, so "
+                "call it once."
             )
         if handle.grad_publish.holds_gradients:
             raise RuntimeError(
-                f"{unit_text(unit.name)} holds gradients accumulated under no_sync. Register "
-                "before, or after the backward that reduces them."
+                f"{unit_text(unit.name)} holds gradients accumulated under no_sync. Register the "
+                "hook before no_sync, or after the backward that reduces the gradients."
             )
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Whether a hook is one of torch's that average, and its reduce dtype; None: unchanged."""
-    # By identity, not by name: ``functools.wraps`` gives names to what does something else.
-    # Looked up: importing the modules would need numpy, and one that is not there made no hook.
+    """Whether ``hook`` is one of torch's hooks that average, and the dtype in which it reduces.
+
+    A dtype of None keeps the dtype of the gradients.
+    """
+    # Compare functions, not names: with ``functools.wraps``, another function may have the name.
+    # Do not import torch's modules of hooks, which need numpy. If a module has not been imported,
+    # `hook` is not from the module.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
@@ -151,19 +160,24 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
 
 def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
-    """Raise if the hook's state names a process group of other ranks."""
+    """Raise ValueError if the hook's state has a process group of other ranks."""
     group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
     if isinstance(group, dist.ProcessGroup):
         ranks = sorted(dist.get_process_group_ranks(group))
         if ranks != sorted(world.ranks):
             raise ValueError(
-                f"the state of {_name(hook)} is for ranks {ranks_text(ranks)}, the model trains on "
-                f"ranks {world.ranks_text}. Pass its process group."
+                f"the state of {_name(hook)} is for ranks {ranks_text(ranks)}, but the model "
+                f"trains on ranks {world.ranks_text}. Pass the model's process group."
             )
 
 
 def _check_callable_for(unit: Unit, hook: Any) -> None:
-    """Raise if a hook needs buckets, if the unit is HYBRID, or if the arguments do not fit."""
+    """Raise if flatshard cannot call the hook for the unit.
+
+    Raises:
+        NotImplementedError: the hook expects buckets, or the unit has a HYBRID strategy.
+        TypeError: the hook takes other arguments.
+    """
     arguments, kind = "state, grad", "not sharded: it averages grad over the ranks, in place"
     if unit.placement.sharded:
         arguments, kind = "state, full, out", "sharded: it fills out, this rank's part, with the "
@@ -171,18 +185,18 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
     expected = f"hook({arguments}) for {unit_text(unit.name)}, which is {kind}"
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         signature = inspect.signature(lambda *_: None)
     takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
         raise NotImplementedError(
-            f"{_name(hook)} takes DistributedDataParallel's buckets, and there are none here. "
-            f"{_COMPRESS}; anything else as {expected}."
+            f"{_name(hook)} takes a bucket of DistributedDataParallel, and flatshard has no "
+            f"buckets. {_COMPRESS}. Write other hooks as {expected}."
         )
     if unit.placement.hybrid:
         raise NotImplementedError(
             f"{unit_text(unit.name)} has a HYBRID strategy, and its gradients are reduced in two "
-            f"stages that no hook can replace. {_COMPRESS}; to call a hook, use FULL_SHARD."
+            f"stages that no hook can replace. {_COMPRESS}. To use this hook, use FULL_SHARD."
         )
     try:
         signature.bind(*arguments.split())
@@ -193,21 +207,23 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
 def _user_hook(
     state: Any, hook: Callable[..., object], world: Communicator, is_sharded: bool
 ) -> Callable[[Tensor, str], Tensor]:
-    """A user's hook as the reduction of a unit's flat parameters; see ``CommHook``."""
+    """Wrap a user's hook so that it can replace a unit's reductions; see ``CommHook``."""
 
     def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
         where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
-        # NaN, so that elements that the hook does not fill are noticed. Unsharded: in place.
+        # Fill `out` with NaN, so that elements that the hook does not write are noticed. The hook
+        # of an unsharded unit averages in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         try:
             with watched(lambda: where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
-            # A hook for DistributedDataParallel returns a future; nobody here would wait for it.
+            # A hook for DistributedDataParallel returns a future. Raise, because flatshard would
+            # not wait for the future.
             if hasattr(returned, "wait"):
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but its reduction must be "
-                    "over when it returns: wait for it inside"
+                    "over when the hook returns: call wait() in the hook"
                 )
             if out.shape != shape:
                 raise ValueError(
@@ -234,10 +250,10 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Float8Shard:
-    """The form of one rank's part: ``[scales | elements | padding]``, bytes."""
+    """Layout of a quantised shard in bytes: ``[scales | elements | padding]``."""
 
-    dtype: torch.dtype  # float8, of the elements; the scales are float32
-    numel: int  # elements, ``shard_numel``
+    dtype: torch.dtype  # float8 dtype of the elements; the scales are float32
+    numel: int  # number of elements of the shard
 
     @property
     def num_blocks(self) -> int:
@@ -249,7 +265,10 @@ class Float8Shard:
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, shard: Tensor) -> Tensor:
-        """Quantise ``(numel,)`` to ``(nbytes,)``, uint8. Blocks that are not finite are NaN."""
+        """Quantise a shard of shape ``(numel,)`` to uint8 of shape ``(nbytes,)``.
+
+        If a block has an element that is not finite, the whole block becomes NaN.
+        """
         blocks = shard.new_zeros(self.num_blocks * BLOCK_NUMEL, dtype=torch.float32)
         blocks[: self.numel].copy_(shard)
         blocks = blocks.view(self.num_blocks, BLOCK_NUMEL)
@@ -263,9 +282,13 @@ class Float8Shard:
         return packed
 
     def unpack(self, everything: Tensor, out: Tensor) -> None:
-        """Undo ``pack`` for all ranks' parts: ``(ranks * nbytes,)`` to ``(ranks * numel,)``."""
+        """Undo ``pack`` for the shards of all ranks.
+
+        ``everything`` has shape ``(ranks * nbytes,)``, ``out`` has shape ``(ranks * numel,)``.
+        """
         full_blocks = self.numel // BLOCK_NUMEL
-        # All ranks' at once: an accelerator takes longer to begin a small kernel than to run it.
+        # Unpack all ranks' shards in one call: on an accelerator, launching a small kernel takes
+        # longer than running the kernel.
         scales, elements = self._split(everything.view(-1, self.nbytes))
         parts = out.view(-1, self.numel)
         parts.copy_(elements)

@@ -3,19 +3,19 @@
 Used for ``collectives="auto"`` if this folder is installed and the system permits it. Without this
 folder, ``collectives="auto"`` uses sockets.
 
-In a collective of ``SharedMemoryTransport`` each rank publishes the address of its part. The other
-ranks copy or add up the part, piece by piece, and then record the end of their reads. Each byte is
-copied only once.
+In a collective of ``SharedMemoryTransport``, each rank publishes the address of its part. Each
+other rank copies the part, or adds it up piece by piece, and then records that its reads have
+ended. Each byte is copied only once.
 
 Large shards are not copied at all. Each rank keeps its shard in a file in memory. Every rank maps
 all of these files, in rank order, onto one range of addresses. This range is the unsharded buffer
 (``MappedShards``). An all-gather only waits until every rank's shard is final, and resharding drops
-the mapped pages. No rank may write its shard until the other ranks have finished reading.
-``PendingSends`` waits for the other ranks.
+the mapped pages. A rank must not write its shard until the other ranks have finished reading the
+shard: ``PendingSends`` waits until then.
 
-The mapping is private: a module's writes to its unsharded parameters are dropped when the
-parameters are resharded, as in a copy. A rank that cannot make such a file, or cannot map the file
-of another rank, copies instead; the other ranks need not know.
+The mapping is private. If a module writes to its unsharded parameters, resharding drops the written
+values, as with a copy. A rank that cannot create such a file, or cannot map the file of another
+rank, copies the shards instead. The other ranks need not know about the copy.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from flatshard.memory.buffers import BufferMemory, allocate, fills_pages, own_pa
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import TransportOptions
 
-# Added to the tags of reduce-scatters: half of a mailbox's records are for reduce-scatters.
+# Offset of the tags of reduce-scatters: the second half of a mailbox is for reduce-scatters.
 _REDUCING = peer_memory.TAGS // 2
-# Number of elements that are read and added at a time. So few elements stay in the cache between
-# reading and adding.
+# Number of elements that are read and added at a time. A piece is small, so that it is still in the
+# CPU's cache when it is added.
 _PIECE_NUMEL = 1 << 16
 
 
 class SharedMemoryTransport(Transport):
-    """Transport between ranks on one host; each rank reads the other ranks' memory.
+    """Transport between ranks on one host. Each rank reads the other ranks' memory.
 
-    Collectives match by tag.
+    Collectives match by tag, not by order.
     """
 
     name = "shared memory"
@@ -68,8 +68,8 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # The last publication per tag: the other ranks' "taken" records to wait for, and the
-        # condition of the wait.
+        # For the last publication of each tag: the other ranks' "taken" records to wait for, and
+        # the condition that ends the wait.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -77,8 +77,8 @@ class SharedMemoryTransport(Transport):
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
         if not members.is_gloo:
             return ""
-        # With a wire dtype, results must not depend on the transport, so values must be rounded
-        # even if all ranks are on one host.
+        # With a wire dtype, values must be rounded even if all ranks are on one host, because
+        # results must not depend on the transport. This transport does not round.
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
@@ -89,7 +89,8 @@ class SharedMemoryTransport(Transport):
         return cls(members, processes, mailbox, reason) if processes else reason
 
     def accepts(self, device: torch.device, tag: int) -> bool:
-        return device.type == "cpu" and tag < _REDUCING  # larger tags have no record in the mailbox
+        # The mailbox has no records for larger tags.
+        return device.type == "cpu" and tag < _REDUCING
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
         return 0
@@ -98,11 +99,12 @@ class SharedMemoryTransport(Transport):
         part = request.numel // self.members.size
         can_map = request.shard_target is not None and fills_pages(part * request.dtype.itemsize)
         if can_map:
-            # If no file can be made, or no addresses are left, this rank copies the shards.
+            # If no file can be created, or no addresses are left, let this rank copy the shards.
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # The same on all ranks, because ranks decide by this flag when to reshard.
+        # Set the same value on all ranks, even if only this rank copies: the flag decides when a
+        # unit is resharded, and all ranks must decide in the same way.
         memory.shows_shards = can_map
         return memory
 
@@ -114,7 +116,7 @@ class SharedMemoryTransport(Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # Read in the wait, not here: the other ranks may not have published yet.
+        # Read the other ranks' memory in the wait, not here: they may not have published yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
@@ -125,8 +127,8 @@ class SharedMemoryTransport(Transport):
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         chunks, out, tag = request.chunks, request.out, request.tag + _REDUCING
-        # The work keeps the table alive: the other ranks read the table, and then the parts at the
-        # addresses in the table.
+        # The other ranks read this table of addresses, and then the parts at these addresses. The
+        # returned work keeps the table alive.
         places = [0 if part is None else part.data_ptr() for part in chunks.parts]
         table = torch.tensor(places, device="cpu")
         publication = self.publish(table.data_ptr(), tag, op_name, *chunks.tensors, out, table)
@@ -144,7 +146,7 @@ class SharedMemoryTransport(Transport):
         tables = torch.zeros(members.size, len(chunks.parts), dtype=torch.int64, device="cpu")
         for rank, record in records.items():
             self.processes[rank].read(record.address, tables[rank])
-        places = tables.tolist()  # the addresses of each rank's parts; 0: the part is zeros
+        places = tables.tolist()  # addresses of each rank's parts; address 0: the part is all zeros
         first = members.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=chunks.dtype, device="cpu")
         for piece in chunks.cut(first, first + out.numel(), _PIECE_NUMEL):
@@ -153,7 +155,7 @@ class SharedMemoryTransport(Transport):
             for rank in range(members.size):
                 values = piece.values if rank == members.rank else None
                 if place := places[rank][piece.part]:
-                    # The first values can be read directly into the result.
+                    # Read the first values directly into the result, without a copy.
                     in_place = total is None and out.dtype is chunks.dtype
                     values = result if in_place else scratch[: result.numel()]
                     self.processes[rank].read(place + piece.offset * values.itemsize, values)
@@ -179,17 +181,17 @@ class SharedMemoryTransport(Transport):
     def publish(
         self, address: int, tag: int, op_name: str, *kept: object, file: int = -1
     ) -> Publication:
-        """Publish an address and an open file; begin to wait for the other ranks' publications.
+        """Publish an address and an open file, and begin to wait for the other ranks' publications.
 
         Collective: all ranks of the group. First waits until the other ranks have taken the
-        previous publication of the tag. The file is closed after all ranks have mapped the file.
-        ``kept`` stays alive until the other ranks have read.
+        previous publication of the tag. After all ranks have mapped the file, the file is closed.
+        The returned work keeps ``kept`` alive until the other ranks have read.
         """
-        # A mailbox has only one record per tag. If the record were overwritten too early, a slow
+        # A mailbox has only one record per tag. If this rank overwrote the record too early, a slow
         # rank would never see the previous publication.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
-            with watched(f"{op_name}, not taken the last time", condition):
+            with watched(f"{op_name}, previous values not read yet", condition):
                 for record in before:
                     record.wait()
         members, history = self.members, self.members.history
@@ -240,7 +242,7 @@ def _give_up(awaited: Iterable[Awaited]) -> None:
 
 
 class MappedShards(BufferMemory):
-    """The shards of one flat parameter, side by side in memory without a copy."""
+    """Unsharded buffer that maps all ranks' shards of one flat parameter, without a copy."""
 
     shard: Tensor
     shows_shards = True
@@ -248,20 +250,22 @@ class MappedShards(BufferMemory):
     def __init__(
         self, transport: SharedMemoryTransport, shard_numel: int, request: BufferRequest
     ) -> None:
-        """Make the memory. No communication; ranks map each other's shards at the first ``begin``.
+        """Allocate the shard and the buffer, without communication.
+
+        Ranks map each other's shards after the first ``begin``.
 
         Raises:
-            OSError: no file can be made, or no addresses are left.
+            OSError: no file can be created, or no addresses are left.
             OffloadError: the file's disk is full.
         """
-        assert request.shard_target is not None, "what makes the file"
+        assert request.shard_target is not None, "the shard target creates the file"
         self._transport, self._tag, self._target = transport, request.tag, request.shard_target
         self._nbytes = shard_numel * request.dtype.itemsize
         buffer = mapped_files.reserve_range(self._nbytes * transport.members.size)
         self.buffer = torch.frombuffer(buffer, dtype=request.dtype)
         file, found = self._target.create_mapped(self._nbytes)
         os.close(file)
-        # Other ranks see writes to the shard.
+        # The shard is a shared mapping, so other ranks see writes to the shard.
         self.shard = torch.frombuffer(found, dtype=request.dtype)
         self._mapped: set[int] = set()  # the ranks whose shards are mapped into the buffer
         self._num_copied = 0
@@ -270,9 +274,10 @@ class MappedShards(BufferMemory):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the buffer that are copies.
+        """Bytes of the buffer that are copies of shards.
 
-        After ``snapshot`` the whole buffer is a copy. Otherwise only unmapped shards are copies.
+        After ``snapshot``, the whole buffer is a copy. Otherwise, only the shards that could not be
+        mapped are copies.
         """
         num_copied = self._transport.members.size if self._is_copy else self._num_copied
         return num_copied * self._nbytes
@@ -280,7 +285,8 @@ class MappedShards(BufferMemory):
     def begin(self, op_name: str) -> AsyncWork:
         """Publish this rank's final shard, and begin to wait for the other ranks' shards.
 
-        The shard must not be written until ``free``. Collective: all ranks of the group.
+        No rank may write its shard until all ranks have called ``free``. Collective: all ranks of
+        the group.
         """
         self._transport.close_taken_files()
         file, self._has_begun = -1 if self._has_begun else self._share(), True
@@ -292,9 +298,12 @@ class MappedShards(BufferMemory):
         return publication
 
     def _share(self) -> int:
-        """Move the shard to a file for other ranks to map; returns the file's number, or -1."""
-        # Share the file at the first all-gather, not earlier. The file stays open until all ranks
-        # have mapped it, so otherwise each unit of a model would have a file open.
+        """Move the shard to a file that other ranks can map.
+
+        Returns the open file's descriptor; -1 if the shard could not be moved.
+        """
+        # Do this at the first all-gather, not at construction. A file stays open until all ranks
+        # have mapped it, so at construction every unit would have an open file at the same time.
         try:
             file, found = self._target.create_mapped(self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
@@ -302,8 +311,8 @@ class MappedShards(BufferMemory):
         try:
             with torch.no_grad():
                 torch.frombuffer(found, dtype=self.shard.dtype).copy_(self.shard)
-            # Map the new file at the shard's old addresses, because tensors and views refer to
-            # these.
+            # Map the new file at the shard's old addresses, because existing tensors and views
+            # point to these addresses.
             mapped_files.map_at(file, self.shard.data_ptr(), self._nbytes)
         except OSError:
             os.close(file)
@@ -312,17 +321,17 @@ class MappedShards(BufferMemory):
         return file
 
     def _map(self, rank: int, file: int) -> None:
-        """Map the open file of a rank at the rank's place in the buffer, if that is possible."""
+        """Map a rank's open file at the rank's place in the buffer, unless the system refuses."""
         place = self.buffer.data_ptr() + rank * self._nbytes
         with contextlib.suppress(OSError):
             mapped_files.map_at(file, place, self._nbytes, private=True)
             self._mapped.add(rank)
 
     def _fill(self, records: dict[int, Awaited]) -> None:
-        """Let the buffer show all shards. All shards are final now."""
+        """Map or copy the shards of all ranks into the buffer. All shards are final now."""
         members, processes = self._transport.members, self._transport.processes
         for rank, record in records.items():
-            # The file stays open in the other process until ``take``.
+            # The other process keeps the file open until this rank calls ``take``.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
                     file = peer_memory.open_of(processes[rank].pid, record.file)
@@ -341,8 +350,8 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # Only after this call the other ranks may write their shards, because the buffer showed the
-        # shards.
+        # The buffer no longer shows the other ranks' shards, so from now on the other ranks may
+        # write their shards.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -352,7 +361,8 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call ``take`` after the copy: from then on the other ranks may write their shards.
+            # Call ``take`` only after the copy, because ``take`` lets the other ranks write their
+            # shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

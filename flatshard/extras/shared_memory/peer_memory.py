@@ -1,15 +1,16 @@
 """``PeerProcess``: reads the memory and the mailbox of another process on this host.
 
-On Linux a process can read the memory of another process of the same user by ``process_vm_readv``
+On Linux, a process can read the memory of another process of the same user by ``process_vm_readv``
 (Cross Memory Attach, which MPI implementations also use). The call makes a single copy, directly to
 the destination, at the speed of memory. If the kernel or a container forbids the call, or if the
-ranks are on several hosts, no rank reads: ``meet`` gives the same answer on all ranks.
+ranks are on several hosts, no rank reads memory: ``meet`` gives the same answer on all ranks.
 
 Each rank publishes records in its own mailbox, a file in memory. The other ranks map and poll the
-file. The records are "publication n of this tag is at this address", and "this rank has taken all
-other ranks' publications n of this tag". Until all ranks have taken a publication, the published
-memory must not change, and no further publication may use the tag. A poll costs less than a
-microsecond. A message through a socket costs thirty microseconds, and occupies a thread.
+file. There are two kinds of records: "publication n of this tag is at this address", and "this rank
+has taken (finished reading) all other ranks' publications n of this tag". Until all ranks have
+taken a publication, the published memory must not change, and no new publication may use the tag.
+A poll costs less than a microsecond. A message through a socket costs thirty microseconds, and
+occupies a thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TAGS = 1 << 16  # number of tags in a mailbox
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
-_CHECK = 0x666C6174  # makes a record of zeros invalid
+_CHECK = 0x666C6174  # part of a record's check, so that a record of zeros is invalid
 
 _MEETING = "meeting on one host"
 _QUICK_LOOKS = 20
@@ -46,13 +47,13 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Why other processes cannot read this process; empty if they can. If set, the other fields have
-    # no meaning.
+    # Why other processes cannot read this process; empty if they can. If this field is set, the
+    # other fields have no meaning.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
     launcher: int = 0  # the parent process
-    alive: int = 0  # an address, readable as long as the process runs
+    alive: int = 0  # an address that is readable as long as the process runs
     file: int = -1  # file descriptor of the mailbox
     nonce: int = 0  # random number under tag 0, to identify the process
 
@@ -67,13 +68,13 @@ class Mailbox:
         # Keep the error for `meet`: an error that only this rank raises would leave the other ranks
         # waiting in `meet`.
         except (OSError, ValueError) as error:
-            self.address = RankAddress(f"it has no shared memory: {error}")
+            self.address = RankAddress(f"no mailbox in shared memory: {error}")
 
     def _open(self) -> RankAddress:
         if _readv is None:
-            return RankAddress("its system has no process_vm_readv")
+            return RankAddress("the system has no process_vm_readv")
         host = _host()
-        # No reserve: the pages of the file exist only after they are written.
+        # Do not reserve the pages: most tags are never used, and unused pages take no memory.
         self._file = mapped_files.create(_MAILBOX_BYTES, reserve=False)
         self._words = _mapped_words(self._file)
         nonce = int.from_bytes(os.urandom(7), "little")
@@ -82,7 +83,7 @@ class Mailbox:
         return RankAddress("", host, os.getpid(), os.getppid(), alive, self._file, nonce)
 
     def close_file(self) -> None:
-        """Close the mailbox's file; by now all ranks have mapped the file if they could."""
+        """Close the mailbox's file. Called after all ranks have mapped the file or failed to."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -101,13 +102,13 @@ class Mailbox:
         words[first] = number
         words[first + 1] = address
         words[first + 2] = file
-        # The check is written last: a reader may see a half-written record, and a record is invalid
-        # until its check matches.
+        # Write the check last. A reader may see a half-written record, and ignores the record until
+        # its check matches.
         words[first + 3] = number ^ address ^ file ^ _CHECK
 
 
 class PeerProcess:
-    """The process of another rank. Raises ``OSError`` if the mailbox cannot be mapped."""
+    """The process of another rank. ``__init__`` raises ``OSError`` if it cannot map the mailbox."""
 
     def __init__(self, address: RankAddress, timeout: float) -> None:
         self.pid, self.timeout = address.pid, timeout  # seconds after which a wait raises
@@ -127,7 +128,7 @@ class PeerProcess:
     def check_alive(self) -> None:
         """Raise ``RuntimeError`` if the memory of the process cannot be read any more.
 
-        The mailbox does not tell: the mapping of the mailbox outlives the process.
+        Reading the mailbox would not fail, because its mapping stays after the process has ended.
         """
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
@@ -137,12 +138,12 @@ class PeerProcess:
 
     def taken(self, tag: int, number: int) -> Awaited:
         """The process's record of having taken publications ``number`` of a tag."""
-        # A process that has ended does not read any more, so its end counts as taken.
+        # A process that has ended reads no more, so the end of the process counts as the record.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 
 class Awaited:
-    """A future record in another rank's mailbox; same interface as ``dist.Work``."""
+    """A future record in another rank's mailbox. Has the interface of ``dist.Work``."""
 
     # Contents of the record, once the record has arrived.
     address = 0
@@ -159,11 +160,11 @@ class Awaited:
         self._error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
-        """Whether the record has arrived, or will never arrive: then ``wait`` raises."""
+        """Whether ``wait`` returns or raises at once."""
         if not self._is_over and self._process.words[self._first] == self._number:
             number, address, file, check = self._process.words[self._first : self._first + 4]
-            # If the check does not match, the record was being written while it was read. The next
-            # look reads it again.
+            # If the check does not match, the other process was writing the record during the read.
+            # The next call reads the record again.
             if number ^ address ^ file ^ _CHECK == check:
                 self._is_over, self.address, self.file = True, address, file
                 _order_memory()  # published memory must be read after the record, never before
@@ -176,8 +177,8 @@ class Awaited:
         cannot be read any more, or after ``give_up``.
         """
         process, looks = self._process, 0
-        # Wait only one timeout per silent process: for records that were requested before the
-        # process missed a timeout, do not wait again.
+        # Wait only one timeout for a process that is silent: if the process has missed a timeout
+        # since this record was requested, do not wait again.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
         while not self.is_completed():
@@ -185,13 +186,13 @@ class Awaited:
             if looks > _QUICK_LOOKS:
                 now = time.monotonic()
                 if self._is_given_up:
-                    raise RuntimeError(f"nothing will come from {process.name}")
+                    raise RuntimeError(f"gave up the wait for {process.name}")
                 if now - began > timeout:
                     process.given_up = now
                     raise RuntimeError(
                         f"nothing from {process.name} in {process.timeout:g} s, the process "
-                        "group's timeout: look for an error in its output, or for other modules "
-                        "that it runs"
+                        "group's timeout: look for an error in the output of that process, or "
+                        "check whether it runs other modules"
                     )
                 if now - asked > _ALIVE_SECONDS:
                     asked = now
@@ -209,7 +210,7 @@ class Awaited:
                 self._error = error
 
     def give_up(self) -> None:
-        """Make ``wait``, in another thread, raise ``RuntimeError``: no record will arrive."""
+        """Make a ``wait`` in another thread raise ``RuntimeError``."""
         self._is_given_up = True
 
 
@@ -224,26 +225,27 @@ def meet(
     **Collective**: the ranks of ``host``, whose global numbers are ``ranks``.
 
     Returns:
-        The processes of all ranks, or an empty list if some rank cannot read, and the reason in
-            words; the same on all ranks.
+        The processes of all ranks, or an empty list if a rank cannot read; and the reason in words.
+            The results are the same on all ranks.
     """
     try:
         addresses: list[RankAddress] = host.gather(mailbox.address, _MEETING)
         problem = _first_problem([one.problem for one in addresses], ranks)
         if not problem and len({one.host for one in addresses}) > 1:
-            problem = "the ranks are on several hosts, or in containers apart"
+            problem = "the ranks are on several hosts, or in separate containers"
         if problem:
             return [], problem
-        # If the Yama security module restricts `ptrace` (kernel.yama.ptrace_scope=1), only the
-        # ancestors of a process may read the process, and one process of its choice together with
-        # the descendants of the chosen process. Choose the launcher of the ranks or, if the ranks
-        # have several launchers, any process.
+        # If the Yama security module restricts `ptrace` (kernel.yama.ptrace_scope=1), a process can
+        # be read only by its ancestors, and by one process of its choice with the descendants of
+        # the chosen process. Choose the launcher of the ranks. If the ranks have several launchers,
+        # allow any process.
         launchers = {one.launcher for one in addresses}
-        # A launcher outside of the container has the process number 0, which would name no process.
+        # If the launcher is outside of the container, its process number is 0, and 0 would allow no
+        # process. So allow any process.
         reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY
         _readers.append(reader)
         _tell_kernel()
-        # The kernel refuses a read before the read process has given permission.
+        # Wait until every rank has given permission: before, the kernel refuses a read.
         host.meet(_MEETING)
         processes, problem = _try_to_read(addresses, ranks, timeout)
         problem = _first_problem(host.gather(problem, _MEETING), ranks)
@@ -273,7 +275,7 @@ def _try_to_read(
                 return [], f"process {address.pid} is not rank {rank}"
             processes[-1].check_alive()
         except (OSError, RuntimeError) as error:
-            return [], f"{error}; see kernel.yama.ptrace_scope and the container's rights"
+            return [], f"{error}; check kernel.yama.ptrace_scope and the container's permissions"
     return processes, ""
 
 
@@ -293,7 +295,7 @@ def _host() -> str:
 
 
 _readers: list[int] = []
-"""For each group of ranks, the process that may read this one; the kernel keeps only one entry."""
+"""For each group of ranks, the process that may read this process. The kernel keeps one process."""
 _ANY = (1 << 64) - 1
 _PR_SET_PTRACER = 0x59616D61
 
@@ -304,7 +306,7 @@ def _tell_kernel() -> None:
 
 
 def _set_reader(reader: int) -> None:
-    # 0 allows no process. The call does nothing if the kernel has no Yama.
+    # A reader of 0 allows no process. The call does nothing if the kernel has no Yama.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader), 0, 0, 0)
 
 
@@ -323,7 +325,7 @@ _readv = mapped_files.c_function(
     *(ctypes.POINTER(_Range), ctypes.c_ulong) * 2,
     ctypes.c_ulong,
 )
-# A call through `ctypes` releases the GIL and takes it again, and so acts as a memory barrier.
+# Any call through `ctypes` acts as a memory barrier, because it releases and takes the GIL.
 _order_memory = mapped_files.c_function("getpid", ctypes.c_int)
 
 
@@ -338,11 +340,11 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
             if number == errno.ESRCH:
                 raise _ProcessGone(
                     f"{process.name} has ended: it failed (see the output of that process), or "
-                    "its program was over. All ranks must make this call before a program ends"
+                    "its program was over. All ranks must make this call before any rank ends"
                 )
             denied = number == errno.EPERM
             remedy = ". Run all ranks as one user, or pass collectives='sockets'" if denied else ""
             raise RuntimeError(
-                f"reading {nbytes} B of {process.name} failed: {os.strerror(number)}{remedy}"
+                f"reading {nbytes} bytes of {process.name} failed: {os.strerror(number)}{remedy}"
             )
         done += got

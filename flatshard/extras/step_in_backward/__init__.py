@@ -1,13 +1,14 @@
 """Extra: optimizers that step each unit in backward, as soon as its gradients are reduced.
 
-The gradients of the whole model then never exist together, and the work of the step is done while
-the reductions of other units are under way.
+The gradients of the whole model then never exist at the same time, and a step overlaps with the
+reductions of other units.
 
-A step needs no other rank, and updates elements one by one: a rank may step its part of a unit
-early and another rank later, with the same result. So each rank decides for itself, and leaves the
-remaining units to the end of backward, when all ranks have agreed on which parameters were used.
+A step updates each element separately and needs no communication. So one rank may step its part of
+a unit early and another rank later, with the same result. Each rank therefore decides for itself
+which units to step early. The rank steps the remaining units at the end of backward, when all ranks
+have agreed on which parameters were used.
 
-Without this folder, ``ShardedWrapper.step_in_backward()`` raises an error that names it.
+Without this folder, ``ShardedWrapper.step_in_backward()`` raises an error that names the folder.
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ __all__ = ["register"]
 
 
 class StepInBackward:
-    """Returned by ``ShardedWrapper.step_in_backward``, to undo it."""
+    """Handle returned by ``ShardedWrapper.step_in_backward``; ``remove()`` undoes the call."""
 
     def __init__(self, of: SteppedInBackward, optimizer: torch.optim.Optimizer) -> None:
         self._of, self._optimizer = of, optimizer
 
     def remove(self) -> None:
-        """Leave the optimizer's parameters to ``optimizer.step()`` again; between steps.
+        """Stop stepping in backward: from now on ``optimizer.step()`` steps the parameters.
 
-        On all ranks alike; no communication. Does nothing the second time.
+        Call between steps, on all ranks. No communication. A second call does nothing.
 
         Raises:
             RuntimeError: a backward is running.
         """
         if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError("step_in_backward: remove() was called in a backward. Call it after")
+            raise RuntimeError(
+                "step_in_backward: remove() was called in a backward. Call remove() between steps."
+            )
         self._of.optimizers = [one for one in self._of.optimizers if one is not self._optimizer]
         self._of.recover()
         if not self._of.optimizers:
@@ -59,7 +62,7 @@ class StepInBackward:
 
 
 class _DropConsumed(OptimizerExtension):
-    """What backward has stepped is not stepped again."""
+    """Before ``optimizer.step()``, sets ``.grad`` to None for parameters stepped in backward."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -67,32 +70,36 @@ class _DropConsumed(OptimizerExtension):
 
 
 class SteppedInBackward(StepExtension):
-    """The optimizers that step in the backwards of one model, and what they have stepped."""
+    """Steps the units of one model in backward, for all optimizers passed to ``register``."""
 
     name = "step_in_backward"
 
     def __init__(self, state: RunState) -> None:
         self.state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
-        # Of the backward that runs, by the unit's index: what to step, and whether it was.
-        self._owned: dict[int, tuple[Unit, str]] = {}
-        self._parts: dict[int, list[StepPart]] = {}
-        self._stepped: set[int] = set()
-        self._stepped_anywhere = b""  # per unit, whether any rank did
-        self._reduced: list[Unit] = []  # and not stepped yet
-        self._waits_for_end = False
-        self._problem: Exception | None = None
-        # Since the last step:
+        # State of the current backward:
+        self._owned: dict[int, tuple[Unit, str]] = {}  # see `_find_owned`
+        self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
+        self._stepped: set[int] = set()  # indices of the units that this rank has stepped
+        self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
+        self._reduced: list[Unit] = []  # units whose gradients are reduced and not stepped yet
+        self._waits_for_end = False  # whether this backward steps all units at its end
+        self._problem: Exception | None = None  # error to raise at the end of the backward
+        # State since the last step:
         self._has_accumulated = False
         self._outside_uses = OutsideUse.count
-        self._showing: list[nn.Parameter] = []  # those whose gradient was consumed
+        self._showing: list[nn.Parameter] = []  # parameters whose gradient was consumed
 
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
-        """Raise for what cannot be stepped in backward; else what ranks must agree on."""
+        """Raise if ``optimizer`` cannot step in backward.
+
+        Returns True, and the facts that must be the same on all ranks.
+        """
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
-                "an enabled GradScaler unscales gradients after backward, where they are gone. "
-                "Train in bf16, which needs no scaler, or call optimizer.step() after backward."
+                "an enabled GradScaler unscales gradients after backward, but step_in_backward() "
+                "frees gradients in backward. Train in bf16, which needs no scaler, or call "
+                "optimizer.step() after backward."
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -101,22 +108,23 @@ class SteppedInBackward(StepExtension):
         kind = type(optimizer).__name__
         if not is_elementwise(optimizer):
             raise ValueError(
-                f"{kind} may look at all parameters together, which are never there together in "
-                "backward. Use an optimizer that updates every element from that element's own "
-                "gradient and state (for one of your own: flatshard.declare_elementwise), or "
-                "optimizer.step() after backward."
+                f"{kind} may need the gradients of all parameters at once, but step_in_backward() "
+                "steps one unit at a time. Use an optimizer that updates every element from the "
+                "element's own gradient and state (declare your own optimizer with "
+                "flatshard.declare_elementwise), or call optimizer.step() after backward."
             )
         owned = _find_owned(self._units)
         groups = _groups_of(optimizer)
         found = groups.keys() & owned.keys()
         if not found:
             raise ValueError(
-                f"{kind} holds no parameter of the model. Make it from model.parameters()."
+                f"{kind} holds no parameter of the model. Create the optimizer from "
+                "model.parameters()."
             )
         if any(found & _groups_of(one).keys() for one in self.optimizers):
             raise ValueError(
-                f"{kind} holds parameters that are stepped in backward already. Call remove() on "
-                "what step_in_backward() returned before."
+                f"{kind} holds parameters that another optimizer already steps in backward. First "
+                "call remove() on the handle that step_in_backward() returned."
             )
         places = {f"parameter {owned[key][1]!r}": f"in group {groups[key]}" for key in found}
         return True, {"the optimizer": type(optimizer).__qualname__, **places}
@@ -124,14 +132,14 @@ class SteppedInBackward(StepExtension):
     # ------------------------------------------------------------ a backward
 
     def recover(self) -> None:
-        """Forget a backward that failed; let ``.grad`` be None where its gradient was used."""
+        """Forget a failed backward, and set ``.grad`` to None where the gradient was consumed."""
         if torch._C._current_graph_task_id() == -1:
             self._drop_failed()
         showing, self._showing = self._showing, []
         _drop_consumed(showing)
 
     def begin_backward(self) -> None:
-        """Look at the optimizers' groups. The gradients of this backward are still to come."""
+        """Plan the steps of this backward from the optimizers' groups."""
         self._drop_failed()
         self.recover()
         self._problem = None
@@ -146,12 +154,13 @@ class SteppedInBackward(StepExtension):
                 for extension in extensions:
                     extension.before_backward(optimizer)
         except RuntimeError as error:
-            self._problem = error  # other ranks may have none: raised when backward is over
+            # Raise at the end of backward, because other ranks may have no error and would wait.
+            self._problem = error
         else:
             self._parts = self._plan_parts()
 
     def _plan_parts(self) -> dict[int, list[StepPart]]:
-        """By unit, stretches of its parameters that a step can update as one bucket."""
+        """For each unit's index, lists of parameters that a step can update as one bucket."""
         self._owned = owned = _find_owned(self._units)
         parts: dict[int, list[StepPart]] = {}
         for optimizer in self.optimizers:
@@ -168,8 +177,9 @@ class SteppedInBackward(StepExtension):
             self._reduced.append(unit)
 
     def between_units(self) -> None:
-        """Step the units whose gradients are reduced and whose parameters nobody needs any more."""
-        # Graphs that autograd runs inside this backward may add gradients.
+        """Step the units with reduced gradients whose parameters backward needs no more."""
+        # Step nothing if autograd runs another graph inside this backward, because the other graph
+        # may add gradients.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -177,52 +187,55 @@ class SteppedInBackward(StepExtension):
             for handle in unit.handles:
                 used = set(handle.grad_buffer.used_by_rank)
                 handle.publish([index in used for index in range(len(handle.params))])
-                # Publishing cleared it; the other ranks are told at the end of backward.
+                # `publish` has cleared `used_by_rank`. Restore it, because the end of backward
+                # sends it to the other ranks.
                 handle.grad_buffer.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
                 with profiled("step", unit.name):
                     self._step(self._parts[unit.index])
             except Exception as error:
-                # Raised now, at another moment on each rank, it would leave the others waiting for
-                # reductions that this one does not begin.
+                # Keep the error until the end of backward. If this rank raised now, it would not
+                # begin its remaining reductions, and the other ranks would wait for them.
                 error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
 
     def _may_step(self, unit: Unit) -> bool:
-        # A unit is done if all its parameters have their gradients (so that it counts as used,
-        # whatever other ranks used), the last forward has no run of it whose backward is still to
-        # begin, and its inputs have their gradients, so that nothing computes in it any more.
-        # It must not be unsharded again after its step, for one by a prefetch that guessed wrong:
-        # shards of before and after would mix. Prefetching leaves out units that are not awaited.
+        # A unit is done if (1) all its parameters have gradients, so that all parameters count as
+        # used, whatever other ranks used; (2) no forward of the unit waits for its backward; and
+        # (3) the unit's inputs have their gradients, so that backward computes nothing more in it.
+        # After its step, the unit must not be unsharded again in this backward, because the ranks
+        # would mix old and new shards. Prefetching therefore skips units whose backward is over.
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
-            # Of frozen ones, others may have accumulated gradients before they were frozen.
+            # After accumulation, wait for the end if a parameter is frozen: another rank may have
+            # accumulated a gradient before the parameter was frozen.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
-            # Other ranks may be receiving the shard of before.
+            # Other ranks may still be receiving the shard, which the step would change.
             and not self.state.pending_sends.is_sending(handle.flat_param)
-            # Users' hooks see gradients when backward is over.
+            # Post-accumulate hooks of users run at the end of backward, and need the gradients.
             and not any(param.post_accumulate_hooks for param in handle.params)
             for handle in unit.handles
         )
 
     def votes(self) -> bytes:
-        """Per unit, whether it was stepped here."""
+        """For each unit, whether this rank has stepped the unit."""
         return bytes(unit.index in self._stepped for unit in self._units)
 
     def tally(self, maxima: bytes) -> None:
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if one of them was stepped before on any rank."""
+        """Raise, on all ranks, if any rank has already stepped one of ``units``."""
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Step what is left; users' hooks have run. Raises what an early step raised, too."""
-        # This backward runs inside a forward, whose own backward will step what is left.
+        """Step the remaining units, after users' hooks. Also raises the error of an early step."""
+        # If this backward runs inside a forward, the forward's own backward steps the remaining
+        # units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -239,30 +252,31 @@ class SteppedInBackward(StepExtension):
                     raise _got_more(f"a parameter of {unit_text(self._units[index].name)}")
         if has_gradients or has_outside:
             rest = [of_unit for index, of_unit in parts.items() if index not in self._stepped]
-            with profiled("step", "all units that are left"):
+            with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # After backward, which may bring more gradients: `.grad` says that it was used.
+            # Set `.grad` to a tensor that raises when it is read. Wait until now, because backward
+            # may add gradients.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
     def _drop_failed(self) -> None:
-        """Forget a backward that did not come to its end; warn if it has stepped some units."""
+        """Forget a backward that has failed; warn if the backward has stepped some units."""
         num_stepped, num_units = len(self._stepped), len(self._parts)
         self._parts, self._reduced, self._stepped = {}, [], set()
         if num_stepped and num_units:
             warnings.warn(
-                f"a backward failed when {num_stepped} of {num_units} units had been stepped in "
-                "it: they are a step ahead of the others, on this rank perhaps alone. Load a "
-                "checkpoint.",
+                f"a backward failed after step_in_backward() had stepped {num_stepped} of "
+                f"{num_units} units. These units are a step ahead of the other units, perhaps only "
+                "on this rank. Load a checkpoint.",
                 stacklevel=5,
             )
 
     def needs_gradients(self, caller: str) -> None:
         raise RuntimeError(
-            f"{caller} needs all gradients after backward, but an optimizer of the model steps "
-            "in backward, which drops them unit by unit. Call remove() on what "
-            "step_in_backward() returned, and optimizer.step() after this."
+            f"{caller} needs all gradients after backward, but an optimizer of the model steps in "
+            "backward, which drops the gradients unit by unit. Call remove() on the handle that "
+            "step_in_backward() returned, and call optimizer.step() after backward."
         )
 
     # ------------------------------------------------------------ the step
@@ -272,7 +286,8 @@ class SteppedInBackward(StepExtension):
             own = [part for part in parts if part.optimizer is optimizer]
             if own:
                 step_parts(optimizer, own)
-                # Schedulers warn where no step came before theirs.
+                # Mark the optimizer as stepped: otherwise a learning rate scheduler would warn that
+                # it steps before the optimizer.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             for param in (param for part in parts for param in part.params):
@@ -289,7 +304,7 @@ def _drop_consumed(params: Iterable[nn.Parameter]) -> None:
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """By the parameter's id, the number of its group."""
+    """Index of each parameter's group, keyed by the parameter's id."""
     groups = enumerate(optimizer.param_groups)
     return {id(param): number for number, group in groups for param in group["params"]}
 
@@ -309,15 +324,15 @@ def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any)
 
 def _got_more(what: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} got more gradient after step_in_backward() had stepped it: it is used both "
-        "inside and outside of a checkpoint with use_reentrant=True, or outside of forward. "
-        "Use use_reentrant=False, or optimizer.step() after backward. The parameters are "
+        f"{what} got more gradient after step_in_backward() had stepped it. It is used both inside "
+        "and outside of an activation checkpoint with use_reentrant=True, or outside of forward. "
+        "Pass use_reentrant=False, or call optimizer.step() after backward. The parameters are "
         "wrong now: load a checkpoint."
     )
 
 
 def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
-    """By id, the unit and the name of each parameter that optimizers can have."""
+    """Unit and name of each parameter that optimizers can hold, keyed by the parameter's id."""
     return {
         id(param.sharded): (unit, param.name)
         for unit in units
@@ -330,9 +345,10 @@ _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class ConsumedGrad(torch.Tensor):
-    """A gradient that is gone, of the parameter's shape, dtype and device.
+    """Placeholder for a gradient that a step in backward has used and freed.
 
-    It has no memory, can be dropped and set to zero like a gradient, and raises for anything else.
+    The placeholder has the parameter's shape, dtype and device, and no memory. Setting it to None
+    or to zero works as for a gradient. Every other operation raises.
     """
 
     _of: str
@@ -348,7 +364,8 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # Dispatch, below, sees every operation; reading an attribute is to cost nothing.
+    # Disable `__torch_function__`, so that reading an attribute is cheap. `__torch_dispatch__`
+    # below sees every operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -356,7 +373,7 @@ class ConsumedGrad(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ZEROING:
-            # Such a list mixes consumed gradients with others, which are to become zero.
+            # A list for `_foreach_zero_` may also have ordinary gradients. Set these to zero.
             for tensor in args[0] if isinstance(args[0], list) else []:
                 if not isinstance(tensor, cls):
                     tensor.zero_()
@@ -366,12 +383,13 @@ class ConsumedGrad(torch.Tensor):
         raise RuntimeError(
             f"parameter {consumed._of!r}: {func._schema.name} on a gradient that "
             "ShardedWrapper.step_in_backward() has used and dropped: the parameter is stepped "
-            "already. Clipping by a norm, GradScaler, and whatever else needs the gradients after "
-            "backward needs an ordinary optimizer.step(): call remove() on what "
-            "step_in_backward() returned. To read or change one parameter's gradient before its "
+            "already. Clipping by a norm, GradScaler and other code that needs gradients after "
+            "backward needs an ordinary optimizer.step(): call remove() on the handle that "
+            "step_in_backward() returned. To read or change one parameter's gradient before the "
             "step, use p.register_post_accumulate_grad_hook."
         )
 
 
-# From the first model on that steps in backward, in the steps of all optimizers.
+# Importing this module, which happens at the first `step_in_backward`, extends the steps of all
+# optimizers of the process.
 extensions.append(_DropConsumed())

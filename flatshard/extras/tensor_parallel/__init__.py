@@ -1,9 +1,10 @@
 """Extra: parameters that are DTensors (tensor parallelism).
 
-The local part of a DTensor is what is flattened and sharded, over other ranks than those of its
-mesh. Modules compute with a DTensor over that part.
+flatshard shards the local part of each DTensor, over ranks outside of the DTensor's mesh. In a
+forward, modules compute with a DTensor whose local part is the unsharded parameter.
 
-Without this folder, wrapping a model with a DTensor among its parameters raises.
+Without this folder, wrapping a model with a DTensor among its parameters raises an error that names
+the folder.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_tree import ParamInfo, find_params, unit_text
 
-_NATIVE = TransportOptions(Collectives.NATIVE)  # for numbers alone
-_OTHERWISE = "Leave that out, or apply tensor parallelism to other parameters only."
+_NATIVE = TransportOptions(Collectives.NATIVE)  # these communicators only exchange numbers
+_OTHERWISE = "Leave that out, or do not apply tensor parallelism to this parameter."
 
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """The mesh and the placements of a parameter; a ``ParamSplit`` that copies share."""
+    """The mesh and the placements of a parameter. Implements ``ParamSplit``."""
 
     layout: Any  # torch's DTensorSpec
-    comms: tuple[Communicator, ...]  # one for each dimension of the mesh that splits it
-    shape: tuple[int, ...]  # of the parameter in the model without any parallelism
-    stride: tuple[int, ...]  # in elements, of the same parameter
+    comms: tuple[Communicator, ...]  # one for each mesh dimension that splits the parameter
+    shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
+    stride: tuple[int, ...]  # the same parameter's strides, in elements
 
     def __deepcopy__(self, _: object) -> TensorParallel:
-        return self  # process groups cannot be copied
+        return self  # copies of a model share this object, because process groups cannot be copied
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """A differentiable DTensor over ``local``, which gets the local part of its gradient.
+        """A DTensor whose local part is ``local``; its backward gives ``local`` the gradient.
 
-        Torch sums what ranks of the mesh have of a replicated parameter's gradient.
+        If the parameter is replicated in the mesh, torch sums the gradient over the mesh's ranks.
         """
         from torch.distributed.tensor import DTensor  # slow to load
 
@@ -58,11 +59,14 @@ class TensorParallel:
                 shape=self.layout.shape,
                 stride=self.layout.stride,
             )
-        shown._is_param = True  # so that it counts as an ``nn.Parameter``
+        shown._is_param = True  # makes the DTensor an instance of ``nn.Parameter``
         return shown
 
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """``hook`` of a DTensor's gradient, as one of its local part: norms are of all parts."""
+        """Convert a hook for the DTensor's gradient into a hook for the local part's gradient.
+
+        ``hook`` gets a DTensor, so a norm that the hook computes is the norm of all parts.
+        """
 
         def call(grad: Tensor) -> Any:
             result: Any = hook(self.as_dtensor(grad))
@@ -79,7 +83,7 @@ class TensorParallel:
             return shown.full_tensor().to(local.device, copy=True)  # type: ignore[no-any-return]
 
     def part_of(self, full: Tensor) -> Tensor:
-        """This rank's part of a tensor that all ranks of the mesh have. No communication."""
+        """This rank's part of ``full``, which is on all ranks of the mesh. No communication."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         mesh, placements = self.layout.mesh, self.layout.placements
@@ -89,7 +93,7 @@ class TensorParallel:
             return full.redistribute(mesh, placements).to_local()
 
     def offsets(self) -> tuple[int, ...]:
-        """Where this rank's part begins, by dimension."""
+        """Index at which this rank's part begins, for each dimension."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         layout = self.layout
@@ -99,14 +103,14 @@ class TensorParallel:
 
 @contextmanager
 def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iterator[None]:
-    """Replace DTensors among the parameters by their local parts; undone by an exception.
+    """Replace DTensors among the module's parameters by their local parts.
 
-    Collective: all ranks of their meshes, where there are any.
+    If the block raises, the DTensors are put back. Collective: all ranks of the DTensors' meshes.
 
     Raises:
-        ValueError: a mesh that shares ranks with those over which the parameters are to be sharded.
-        NotImplementedError: placements other than Shard and Replicate; a DTensor on the meta
-            device; one with hooks or a gradient.
+        ValueError: a mesh shares ranks with the ranks over which the parameters would be sharded.
+        NotImplementedError: a DTensor has placements other than Shard and Replicate, is on the meta
+            device, or has hooks or a gradient.
     """
     infos = find_params(module, ignored.ids())
     found: dict[str, tuple[ParamInfo, Any]] = {
@@ -115,7 +119,8 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     for name, (_, param) in found.items():
         _check(name, param, settings)
     try:
-        # Replaced, as torch swaps no tensors of classes with other slots.
+        # Put a new parameter into the module: `torch.utils.swap_tensors` cannot swap a DTensor and
+        # an ordinary parameter, whose classes have different slots.
         for name, (one, param) in found.items():
             _put(one, _local_part(param))
             param.flattened_as = name
@@ -126,7 +131,8 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
             _put(one, param)
         raise
     for _, param in found.values():
-        param._local_tensor = param._local_tensor.new_empty(0)  # optimizers may hold the DTensor
+        # Free the DTensor's memory, because an optimizer may keep the DTensor itself alive.
+        param._local_tensor = param._local_tensor.new_empty(0)
 
 
 def _put(one: ParamInfo, param: nn.Parameter) -> None:
@@ -155,8 +161,8 @@ def _check(name: str, param: Any, settings: Settings) -> None:
     if set(ranks).intersection(split) - {dist.get_rank()}:
         raise ValueError(
             f"{where} over ranks {ranks_text(split)}, and would be sharded over ranks "
-            f"{ranks_text(ranks)}, which hold other parts of it. Pass the dimension of the mesh "
-            'over which data are split: device_mesh=mesh["dp"].'
+            f"{ranks_text(ranks)}, which hold other parts of the DTensor. Pass only the data "
+            'parallel dimension of the mesh: device_mesh=mesh["dp"].'
         )
     kinds = {type(placement).__name__ for placement in param._spec.placements}
     reasons = {
@@ -171,7 +177,7 @@ def _check(name: str, param: Any, settings: Settings) -> None:
 
 
 def check_units(units: Iterable[PlannedUnit]) -> None:
-    """Raise NotImplementedError where a unit with such parameters asks for what cannot be done."""
+    """Raise NotImplementedError if a setting of a unit is not supported for the unit's DTensors."""
     for unit in units:
         settings = unit.settings
         for kind, owned in unit.flat_params.items():
@@ -179,7 +185,7 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",
                 f"gather_dtype={kind.precision.gather_dtype}": kind.precision.gather_dtype,
-                "a shard group of one rank (NO_SHARD, say)": settings.topology.shard.size == 1,
+                "a shard group of one rank (as NO_SHARD)": settings.topology.shard.size == 1,
             }
             for reason, applies in reasons.items():
                 if first is not None and applies:

@@ -1,10 +1,11 @@
-"""An extra: names of torch's wrappers that differ here (DistributedDataParallel, FSDP1, FSDP2).
+"""Extra: names of torch's wrappers (DistributedDataParallel, FSDP1, FSDP2) for migration.
 
-``ShardedWrapper`` accepts the keywords of these wrappers, has their attributes, and says what to
-use instead of a method that it lacks. Without this folder a keyword that ``ShardedWrapper`` does
-not name raises ``MissingExtraError``, and missing attributes raise Python's ``AttributeError``.
+With this folder, ``ShardedWrapper`` accepts the keywords of torch's wrappers and has their
+attributes. If a method of a torch wrapper is missing, the error names the replacement. Without this
+folder, a keyword outside of ``ShardedWrapper``'s signature raises ``MissingExtraError``, and
+missing attributes raise Python's ``AttributeError``.
 
-A test compares the names with the tables of docs/migration.md and, to notice new names, with torch.
+A test compares the names with the tables of docs/migration.md, and with torch, to notice new names.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from flatshard.state.model_state import StateDictOptions
 
 
 class Keyword(NamedTuple):
-    """Why a keyword has no effect here, or raises."""
+    """The reason why a keyword of torch's wrappers has no effect or raises."""
 
     reason: str
-    default: Any = None  # this value, mostly torch's default, gives no warning
+    default: Any = None  # mostly torch's default; this value causes no warning or error
 
 
-# Keywords of torch's wrappers without an effect here: rank 0 warns if one is set.
+# Keywords of torch's wrappers without an effect. If the user sets such a keyword, rank 0 warns.
 IGNORED = {
-    "use_orig_params": Keyword("parameters keep their names and shapes", True),  # FSDP1's: False
+    # The default here is True, because ShardedWrapper always acts so. FSDP1's default is False.
+    "use_orig_params": Keyword("parameters keep their names and shapes", True),
     "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
     "bucket_cap_mb_list": Keyword("there are no buckets; auto_wrap_policy makes units"),
     "find_unused_parameters": Keyword("unused parameters are always found", False),
@@ -41,9 +43,9 @@ IGNORED = {
     "shard_placement_fn": Keyword("flat parameters are split into equal ranges"),
 }
 
-# Those that raise.
+# Keywords of torch's wrappers that raise.
 REFUSED = {
-    "dim": Keyword("inputs are not scattered, so there is only 0", 0),
+    "dim": Keyword("inputs are not scattered, so dim can only be 0", 0),
     "delay_all_reduce_named_params": Keyword(
         "make these parameters' module a unit of its own instead"
     ),
@@ -51,9 +53,10 @@ REFUSED = {
     "dp_mesh_dims": Keyword("pass these dimensions of the mesh, such as mesh['dp']"),
 }
 
-# Those with another name here, and what a value of theirs means; all others mean the same.
+# Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the
+# value of torch's keyword into keywords of ShardedWrapper.
 OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    # Empty is as None: a module on the CPU.
+    # In torch, an empty list means the same as None: a module on the CPU.
     "device_ids": lambda value: {"device_id": _only(value)} if value else {},
     "output_device": lambda value: {"device_id": value},
     "forward_sync_buffers": lambda value: {"broadcast_buffers": value},
@@ -64,7 +67,7 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "ignored_params": lambda value: {"ignored_states": value},
 }
 
-# Reasons why public methods of torch's wrappers are missing here, and the methods.
+# Public methods of torch's wrappers that ShardedWrapper lacks, keyed by the advice in the error.
 _MISSING = {
     "use `with model.join():`": "join_hook join_device join_process_group",
     "one process trains on one device": "scatter gather",
@@ -106,7 +109,7 @@ _MISSING = {
 }
 MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name in names.split()}
 
-# Attributes of both, read-only here.
+# Attributes of torch's wrappers, which a ShardedWrapper also has, read-only.
 ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
     "require_backward_grad_sync": lambda one: not one.context.is_accumulating,
     "device": lambda one: one.settings.device,
@@ -136,8 +139,8 @@ def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> An
     ``sharding`` is None while the wrapper is being built or copied.
 
     Raises:
-        AttributeError: the reason why the method of torch's wrappers is missing here, or ``error``
-            where no wrapper of torch has the name.
+        AttributeError: ``name`` is a method that only torch's wrappers have: the error says what to
+            use instead. If torch's wrappers have no such name either, raises ``error``.
     """
     if name in ATTRIBUTES and sharding is not None:
         return ATTRIBUTES[name](sharding)
@@ -146,7 +149,7 @@ def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> An
 
 
 def why_missing(name: str) -> str | None:
-    """Why a method of torch's wrappers is missing here; None if it is not, or is unknown."""
+    """Error text for a method that only torch's wrappers have; None for every other name."""
     reason = MISSING_METHODS.get(name)
     return reason and f"{name} is not available on a ShardedWrapper: {reason}"
 
@@ -154,10 +157,16 @@ def why_missing(name: str) -> str | None:
 def read_keywords(
     extra: dict[str, Any], own: dict[str, Any], known: Iterable[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Translate the keywords ``extra``, which the constructor (that has ``known``) does not name.
+    """Translate keywords of torch's wrappers into keywords of ``ShardedWrapper``.
 
-    Returns ``own``, with the values that ``extra`` gives to what is None in it; and one line for
-    each keyword that was set and has no effect.
+    Args:
+        extra: the keywords that are not in the constructor's signature.
+        own: values of the constructor's own keywords.
+        known: names of the constructor's own keywords.
+
+    Returns:
+        A copy of ``own``, in which values from ``extra`` replace None; and a line of text for each
+        keyword in ``extra`` that has no effect.
     """
     meant, notes = dict(own), []
     accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
@@ -176,7 +185,8 @@ def read_keywords(
             continue
         for our_name, ours in OTHER_NAMES[name](value).items():
             before = meant.get(our_name)
-            # The text after a colon: 0, "cuda:0" and torch.device("cuda", 0) are one device.
+            # Compare the text after the colon, because 0, "cuda:0" and torch.device("cuda", 0) mean
+            # the same device.
             texts = {str(device).rpartition(":")[2] for device in (before, ours)}
             if before is None:
                 meant[our_name] = ours
@@ -191,25 +201,30 @@ def read_keywords(
 def _only(device_ids: Sequence[Any]) -> Any:
     if len(device_ids) > 1:
         raise ValueError(
-            f"ShardedWrapper: device_ids={list(device_ids)}: a process trains on one device; pass "
-            "one index, or device_id"
+            f"ShardedWrapper: device_ids={list(device_ids)}: a process trains on one device. Pass "
+            "one index, or device_id."
         )
     return device_ids[0]
 
 
-# For each name of a state dict type in torch: the prefix of the config classes' names.
+# Prefix of the names of torch's config classes, keyed by the name of the state dict type.
 _CONFIGS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
 
 
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
-    """Read torch's enum and configs; raises for types that lack the originals' shapes."""
+    """Convert torch's state dict type and configs into ``StateDictOptions``.
+
+    Raises:
+        NotImplementedError: the type is LOCAL_STATE_DICT, whose tensors are flat.
+        TypeError: a config does not belong to the type.
+    """
     name = getattr(state_dict_type, "name", state_dict_type)
     if name not in _CONFIGS:
         raise NotImplementedError(
-            f"state_dict_type: expected {' or '.join(_CONFIGS)}, got {name}: state dicts "
-            "hold tensors of the unwrapped model's shapes under its names."
+            f"state_dict_type: expected {' or '.join(_CONFIGS)}, got {name}. State dicts have the "
+            "names and shapes of the unwrapped model."
         )
     options = {"is_sharded": name == "SHARDED_STATE_DICT"}
     for prefix, config in (("", state_dict_config), ("optim_", optim_state_dict_config)):
@@ -217,11 +232,11 @@ def read_options(
             continue
         keyword = f"{prefix}state_dict_config"
         kind = f"{_CONFIGS[name]}{'Optim' if prefix else ''}StateDictConfig"
-        # Compare by name, because torch's package is slow to import.
+        # Compare class names instead of importing torch's classes, because the import is slow.
         if kind not in (base.__name__ for base in type(config).__mro__):
             raise TypeError(
-                f"state_dict_type: {keyword}: expected torch's {kind}, which goes with "
-                f"{name}, got {config!r}"
+                f"state_dict_type: {keyword}: expected torch's {kind}, which belongs to {name}, "
+                f"got {config!r}"
             )
         options[f"{prefix}offload_to_cpu"] = config.offload_to_cpu
         options[f"{prefix}rank0_only"] = getattr(config, "rank0_only", False)
@@ -229,8 +244,8 @@ def read_options(
 
 
 def as_torch(options: StateDictOptions) -> Any:
-    """Convert the options to torch's ``StateDictSettings``."""
-    # Import here, because the package is slow to import.
+    """Convert ``options`` to torch's ``StateDictSettings``."""
+    # Import only when the function is called, because the import is slow.
     from torch.distributed.fsdp import api
 
     if options.is_sharded:

@@ -95,7 +95,7 @@ def _one_may_not_read(rank: int, world_size: int, folder: Path) -> None:
         mock.patch.object(peer_memory, "_read", read),
     ):
         actual, report = trained(rank, world_size)
-    assert "\nsockets: rank 1: Operation not permitted; see kernel.yama.ptrace_scope" in report
+    assert "\nsockets: rank 1: Operation not permitted; check kernel.yama.ptrace_scope" in report
     assert yama.readers == [os.getppid(), 0]  # taken back: nobody reads
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
@@ -123,18 +123,23 @@ def test_permission_lasts_while_some_group_reads() -> None:
 NO_MEMORY = OSError(12, "Cannot allocate memory")
 MASKED = FileNotFoundError(2, "No such file or directory", "/proc/sys/kernel/random/boot_id")
 LACKS: dict[str, tuple[Any, str, Any, str]] = {
-    "proc": (peer_memory, "_host", mock.Mock(side_effect=MASKED), "rank 1: it has .*boot_id"),
+    "proc": (peer_memory, "_host", mock.Mock(side_effect=MASKED), "rank 1: no mailbox .*boot_id"),
     "addresses": (
         *(mapped_files.mmap, "mmap", mock.Mock(side_effect=NO_MEMORY)),
-        "rank 1: it has no shared memory: .* Cannot allocate memory",
+        "rank 1: no mailbox in shared memory: .* Cannot allocate memory",
     ),
-    "files": (mapped_files, "create", mock.Mock(side_effect=NO_MEMORY), "rank 1: it has no shared"),
+    "files": (
+        mapped_files,
+        "create",
+        mock.Mock(side_effect=NO_MEMORY),
+        "rank 1: no mailbox in shared",
+    ),
     "mailbox": (
         *(peer_memory, "open_of", mock.Mock(side_effect=PermissionError(13, "denied"))),
-        "rank 1: .*denied; see kernel.yama.ptrace_scope",
+        "rank 1: .*denied; check kernel.yama.ptrace_scope",
     ),
     "host": (peer_memory, "_host", lambda: f"host {os.environ['RANK']}", "on several hosts"),
-    "system": (peer_memory, "_readv", None, "rank 1: its system has no process_vm_readv"),
+    "system": (peer_memory, "_readv", None, "rank 1: the system has no process_vm_readv"),
 }
 
 

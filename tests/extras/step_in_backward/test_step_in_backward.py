@@ -425,7 +425,7 @@ def _refused(rank: int, world_size: int) -> None:
     adam, sgd = torch.optim.Adam(params[:2]), torch.optim.SGD(params)
     for wrong, error, says in (
         (params, TypeError, "expected a torch.optim.Optimizer"),
-        (torch.optim.LBFGS(params), ValueError, "LBFGS may look at all parameters together"),
+        (torch.optim.LBFGS(params), ValueError, "LBFGS may need the gradients of all parameters"),
         (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "holds no parameter"),
         (sgd if rank else torch.optim.LBFGS(params), ValueError, "LBFGS"),
         (sgd if rank else adam, ValueError, "the optimizer is Adam on rank 0, SGD on rank 1"),
@@ -446,7 +446,9 @@ def _refused(rank: int, world_size: int) -> None:
     model.state_dict()  # no rank was left waiting
 
     model.step_in_backward(adam)
-    with pytest.raises(ValueError, match="SGD holds parameters that are stepped in backward"):
+    with pytest.raises(
+        ValueError, match="SGD holds parameters that another optimizer already steps"
+    ):
         model.step_in_backward(sgd)
     with pytest.raises(ValueError, match="on the outermost wrapper"):
         ShardedWrapper(nn.Sequential(model))
@@ -477,7 +479,9 @@ def _left_in_the_middle(rank: int, world_size: int) -> None:
     with pytest.raises(_Planned):
         run.loss(0).backward()
     hook.remove()
-    with pytest.warns(UserWarning, match="a backward failed when [12] of 4 units had been stepped"):
+    with pytest.warns(
+        UserWarning, match=r"failed after step_in_backward\(\) had stepped [12] of 4 units"
+    ):
         run.loss(1).backward()
     run.step()
     assert all(param.isfinite().all() for param in run.model.state_dict().values())
