@@ -1,15 +1,16 @@
-"""``FlatParamHandle``: owns every buffer of one flat parameter, which is one segment of a unit.
+"""``FlatParamHandle``: owns one flat parameter of a unit, its unsharded buffer and its gradients.
 
-A handle works on the current stream and gets all settings as arguments. It never picks a stream and
-never reads the phase of a step: ``Unit`` decides when to call it. ``module.construction`` makes
-handles; ``module.conversion`` converts and copies them.
+A handle works on the current stream. The handle never chooses a stream and never reads the phase of
+a step: ``Unit`` decides when to call the handle. ``module.construction`` makes handles, and
+``module.conversion`` converts and copies handles.
 
 [Note: who owns what]
-    FlatParamHandle  the unsharded buffer, and the way from the shard to the buffer and back
-    FlatParameter    ``flat_param``: the padded 1-D parameter, of which this rank holds a chunk
-    OriginalParam    ``params``: each parameter that was flattened, as users and modules hold it
-    GradientBuffer, GradReduce, GradPublish: collect the gradients from autograd, reduce them, and
-                     put the result into ``.grad``; `Backward` calls the three in this order
+    FlatParamHandle  the unsharded buffer; fills the buffer from the shards, and frees the buffer
+    FlatParameter    ``flat_param``: the padded 1-D parameter; each rank holds a chunk
+    OriginalParam    ``params``: the flattened parameters, as users and modules hold them
+    GradientBuffer, GradReduce, GradPublish: collect the gradients from autograd, reduce the
+                     gradients, and put the results into ``.grad``. `Backward` calls the three in
+                     this order.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from flatshard.plan.layout import FlatLayout, view_of
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
 
-# A module, the attribute of a parameter in the module, and the parameter.
+# One place of a parameter: a module, the parameter's attribute in the module, and the parameter.
 Place = tuple[nn.Module, str, OriginalParam]
 
 
 class ShardState(enum.Enum):
-    """Whether the unsharded buffer exists. Changes only in ``FlatParamHandle._move_to``."""
+    """Whether the buffer has the unsharded parameters. Only ``_move_to`` changes the state."""
 
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
@@ -47,15 +48,15 @@ class ShardState(enum.Enum):
 
 _MOVES = {
     ShardState.SHARDED: {ShardState.UNSHARDING},
-    # SHARDED: the all-gather failed.
+    # Back to SHARDED if the all-gather fails.
     ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
-    # UNSHARDING: the buffer was stale.
+    # Back to UNSHARDING if the shard was written after the all-gather, so that the buffer is stale.
     ShardState.UNSHARDED: {ShardState.UNSHARDING, ShardState.SHARDED},
 }
 
 
 class FlatParamHandle:
-    """One flat parameter: the unit's parameters of one dtype and ``requires_grad``."""
+    """One flat parameter: parameters of a unit with the same dtype and ``requires_grad``."""
 
     def __init__(
         self,
@@ -63,16 +64,16 @@ class FlatParamHandle:
         unit_name: str,
         options: HandleOptions,
         layout: FlatLayout,
-        shard: Tensor,  # (layout.shard_numel,), on the device that computes
+        shard: Tensor,  # (layout.shard_numel,), on the device that computes, with initial values
     ) -> None:
-        """Turn ``params``, in place, into sharded parameters that show ``shard``."""
+        """Turn ``params`` into sharded parameters over ``shard``, in place."""
         self.link, self.options, self.layout = RunLink(unit_name), options, layout
         self.device = shard.device
         self.topology, self.reduces_alone = options.topology, options.reduces_alone
         # Whether this rank holds the whole flat parameter.
         self.is_whole = options.topology.shard.size == 1
         self.params = list(params)
-        # Every place of a parameter: a module's attribute and the parameter.
+        # All places of all parameters: a tied parameter has several places.
         self.places: list[Place] = [
             (place.module, place.attribute, param)
             for param in self.params
@@ -82,16 +83,17 @@ class FlatParamHandle:
         self.summoned: Any = None  # the open ``state.full_params.Summoned``, if any
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
-        # Whether the resharded buffer still has memory, because views of it exist.
+        # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.lingers = False
-        self._unsharded_version = -1  # version of the shard when the buffer was filled
+        # Version of the shard in the last all-gather. A later version means a stale buffer.
+        self._unsharded_version = -1
         self._targets, self._precision = options.targets, options.precision
         self.gather = ParamGather(self.link, options, shard)
         self._replicate_tag = self.topology.replicate.new_tag()
         self.grad_buffer = self._plan_gradients(shard.dtype)
         target = self._targets.gradient
         self.grad_publish = GradPublish(self.params, self.grad_buffer, target, self.link)
-        # The reduction that backward started last; None once gradients are published.
+        # The last reduction that backward started. None after the gradients are published.
         self.grad_reduce: GradReduce | None = None
         self.adopt(shard)
 
@@ -105,33 +107,33 @@ class FlatParamHandle:
         return [param.sharded for param in self.params]
 
     def rename(self, strip: Callable[[str], str]) -> None:
-        """Make names relative to another root; ``strip`` maps old names to new ones."""
+        """Make parameter names relative to another root; ``strip`` maps old names to new names."""
         for param in self.params:
             param.spec.name, param.spec.unit = strip(param.spec.name), self.link.unit_name
 
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Keep ``shard``, ``(layout.shard_numel,)``, in its offload target, and show it.
+        """Move ``shard``, ``(layout.shard_numel,)``, to the offload target, and use it from now on.
 
-        The sharded parameters become views of the shard, and the full parameters views of a new
-        unsharded buffer, once for all steps.
+        The sharded parameters become views of the shard. The full parameters become views of a new
+        unsharded buffer, which has memory only while unsharded.
         """
         gather, padded_numel = self.gather, self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # A buffer that contains the shard is allocated first. Every other buffer is allocated
-            # after the parameters have given back the memory that they had before.
+            # A buffer that contains the shard must be allocated before the shard is kept. Any other
+            # buffer is allocated later, when the parameters have freed their previous memory.
             memory = gather.allocate(padded_numel) if gather.reads_shard else None
             shown = None if memory is None else memory.shard
-            # Keep the shard, which the optimizer updates.
+            # Copy the values: from now on the optimizer updates the shard in this memory.
             shard = self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard)
             self._set_shard(shard)
             for param in self.params:
                 param.show_chunk(self.flat_param, is_whole=self.is_whole)
             self.memory = memory or gather.allocate(padded_numel, self.flat_param)
-            # ``(layout.padded_numel,)``. The buffer keeps one storage object for life, because
-            # autograd saves views of it (`weight.t()`, for example). While sharded, the storage is
-            # resized to zero bytes, or gives its pages back.
+            # The buffer, ``(layout.padded_numel,)``, keeps its storage object for life, because
+            # autograd saves views of the buffer (`weight.t()`, for example). While sharded, the
+            # storage has zero bytes, or its address range has no pages.
             self.buffer, self.is_aliased = self.memory.buffer, gather.is_aliased
             for param in self.params:
                 param.make_full(None if self.is_aliased else view_of(self.buffer, param.span))
@@ -144,11 +146,11 @@ class FlatParamHandle:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
 
     def part(self, param: OriginalParam) -> Tensor:
-        """This rank's part of an original parameter, ``(numel held here,)``; a view."""
+        """A view of this rank's part of an original parameter, ``(param.local.numel,)``."""
         return self.flat_param[param.local.start : param.local.end]
 
     def page_out(self) -> None:
-        """Let the pages of a shard on disk leave memory: the shard is not used for a while."""
+        """Free the memory pages of a shard on disk until the shard is used again."""
         if not self._targets.shard.is_device:
             self._targets.shard.page_out(self.flat_param)
 
@@ -164,15 +166,15 @@ class FlatParamHandle:
         if self.is_aliased:
             if self.state is ShardState.SHARDED:
                 self._move_to(ShardState.UNSHARDING)
-                self._move_to(ShardState.UNSHARDED)  # at once: no all-gather is needed
+                self._move_to(ShardState.UNSHARDED)  # the shard is the buffer, so do not all-gather
             return False
         self.absorb_replaced()
         lingers, self.lingers = self.lingers, False
         if self.state is not ShardState.SHARDED:
             if self._unsharded_version == self.version:
                 return False
-            # The shard was written after the buffer was filled, so the buffer is stale. Reuse its
-            # memory.
+            # The shard was written after the all-gather, so the buffer is stale. All-gather again
+            # into the same memory.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
@@ -182,11 +184,11 @@ class FlatParamHandle:
             unsharded.allow(self.buffer)
             self.memory.take()
             self.gather.start(self.flat_param.detach(), self.version, self.memory, purpose)
-            # Set the version only after the start: if the start runs out of memory, a stale buffer
-            # must not pass for a current one.
+            # Set the version after the start. If the start runs out of memory, the buffer stays
+            # stale, and must not count as current.
             self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
-        if lingers:  # holders of views may read before any other code waits
+        if lingers:  # code that holds a view may read the view before any `wait_unshard`
             self.wait_unshard()
         return True
 
@@ -195,7 +197,8 @@ class FlatParamHandle:
         if self.state is not ShardState.UNSHARDING:
             return
         try:
-            # Keep the version: autograd must not report the refill as an edit of saved tensors.
+            # Preserve the buffer's version: autograd would take a refill for an edit of the views
+            # that it saved.
             with _unsafe_preserve_version_counter(self.buffer):
                 self.gather.finish(self.buffer)
         except Exception:
@@ -214,22 +217,22 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
             self.gather.fill(shard.detach().to(self.device), flat)
-        self._targets.shard.page_out(shard)  # only the all-gather needed its pages in memory
+        self._targets.shard.page_out(shard)  # nothing needs the shard's pages in memory any more
         return flat
 
     def reshard(self, *, though_held: bool = True) -> None:
-        """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication.
+        """UNSHARDED -> SHARDED: free the unsharded buffer, if it has memory. No communication.
 
-        With ``though_held=False``, a buffer with views keeps its memory (lingers) until the next
-        call.
+        With ``though_held=False``, a buffer whose views are still in use keeps its memory
+        (``lingers``) until a later call.
         """
         if self.state is not ShardState.SHARDED:
-            self.wait_unshard()  # an all-gather may still be writing the memory
+            self.wait_unshard()  # an all-gather may still be writing into the buffer
             self._move_to(ShardState.SHARDED)
             self.lingers = not self.is_aliased
             self.page_out()
-        # Recomputed forwards save views of the buffer without our saved-tensor hooks. Ranks may
-        # differ in whether such views still exist.
+        # Keep memory that views still use: a recomputed forward saves views of the buffer without
+        # our saved-tensor hooks. Freeing needs no communication, so ranks may decide differently.
         if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
 
@@ -238,8 +241,8 @@ class FlatParamHandle:
         self.state = state
 
     def _free_buffer(self) -> None:
-        # Increment the version: autograd then raises for a raw view that was saved, both now and
-        # after the memory is filled with other values.
+        # Increment the version, so that autograd raises an error for a saved view of the buffer
+        # instead of reading freed memory, or the values of a later all-gather.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.lingers = False
@@ -247,15 +250,16 @@ class FlatParamHandle:
         unsharded.set_accessible([param.full for param in self.params], False)
 
     def snapshot(self) -> None:
-        """Keep the buffer's present values when shards change: mapped shards are copied."""
+        """Keep the buffer's present values even if ranks write shards that the buffer shows."""
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.memory.snapshot()
 
     def absorb_replaced(self) -> None:
-        """Take over data that users assigned to ``p.data``, if the originals are plain parameters.
+        """Copy tensors that users assigned to ``p.data`` into the shard.
 
-        They are plain, with the shard as their memory, if this rank holds the whole flat parameter.
+        Users can assign to ``p.data`` only if this rank holds the whole flat parameter: then the
+        sharded parameters are plain parameters with the shard as memory.
         """
         if not self.is_whole:
             return
@@ -265,7 +269,7 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # Use new memory: the user may have kept the old data, to assign it back later.
+        # Use new memory for the shard: the user may keep the old data to assign it back later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:
@@ -280,26 +284,26 @@ class FlatParamHandle:
     def version(self) -> int:
         """Version counter of the shard, which grows with every write."""
         if self.is_whole:
-            # Each parameter has its own counter, because the parameters are views made through
-            # `.data`.
+            # Assignments to `.data` made the parameters views of the shard. Such views have version
+            # counters of their own.
             return sum(param.sharded._version for param in self.params)
         return self.flat_param._version
 
     @property
     def is_current(self) -> bool:
-        """Whether the buffer is unsharded and has the shards' present values."""
+        """Whether the buffer is unsharded and contains the present values of the shards."""
         return self.state is ShardState.UNSHARDED and (
             self.is_aliased or self._unsharded_version == self.version
         )
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the unsharded buffer in bytes; 0 where the shard is the buffer."""
+        """Size of the unsharded buffer in bytes; 0 if the shard is the buffer."""
         return 0 if self.is_aliased else self.buffer.nbytes
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes that the unsharded buffer, without shards in it, and a secondary shard use now."""
+        """Bytes of the unsharded buffer and a secondary shard now, without the shards."""
         is_freed = self.state is ShardState.SHARDED and not self.lingers
         secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
         return (0 if is_freed else self.memory.held_bytes) + secondary
@@ -307,21 +311,24 @@ class FlatParamHandle:
     # ------------------------------------------------------------ what modules hold
 
     def show_unsharded(self) -> None:
-        """Let the modules hold the full parameters. Raises like ``check_places``."""
+        """Put the full parameters into the modules.
+
+        Raises RuntimeError if a module's parameter was replaced after wrapping.
+        """
         if self.is_aliased:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.params:
                 full, sharded = param.full, param.sharded
-                # Users freeze the sharded parameter, so copy its flag. Compare first: setting the
-                # flag costs more.
+                # Users freeze the sharded parameter, so copy `requires_grad` from there. Compare
+                # first: setting the flag takes longer than reading the flag.
                 if full.requires_grad is not sharded.requires_grad:
                     full.requires_grad_(sharded.requires_grad)
         self.check_places()
         self.put([param.full for param in self.params])
 
     def check_places(self) -> None:
-        """Raise RuntimeError if a module's parameter was replaced since wrapping."""
+        """Raise RuntimeError if a module's parameter was replaced after wrapping."""
         for module, attribute, param in self.places:
             present = module._parameters.get(attribute)
             held = param.full if param.held is None else param.held
@@ -332,7 +339,7 @@ class FlatParamHandle:
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:
-        """Let the modules hold full parameters, one for each original."""
+        """Put ``shown`` into the modules: a full parameter for each original parameter."""
         for param in self.params:
             held, split = shown[param.index], param.spec.tensor_parallel
             param.held = held if split is None else split.as_dtensor(held)
@@ -342,12 +349,12 @@ class FlatParamHandle:
             self._rebuild_rnns()
 
     def show_sharded(self) -> None:
-        """Let the modules hold the sharded parameters."""
-        if not self.is_aliased:  # if aliased, modules always hold the sharded parameters
+        """Put the sharded parameters into the modules, if the modules may hold full parameters."""
+        if not self.is_aliased:  # if aliased, there are no full parameters
             self.put_back()
 
     def put_back(self) -> None:
-        """Let the modules hold the sharded parameters, whatever they hold now."""
+        """Put the sharded parameters into the modules, in any case."""
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.sharded
             param.held = None
@@ -358,14 +365,14 @@ class FlatParamHandle:
         for module in self._rnns:
             names = module._flat_weights_names
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
-            # Recurrent modules compare these weak references with their weights. None counts as
-            # equal.
+            # RNN modules compare these weak references with their weights, to see replaced weights.
+            # None counts as equal.
             module._flat_weight_refs = [None] * len(names)
 
     # ------------------------------------------------------------ gradients
 
     def _plan_gradients(self, dtype: torch.dtype) -> GradientBuffer:
-        """Decide how gradients of a shard of ``dtype`` are reduced and where they accumulate."""
+        """Make the plan and the buffer for reducing gradients, if the shard has ``dtype``."""
         hook, precision = self.comm_hook or CommHook(), self._precision
         reduce_dtype = precision.reduced_dtype(dtype, hook.reduce_dtype)
         self.reduce_plan = ReducePlan(
@@ -383,7 +390,8 @@ class FlatParamHandle:
             self.layout,
             dtypes=GradDtypes(
                 reduce_dtype=reduce_dtype,
-                # A sum in a narrower dtype than the shard's would lose small gradients.
+                # Accumulate in the shard's dtype if that is wider than the reduce dtype: a sum in
+                # the narrower dtype would lose small gradients.
                 accum_dtype=dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype,
                 grad_dtype=reduce_dtype if precision.keeps_reduce_dtype else dtype,
             ),
@@ -394,13 +402,13 @@ class FlatParamHandle:
         )
 
     def replan_gradients(self) -> None:
-        """Plan reductions again with the present options. Accumulated gradients stay."""
+        """Plan reductions again for the present hook and dtype. Keeps accumulated gradients."""
         self.grad_buffer = self._plan_gradients(self.flat_param.dtype)
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def set_comm_hook(self, hook: CommHook) -> None:
-        """Reduce with ``hook`` from now on; no gradients may be accumulated."""
-        assert not self.grad_publish.holds_gradients, "they are in the dtype of before"
+        """Reduce with ``hook`` from now on. No gradients may be accumulated at the call."""
+        assert not self.grad_publish.holds_gradients, "they have another dtype"
         self.comm_hook = hook
         self.replan_gradients()
 
@@ -409,27 +417,30 @@ class FlatParamHandle:
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Put the reduced gradients into ``.grad``; ``used``: which originals any rank used."""
+        """Put the reduced gradients into ``.grad`` of the parameters that any rank used.
+
+        ``used`` has a flag for each original parameter.
+        """
         self.grad_reduce = None
         self.grad_publish.publish(used)
 
     def drop_gradients(self) -> None:
-        """Forget unpublished gradients, after a failed backward."""
+        """Drop unpublished gradients, after a failed backward."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
-            # Wait first: a collective under way may still write the memory that is dropped next.
+            # Wait first: a running collective may still write the memory that is dropped next.
             reduce.abandon()
         self.grad_publish.drop()
         if self.is_aliased:
             self.give_hooks_back()
 
     def give_hooks_back(self) -> None:
-        """Put hooks held during backward back where users registered and may remove them."""
+        """Put users' hooks back on the parameters; ``GradPublish.hold_earlier`` took them off."""
         for param in self.params:
             param.give_hooks_back()
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients outside of ``.grad``, including memory still read by other ranks."""
+        """Bytes of gradients outside of ``.grad``, including memory that other ranks still read."""
         under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
         return self.grad_buffer.nbytes + under_way + self.grad_publish.nbytes

@@ -36,7 +36,10 @@ _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta dev
 def local_parts(
     module: nn.Module, ignored: Ignored, settings: Settings
 ) -> AbstractContextManager[None]:
-    """Inside, parameters that are DTensors are plain ones of this rank's part; see the extra."""
+    """A context in which each DTensor parameter is a plain parameter of this rank's local part.
+
+    The extra ``tensor_parallel`` has the context. For a model without DTensors it does nothing.
+    """
     if not any(hasattr(param, "_spec") for param in module.parameters()):
         return nullcontext()
     tensor_parallel = extra("tensor_parallel", _A_DTENSOR)
@@ -45,16 +48,16 @@ def local_parts(
 
 
 def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Iterable[str]) -> None:
-    """Let ``root``, a wrapper without a module, wrap the planned module.
+    """Let ``root``, a wrapper that has no module yet, wrap the planned module.
 
-    Wrappers of class ``kind`` wrap the modules of the other units. Rank 0 gives ``notes`` as
-    warnings, together with the warnings about the plan.
+    The modules of the other units get wrappers of class ``kind``. Rank 0 warns with ``notes`` and
+    with the warnings about the plan.
 
     Collective: all ranks.
 
     Raises:
         ValueError: on all ranks, if the ranks build different models, the number of ranks does not
-            fit a strategy, or nothing initialises tensors on the meta device.
+            fit a strategy, or no function initialises a tensor on the meta device.
     """
     _compare(plan)
     offload = _reserve_offload(plan)
@@ -64,7 +67,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
         meta_init = extra("meta_init", _ON_META).MetaInit(plan, initial_values)
     move_buffers(plan, initial_values)
     is_first = plan.settings.ranks.world.rank == 0
-    # Find the warnings now: the checks read the module as the user built it.
+    # Collect the warnings before units change the module: the checks read the user's own module.
     messages = [*notes, *_warnings(plan)] if is_first else []
     units = _make_units(plan, root, kind, initial_values, offload)
     handles = [handle for unit in units for handle in unit.handles]
@@ -73,18 +76,18 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     for handle in handles:
         handle.page_out()
     offload.trim()
-    # Connecting is collective: all ranks connect units, and reduction orders, in the same order.
+    # `connect` is collective, so all ranks call it for the same units in the same order.
     for unit in units:
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
     plan.precision.install()
     for sharding in shardings_in(root):
-        if sharding.wrapper.module in plan.divergent:  # also those that were wrapped before
+        if sharding.wrapper.module in plan.divergent:  # also modules wrapped before this call
             sharding.unit.placement = sharding.unit.placement.diverging()
     start_run(sharding_of(root))
     optimizer_step.install()
-    # Warn after the last collective: if warnings are errors, rank 0 raises here, and no other rank
-    # may be left waiting for rank 0.
+    # Warn after the last collective. If the user turns warnings into errors, rank 0 raises here; in
+    # an earlier place, the other ranks would then wait for rank 0 in a collective.
     for message in [*initial_values.warnings(), *messages] if is_first else []:
         warnings.warn(message, stacklevel=3)
 
@@ -92,17 +95,17 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 def _compare(plan: ModelPlan) -> None:
     """Compare the plan between ranks, and create its process groups. Collective."""
     settings, ranks = plan.settings, plan.settings.ranks
-    # Compare before any other collective: ranks that plan different units would wait for each other
-    # in different collectives.
+    # Compare plans before any other collective: ranks with different plans would wait for one
+    # another in different collectives.
     if ranks.world.size > 1:
         described = f"{settings.describe()}{plan.precision.describe()}"
         units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
-        # Of units that were wrapped before, compare only the sizes: ranks may hold different
-        # experts in the same place.
+        # Of units that were wrapped before, compare only strategy and sizes: ranks may hold
+        # different experts in the same place.
         units += [one.summary() for one in shardings_in(plan.module)]
         named = [*plan.params(), *plan.buffers()]
         consistency.check_same_model(named, described, units, plan.ignored.names, ranks.world)
-    # Creating process groups is collective, so only after all ranks agree on the strategies.
+    # Creating process groups is collective, so first all ranks must agree on the strategies.
     for unit_settings in plan.settings_of.values():
         ranks.resolve(unit_settings.placement)
     if any(hasattr(param, "tensor_parallel") for _, param in plan.params()):
@@ -110,9 +113,9 @@ def _compare(plan: ModelPlan) -> None:
 
 
 def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
-    """Lay out the units, and reserve disk space for shards that live on disk.
+    """Lay out the units, choose the offload targets, and reserve disk space for offloaded tensors.
 
-    Collective with shards on disk: all ranks. Raises ValueError if a unit has too much padding.
+    Collective if the user offloads to disk: all ranks. Raises ValueError for too much padding.
     """
     offload, targets = plan.settings.offload, OffloadTargets()
     layouts_of = [unit.lay_out(unit.settings.topology.shard.size) for unit in plan.units]
@@ -125,7 +128,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
             targets.reserve(unit.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
-    # Only files on a disk can fail, and they may fail on some ranks only.
+    # Only an offload to disk can fail, and it may fail on some of the ranks.
     if offload.path is not None:
         consistency.raise_everywhere(error, plan.settings.ranks.world)
     return targets
@@ -138,7 +141,10 @@ def _make_units(
     initial_values: InitialValues,
     offload: OffloadTargets,
 ) -> list[Unit]:
-    """Make the units, the root last, and wrap their modules. Collective; the root comes first."""
+    """Make the units, the root last, and wrap their modules. Returns the units, the root first.
+
+    Collective: all ranks.
+    """
     wrappers: dict[nn.Module, ModuleProxy] = {plan.module: root}
     units: list[Unit] = []
     for planned in plan.units:
@@ -158,7 +164,7 @@ def _make_unit(
     initial_values: InitialValues,
     offload: OffloadTargets,
 ) -> Unit:
-    """Make one unit, and complete the wrappers of its modules."""
+    """Make one unit, and put its modules into ``wrappers``. Collective: all ranks."""
     settings, precision = planned.settings, plan.precision
     topology = settings.topology
     modules = [member.module for member in planned.members]
@@ -193,10 +199,10 @@ def _make_unit(
 
 
 def _warnings(plan: ModelPlan) -> list[str]:
-    """What rank 0 warns of: settings without effect, and units that will be slow or large."""
+    """Warnings for rank 0: settings without effect, and units that will be slow or large."""
     module, settings, ignored = plan.module, plan.settings, plan.ignored
     found = plan.precision.warnings()
-    # "auto" may choose no unit, in a small model.
+    # "auto" chooses no unit in a small model, which is no reason for a warning.
     if settings.policy not in (None, "auto") and not plan.chosen:
         found.append(explain_no_match(module, settings.policy, ignored))
     if module in ignored.modules:
@@ -223,7 +229,8 @@ def _warnings(plan: ModelPlan) -> list[str]:
         )
     if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
         found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
-    # Not `settings.topology`: where all units may diverge, no other rank makes its groups.
+    # Do not read `settings.topology`: if all units may diverge, that would create process groups on
+    # rank 0 only, and creating groups is collective.
     is_sharded = plan.units[-1].settings.topology.shard.size > 1
     if settings.policy is None and is_sharded and not shardings_in(module):
         found += unit_report.one_unit_warning(module, ignored)
@@ -231,7 +238,7 @@ def _warnings(plan: ModelPlan) -> list[str]:
 
 
 def _replace_children(root: nn.Module, wrappers: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Put each wrapper at every place of its module, which several parents may share."""
+    """Put each wrapper in every place of its module: several parents may share one module."""
     for parent in list(root.modules()):
         if isinstance(parent, ModuleProxy):
             continue

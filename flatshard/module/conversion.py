@@ -1,4 +1,4 @@
-"""``.to()`` and ``copy.deepcopy`` of a sharded model convert and copy units, not parameters."""
+"""``model.to()`` and ``copy.deepcopy(model)`` of a sharded model convert and copy whole units."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ def convert(
 ) -> None:
     """Convert shards instead of parameters.
 
-    ``fn`` is what ``.to()``, ``.double()`` and the like apply to tensors, ``apply_to_module``
-    torch's ``Module._apply`` with it.
+    ``fn`` is the function of a tensor that ``.to()`` or ``.double()`` passes to ``Module._apply``.
+    ``apply_to_module`` calls torch's own ``Module._apply`` with ``fn``.
     """
     context = root.context
-    if context.is_converting:  # called by the wrapper around it, which converts all shards
+    if context.is_converting:  # an outer wrapper called this, and converts all shards itself
         apply_to_module()
         return
     context.recover()
     root.check_not_summoned("converted")
     units = units_in(root.wrapper) if recurse else [root.unit]
     handles = [handle for unit in units for handle in unit.handles]
-    # Teardowns call `.cpu()` on parts of a model that is on the CPU already.
+    # A conversion without effect is allowed on part of a coalesced unit: teardown code calls
+    # `.cpu()` on parts of models that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         root.check_has_all_modules("converted")
-    # Check all units before converting any: an error must leave no unit converted.
+    # Check all units before the first conversion: an error must leave every unit unconverted.
     for handle in handles:
         _check_keeps_order(handle, fn)
     context.is_converting = True
@@ -67,12 +68,13 @@ def _changes(shard: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
 
 def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
     """Raise RuntimeError if ``module._apply``'s function changes a parameter's memory format."""
-    # Optimizer state lies in the order of the shard, and nobody would rearrange it.
+    # Optimizer state has the shard's element order, and no code rearranges the state.
     after: dict[tuple[int, ...], tuple[int, ...]] = {}
     for param in handle.params:
         span = param.span
         if span.order not in after:
-            # As many dimensions in the same order, but small: the shape takes no part.
+            # Probe a small tensor with the same order of dimensions: the memory format that `fn`
+            # chooses does not depend on the sizes.
             sizes = (2,) * len(span.order)
             strides = strides_of(sizes, span.order)
             probe = fn(handle.flat_param.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
@@ -87,9 +89,13 @@ def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) 
 
 
 def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
+    """Apply ``fn``, the function of ``Module._apply``, to the shard, and adopt the result.
+
+    Gradients are converted, too.
+    """
     handle.reshard()
-    # Other ranks may still be reading the shard's present memory.
+    # Wait for the all-gather that refreshes the secondary shard: the other ranks read this shard's
+    # present memory until then.
     if handle.gather.secondary is not None:
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
@@ -115,9 +121,9 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
 
 
 def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
-    """``copy.deepcopy`` of the wrapper of ``root``. No communication."""
+    """Deep-copy the wrapper of ``root``. No communication."""
     root.check_not_summoned("copied")
-    # The outermost wrapper puts all units into `memo`, so an inner one finds its unit there.
+    # The outermost wrapper puts all units into `memo`, so an inner wrapper finds its unit there.
     is_outermost = id(root.unit) not in memo
     inside = shardings_in(root.wrapper) if is_outermost else []
     if is_outermost:
@@ -126,7 +132,8 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
         sharding.context.recover()
     hooks = list(dict.fromkeys(one.hooks for one in inside))
     for one in hooks:
-        # Copied modules call the copied hooks, which are filled once they are complete.
+        # Copied modules refer to the copied hooks and unit, so `memo` needs both before the modules
+        # are copied. `copy_into` fills both once the copied modules are complete.
         memo[id(one)], memo[id(one.unit)] = UnitHooks.__new__(UnitHooks), Unit.__new__(Unit)
     wrapper = root.wrapper
     twin: ModuleProxy = type(wrapper).__new__(type(wrapper))
@@ -136,18 +143,19 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
         for one in hooks:
             handles = [_copied(handle, memo) for handle in one.unit.handles]
             one.copy_into(memo, memo[id(one)], memo[id(one.unit)], handles)
-            for module in memo[id(one)].unit.modules:  # torch copies no compiled call
+            for module in memo[id(one)].unit.modules:  # torch does not copy compiled calls
                 surround(memo[id(one)], module)
     if is_outermost:
-        # One rank may copy alone: a new number there would shift the numbers of its later models.
+        # Keep the original's number: if only this rank copies the model, a new number would shift
+        # the numbers of this rank's later models.
         start_run(shardings_in(twin)[0], number=root.context.number)
     return twin
 
 
 def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
-    """The same for modules that were deep-copied, as the finished copy's ``memo`` knows them.
+    """Copy ``handle`` for modules that were deep-copied; ``memo`` maps modules to their copies.
 
-    Gradients that wait for a reduction stay with the original.
+    Gradients that wait for a reduction stay with ``handle``.
     """
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -164,7 +172,7 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
 
 @contextlib.contextmanager
 def _hidden(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Hide the parameters of ``handles`` from their modules."""
+    """Hide the parameters of ``handles`` from their modules, so that torch converts none."""
     places = [
         (module._parameters, attribute, module._parameters[attribute])
         for handle in handles

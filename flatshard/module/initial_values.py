@@ -1,7 +1,8 @@
-"""The values that units start with: each rank's own, rank 0's, or none yet (the meta device).
+"""Initial values of parameters and buffers: each rank's own, rank 0's, or none (meta device).
 
-No rank needs the full model: a unit takes its part of each original parameter. If rank 0's values
-count, rank 0 broadcasts one parameter after the other, and every rank keeps its part.
+A shard gets this rank's part of each original parameter. If rank 0's values count, rank 0
+broadcasts one parameter after the other, and every rank keeps its part. So ranks other than rank 0
+never need the values of the full model.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ LEFT_EMPTY = "_flatshard_left_empty"
 
 
 def leave_empty(module: nn.Module) -> None:
-    """As or in a ``param_init_fn``: leave a module empty, since ``load_state_dict`` follows.
+    """Leave a module on the meta device without values, because ``load_state_dict`` follows.
 
-    It allocates no memory beside the shards. The first forward checks that all values were loaded.
+    Pass this function as ``param_init_fn``, or call it inside of a ``param_init_fn``. Only the
+    shards get memory. The first forward raises an error if ``load_state_dict`` left out a tensor.
 
     Example:
         ```python
@@ -40,24 +42,25 @@ def leave_empty(module: nn.Module) -> None:
 
 @dataclass
 class InitialValues:
-    """What the ranks agreed on before anything is sharded."""
+    """The agreement of all ranks on initial values, made before any parameter is sharded."""
 
     world: Communicator
     sync: bool | None  # `sync_module_states`
     sends: bool  # whether every rank takes rank 0's values
-    missing: set[int]  # ids of tensors on the meta device: rank 0's if `sends`, else this rank's
+    # Ids of the tensors that are on the meta device: on rank 0 if `sends`, otherwise on this rank.
+    missing: set[int]
     any_missing: bool  # whether some rank must initialise tensors
     different: list[str]  # names of the tensors that differ between ranks
 
     @property
     def source(self) -> Communicator | None:
-        """The ranks whose rank 0 broadcasts its values; None: each rank has its own values."""
+        """All ranks, if rank 0 broadcasts its values; None if each rank keeps its own values."""
         return self.world if self.sends else None
 
     def shard(self, params: Sequence[OriginalParam], numel: int, device: torch.device) -> Tensor:
         """This rank's shard of a flat parameter, ``(numel,)``, with the values of ``params``.
 
-        Missing values are zeros. Collective if rank 0's values count.
+        The part of a parameter without values is zero. Collective if rank 0's values count.
         """
         with torch.inference_mode(False), torch.no_grad():
             shard = torch.zeros(numel, dtype=params[0].sharded.dtype, device=device)
@@ -67,7 +70,7 @@ class InitialValues:
         return shard
 
     def warnings(self) -> list[str]:
-        """A warning that names tensors which differed."""
+        """A warning that names the tensors that differed between ranks; empty if none differed."""
         if not self.different:
             return []
         first, *others = self.different
@@ -84,14 +87,15 @@ class InitialValues:
 
 
 def compare_values(plan: ModelPlan) -> InitialValues:
-    """Decide whose values count, and which tensors must be initialised. Collective.
+    """Decide which ranks' values count, and which tensors must be initialised. Collective.
 
-    Rank 0's count if ``sync`` is True, or None and checksums differ. Tensors on the meta device
-    have no values.
+    Rank 0's values count if ``sync_module_states`` is True, or if it is None and checksums differ.
+    Tensors on the meta device have no values.
     """
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     named = [*plan.params(), *plan.buffers()]
-    # Values that are sent anyway need no checksum, only whether they are on the meta device.
+    # With ``sync_module_states=True`` rank 0's values count in any case. Then compute no checksums,
+    # and compare only which tensors are on the meta device.
     mine = [
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor.detach())
         for _, tensor in named
@@ -99,7 +103,8 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     different = names_of_different([name for name, _ in named], mine, world)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
     marks = bytes(value is None for value in mine)
-    # If rank 0's values count, so do rank 0's marks: the remaining ranks send zeros.
+    # If rank 0's values count, only rank 0's marks count. So the other ranks send zeros, which do
+    # not change the maxima.
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     marks = everywhere if sends else marks
@@ -111,15 +116,16 @@ def compare_values(plan: ModelPlan) -> InitialValues:
 def take_part(
     shard: Tensor, param: OriginalParam, value: Tensor | None, source: Communicator | None
 ) -> None:
-    """Copy this rank's part of ``value``, all of ``param``, into ``shard``.
+    """Copy this rank's part of ``value``, the full tensor of ``param``, into ``shard``.
 
-    With ``source`` the value is that of rank 0 of ``source``; the other ranks may pass None.
-    Collective with a ``source``: all its ranks.
+    With ``source``, rank 0 of ``source`` broadcasts its ``value``, and the other ranks may pass
+    None. Collective with ``source``: all its ranks.
     """
     span, local = param.span, param.local
     part = shard[local.start : local.end]
     if source is not None:
-        # One parameter at a time, on rank 0 without a copy if possible: a unit fits in memory.
+        # Broadcast one parameter at a time, on rank 0 without a copy if possible: then a unit that
+        # fits in memory can be wrapped.
         if source.rank == 0:
             assert value is not None, "rank 0 has the values"
             whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
@@ -135,8 +141,8 @@ def take_part(
 def names_of_different(
     names: Sequence[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
-    """The names whose checksums are not the same on every rank. Collective."""
-    # One message, of the same size for any number of ranks.
+    """The names of the tensors whose checksums differ between ranks. Collective: all ranks."""
+    # Send all checksums in one message. Its size does not depend on the number of ranks.
     digests = b"".join(digest_of(repr(one)) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(names), 1)
@@ -144,7 +150,10 @@ def names_of_different(
 
 
 def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
-    """Move buffers to the device, with rank 0's values if those count. Collective if they do."""
+    """Move buffers to the device, and give them rank 0's values if rank 0's values count.
+
+    Collective if rank 0's values count: all ranks.
+    """
     for _, buffer in plan.buffers():
         if not buffer.is_meta and buffer.device != plan.settings.device:
             buffer.data = buffer.data.to(plan.settings.device)
@@ -167,12 +176,15 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
 def take_from_rank_0(
     buffer: Tensor, name: str, world: Communicator, device: torch.device
 ) -> Tensor:
-    """The buffer, with the values of rank 0; a new one if it is on the meta device. Collective."""
+    """Broadcast rank 0's values of ``buffer``, and return the buffer that has the values.
+
+    A buffer on the meta device is replaced by a new buffer on ``device``. Collective: all ranks.
+    """
     if buffer.is_meta:
         buffer = torch.empty_like(buffer, device=device)
     contiguous = buffer.detach().contiguous()
     world.broadcast(contiguous, op_name=name)
-    # A buffer of other strides was copied.
+    # `contiguous` made a copy if the buffer has other strides. Then copy the values back.
     if contiguous.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(contiguous)
     return buffer

@@ -1,4 +1,4 @@
-"""Reads a module before it is sharded: what is ignored, the device, and what cannot be sharded."""
+"""Inspects a module before wrapping: ignored tensors, device, tensors that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
-    """What the user wants ignored. Raises if ``module`` cannot be wrapped, or not with a policy."""
+    """Find modules and tensors to ignore. Raises if ``policy`` cannot wrap ``module``."""
     _check_module(module, policy)
     nested: dict[nn.Module, Ignored] = {
         sharding.wrapper: sharding.ignored for sharding in shardings_in(module)
@@ -36,11 +36,12 @@ def find_device(
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
-    """The device of the shards and of computation; ValueError if this host has none such."""
+    """The device of shards and computation. Raises ValueError if this host lacks ``device_id``."""
     if device_id is not None:
         return _read_device(device_id)
     present = [param for param in module.parameters() if id(param) not in left_alone]
-    # Ranks with and without values must agree, so tensors on the meta device do not count.
+    # All ranks must find the same device, also ranks whose tensors are on the meta device. So
+    # tensors on the meta device do not count.
     devices = [param.device for param in present if not param.is_meta]
     first = devices[0] if devices else torch.device("cpu")
     if first.type == "cpu" and torch.cuda.is_available():
@@ -56,7 +57,7 @@ def check_tensors(
     *,
     drops_gradients: bool,
 ) -> None:
-    """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
+    """Raise if parameters cannot be flattened, are on several devices, or would lose gradients."""
     first: tuple[str, torch.device] | None = None
     for name, buffer in buffers:
         _check_memory(f"buffer {name!r}", buffer)
@@ -66,7 +67,7 @@ def check_tensors(
                 f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
                 "one forward on the unwrapped model first."
             )
-        # A subclass is more than the memory that a flat parameter keeps.
+        # A flat parameter keeps only a tensor's memory. A subclass has further state and behaviour.
         if type(param.data) is not Tensor:
             raise TypeError(
                 f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
@@ -89,7 +90,7 @@ def check_tensors(
 
 
 def check_shares_no_memory(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise ValueError if a trained parameter shares memory with another one."""
+    """Raise ValueError if a trained parameter shares memory with another parameter."""
     placed = []
     for name, param in params:
         if not (param.is_meta or param.numel() == 0 or param.layout is not torch.strided):
@@ -104,9 +105,10 @@ def check_shares_no_memory(params: Iterable[tuple[str, nn.Parameter]]) -> None:
             is_trained = param.requires_grad or other.requires_grad
             if is_trained and _share_elements(param, other):
                 raise ValueError(
-                    f"ShardedWrapper: parameters {name!r} and {other_name!r} share memory, as "
-                    "views of one tensor, which shards of them cannot. Let both places have "
-                    "the same nn.Parameter, if they are equal, or give one a clone()."
+                    f"ShardedWrapper: parameters {name!r} and {other_name!r} share memory: they "
+                    "are views of one tensor. Their shards could not share memory. If both are "
+                    "the same weight, assign one nn.Parameter to both places. Otherwise make one "
+                    "of them a clone()."
                 )
 
 
@@ -119,7 +121,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
         places = zip(tensor.shape, tensor.stride(), strict=True)
         numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
         if tensor.untyped_storage().nbytes() < numel * tensor.element_size():
-            kind = "freed"  # to read it would end the process
+            kind = "freed"  # reading the tensor would end the process
     if kind is not None:
         raise TypeError(
             f"ShardedWrapper: {where} is {kind}; only dense tensors with memory can be sharded or "
@@ -129,7 +131,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, whose memory is interleaved at least, have an element in common."""
+    """Whether two tensors whose address ranges overlap have an element in common."""
     unit = min(one.element_size(), other.element_size())
     start = min(one.data_ptr(), other.data_ptr())
 
@@ -151,14 +153,14 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
                 f"ShardedWrapper: {name or 'the module'!r} is a {type(inner).__name__}, which "
-                "would reduce gradients by itself. Pass what it wraps: its .module."
+                "would reduce gradients by itself. Wrap its .module instead."
             )
     for sharding in shardings_in(module):
         for extension in sharding.context.extensions:
             if not extension.is_made_anew:
                 raise ValueError(
                     f"ShardedWrapper: {extension.name}() was called on a part of the module. Call "
-                    "it on the outermost wrapper, once that wrapper is made."
+                    "it on the outermost wrapper, after that wrapper is made."
                 )
     for name, inner in module.named_modules():
         if policy is not None and isinstance(inner, ModuleProxy):
@@ -166,8 +168,8 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
             raise ValueError(
                 f"ShardedWrapper: auto_wrap_policy over a module that {where} a ShardedWrapper "
                 f"already (of a {inner.__class__.__name__}, {len(shardings_in(module))} in all). "
-                "Leave the policy out, and it wraps what is left; or wrap the model once, with the "
-                "policy."
+                "Leave out the policy: then the outer wrapper takes all parameters that are not in "
+                "a unit. Or wrap the model once, with the policy."
             )
 
 
@@ -191,5 +193,5 @@ def _read_device(device_id: int | str | torch.device) -> torch.device:
             f"device_id: there is no {str(device)!r} on this host, which has {count} {device.type} "
             "devices. Pass one of them, or 'cpu'."
         )
-    # With its index: "cuda" alone means another device after a thread sets another one.
+    # Add the index: "cuda" without an index means the current device, which a thread may change.
     return torch.empty(0, device=device).device

@@ -1,8 +1,8 @@
 """``ModelPlan``: a module that is being wrapped, the user's settings, and the units to make.
 
-Construction builds the plan once and only reads the plan afterwards. A plan changes nothing and
-does not communicate: the model may be on the meta device. ``construction`` makes the planned units,
-and ``memory_plan`` sums up their bytes.
+The constructor of ``ShardedWrapper`` makes the plan, and ``construction.wrap`` only reads the plan.
+Making a plan changes no module and does not communicate, so the model may be on the meta device.
+``construction`` makes the planned units, and ``memory_plan`` sums up their bytes.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ from flatshard.plan.module_tree import ParamInfo, find_owners, name_of
 from flatshard.plan.policies import UnitPlan, find_units
 from flatshard.precision import PrecisionPlan
 
-# The time of a collective of at least this size depends on bandwidth, and not on latency: to merge
-# the collective with others saves little.
+# Bandwidth, not latency, limits a collective of at least this size. So joining the collective with
+# other collectives saves little.
 LARGE_BYTES = 4 << 20
 
 
 class FlatParamKind(NamedTuple):
-    """What the parameters of one flat parameter have in common."""
+    """Properties that all parameters in one flat parameter share."""
 
     dtype: torch.dtype
     requires_grad: bool
     precision: ParamPrecision
-    apart: int  # the id of the only parameter if it is reduced by itself, else 0
+    # Id of a large parameter whose gradient is reduced separately from the rest of the root's
+    # gradients; 0 for all other parameters.
+    apart: int
 
 
 @dataclass
 class PlannedUnit:
-    """One unit: its modules (several if they are coalesced) and the parameters that they own."""
+    """A unit to make: its modules (several if coalesced), and the parameters that it will own."""
 
     members: Sequence[UnitPlan]
     settings: Settings
     owned: Sequence[ParamInfo]
-    number: int  # among the units of the model
-    # Once laid out, in the order of the layout.
+    number: int  # index of the unit in `ModelPlan.units`
+    # The parameters of each flat parameter. `lay_out` puts the parameters in the layout's order.
     flat_params: dict[FlatParamKind, list[ParamInfo]] = field(default_factory=dict)
-    layouts: dict[FlatParamKind, FlatLayout] = field(default_factory=dict)  # once laid out
+    layouts: dict[FlatParamKind, FlatLayout] = field(default_factory=dict)  # set by `lay_out`
 
     @property
     def names(self) -> list[str]:
@@ -62,7 +64,10 @@ class PlannedUnit:
         return name_of(self.names)
 
     def lay_out(self, num_shards: int) -> dict[FlatParamKind, FlatLayout]:
-        """Lay the flat parameters out. Raises ValueError if they would have too much padding."""
+        """Lay out the flat parameters over ``num_shards`` ranks.
+
+        Raises ValueError if the user's ``boundary`` causes too much padding.
+        """
         boundary = self.settings.boundary
         for kind, infos in self.flat_params.items():
             layout = FlatLayout.build(
@@ -84,9 +89,9 @@ class ModelPlan:
     """The plan of a model's construction: the module, and the units to make of the module.
 
     Raises:
-        TypeError: a tensor cannot be flattened, or ``auto_wrap_policy`` is no policy.
-        ValueError: parameters that cannot be sharded, or a policy that sets a keyword in which
-            units of one model cannot differ.
+        TypeError: a tensor cannot be flattened, or ``auto_wrap_policy`` is not a policy.
+        ValueError: a parameter cannot be sharded, or a policy sets a keyword that must be the same
+            for all units of a model.
     """
 
     def __init__(
@@ -95,12 +100,12 @@ class ModelPlan:
         settings: Settings,
         ignored: Ignored = NOTHING,
         *,
-        predicts: bool = False,  # only shapes count: parameters may be fake tensors
+        predicts: bool = False,  # the plan is for a memory prediction: tensors may be fake
     ) -> None:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
         world_size = settings.ranks.world.size
-        # Each group of fewer ranks has buffers of its own.
+        # Modules wrapped with fewer ranks (experts): their buffers differ between groups of ranks.
         apart = modules_apart(module, world_size)
         left_alone = {id(buffer) for inner in apart for buffer in inner.buffers(recurse=False)}
         left_alone |= {id(param) for handle in handles_in(module) for param in handle.sharded}
@@ -128,10 +133,10 @@ class ModelPlan:
 
     def _choose_units(self) -> None:
         module, settings, root = self.module, self.settings, UnitPlan("", self.module)
-        self.chosen: list[UnitPlan] = []  # by the policy, in the order of the model
+        self.chosen: list[UnitPlan] = []  # the policy's choice, in the order of the model
         if settings.policy is not None:
             self.chosen = find_units(module, settings.policy, self.ignored)
-        # Of the root, then of each chosen module.
+        # The settings of the root, then the settings of each chosen module.
         self.settings_of = {
             plan.module: settings.override(plan, may_diverge=plan.module in self.divergent)
             for plan in (root, *self.chosen)
@@ -143,18 +148,18 @@ class ModelPlan:
             asked_for = "MixedPrecision(overrides=...)"
             precision_plan = extra("overrides", asked_for).OverridesPlan
         self.precision = precision_plan(module, policies, self.left_alone)
-        # In registration order, the root last.
+        # The units in registration order, the root last.
         self.units: list[PlannedUnit] = []
         for members in [*self._coalesce(owners), [root]]:
             self._plan_unit(members, [info for plan in members for info in owners[plan.module]])
 
     def _coalesce(self, owners: Mapping[nn.Module, list[ParamInfo]]) -> list[list[UnitPlan]]:
-        """Put neighbours together that agree in settings and kinds of parameters.
+        """Join small neighbouring modules with the same settings and kinds of parameters.
 
-        Small all-gathers are latency-bound. Units that follow one another in a policy's plan mostly
-        run one after the other: together they need one collective, and a rank holds a little more
-        for it. Modules that own no parameter become no unit.
-        Source: DeepSpeed's ``stage3_module_granularity_threshold`` does likewise.
+        Small all-gathers are latency-bound. Neighbours in a policy's plan mostly run one after the
+        other. As one unit they need one all-gather instead of several, and a rank holds only a
+        little more memory. Modules that own no parameter do not become units.
+        Source: DeepSpeed's ``stage3_module_granularity_threshold`` has the same purpose.
         """
         plans = [plan for plan in self.chosen if owners[plan.module]]
         modules = {plan.module for plan in plans}
@@ -163,9 +168,11 @@ class ModelPlan:
         for plan in plans:
             params = [info.param for info in owners[plan.module]]
             nbytes = sum(param.nbytes for param in params)
-            # Units of different kinds would need more collectives together, not fewer.
+            # A unit needs one collective per kind of parameter, so joining modules of different
+            # kinds would save no collective.
             kinds = {(param.dtype, param.requires_grad) for param in params}
-            # A unit around others runs while they do, and not before or after them.
+            # Do not join a module that contains other units: the module runs while these units run,
+            # not before or after them.
             inside = (inner for inner in plan.module.modules() if inner != plan.module)
             is_around = any(inner in modules for inner in inside)
             this = None if is_around else (self.settings_of[plan.module], kinds)
@@ -181,15 +188,17 @@ class ModelPlan:
     def _plan_unit(self, members: list[UnitPlan], owned: list[ParamInfo]) -> None:
         settings = self.settings_of[members[0].module]
         unit = PlannedUnit(members, settings, owned, len(self.units))
-        # A large parameter of the root is reduced by itself, while units inside compute: the rest
-        # of the root is complete only at the end of backward. With boundary="tensor" it is not:
-        # whole parameters balance only beside others.
+        # If the model has other units, each large parameter of the root gets a separate flat
+        # parameter. Then its gradient is reduced while the other units compute. The root's
+        # remaining gradients are complete only at the end of backward. With boundary="tensor", no
+        # parameter is separate: parameters that are whole on one rank balance only together.
         is_around = members[0].module is self.module and bool(self.units)
         splits = is_around and settings.boundary != "tensor"
         for info in owned:
             param = info.param
             # The root often holds an embedding, whose gradient comes last, and a head, whose
-            # gradient comes first. Apart, the head's is reduced while the units compute.
+            # gradient comes first. With a flat parameter of its own, the head's gradient is reduced
+            # during the backward of the other units.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             kind = FlatParamKind(
                 param.dtype,

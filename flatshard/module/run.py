@@ -1,4 +1,4 @@
-"""The run of a model: how it starts, its checks before forwards, ``no_sync`` and ``summon``."""
+"""The run of a model: its start, the checks before forwards, ``no_sync`` and ``summon``."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
-# Modules whose assignments are counted, because an assignment may add parameters; and their number.
+# `_num_registered` counts the modules and parameters that are assigned to a module in `_watched`:
+# each assignment may add parameters.
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 
 
 def start_run(root: Sharding, *, number: int | None = None) -> None:
-    """Make the wrapper of ``root`` the outermost one; all wrappers inside share its run.
+    """Start the run of a model whose outermost wrapper is the wrapper of ``root``.
 
-    ``number`` identifies the model, the same on all ranks; None: a new one. Raises ValueError if
-    units inside train on other ranks.
+    All wrappers inside share the run. ``number`` identifies the model, and is the same on all
+    ranks; None: a new number. Raises ValueError if units inside train on ranks without the root.
     """
     names: dict[Unit, list[str]] = {}
     for name, module in root.wrapper.named_modules():
@@ -54,7 +55,8 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
             names.setdefault(sharding_of(module).unit, []).append(name)
     for unit, own_names in names.items():
         unit.rename(own_names, is_root=unit is root.unit)
-    # Registration order, the root last: a first guess at the order of execution.
+    # Registration order, the root last: a first guess at the order of execution, which the first
+    # forward records.
     first, *rest = names
     units = [*rest, first]
     _check_ranks(units)
@@ -79,7 +81,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise if units train on ranks without the root, or shard over them the other way round."""
+    """Raise ValueError if a unit trains on ranks without the root, or swaps the root's groups."""
     expected = units[-1].topology.world
     grids = []
     for unit in units:
@@ -87,12 +89,13 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         if world is not expected and not set(world.ranks) <= set(expected.ranks):
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, the "
-                f"module around it on {expected.ranks_text}. Pass both the same ranks, or the unit "
-                "some of them."
+                f"module around it on {expected.ranks_text}. Pass the same ranks to both, or pass "
+                "a subset of these ranks to the unit."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group, topology.across))
-    # All ranks find the same: a rank's shard and replicate groups share no other rank.
+    # The check gives the same result on all ranks, so it needs no communication: a rank's shard
+    # group and replicate group have only this rank in common.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -117,13 +120,14 @@ class RootChecks(RootModule):
         self._modules = list(root.wrapper.modules())
 
     def recover(self) -> None:
-        # An exception may have interrupted an optimizer's step, which has plain tensors.
+        # An exception may have interrupted an optimizer's step. During its step, an optimizer has
+        # plain tensors in place of the sharded parameters.
         optimizer_step.restore_all()
         if self.writes.given:
             self.writes.take_over()
 
     def shared_buffers(self) -> Buffers:
-        """The buffers that modules have now, each once, without those that are ignored."""
+        """The present buffers of the modules, each once, without ignored buffers."""
         # This method runs in every step. ``named_buffers()`` would take longer, as it makes the
         # name of every buffer.
         ignored = self._root.ignored
@@ -139,13 +143,17 @@ class RootChecks(RootModule):
         return shared
 
     def check(self) -> None:
-        """Raise if the module was changed since it was wrapped, lacks values or is captured."""
+        """Check the model before a forward of its outermost wrapper.
+
+        Raises RuntimeError if the model was changed after wrapping, has tensors without values, or
+        is being captured in a CUDA graph.
+        """
         root = self._root
         if self.writes.lost:
             self.writes.raise_lost()
         if root.context.device is not None:
             _check_not_captured(root.context.device)
-        # Looking at all modules takes long, so only when something was assigned to one.
+        # Looking at all modules takes long, so look only after an assignment to a module.
         if self._num_registered != _num_registered:
             self._check_all_owned()
             self._num_registered = _num_registered
@@ -158,9 +166,9 @@ class RootChecks(RootModule):
                 prepare_allocator()
 
     def _check_all_owned(self) -> None:
-        """Raise if modules were added since wrapping: nothing would average their gradients."""
+        """Raise if parameters were added after wrapping: nothing would average their gradients."""
         root, handles = self._root, handles_in(self._root.wrapper)
-        # Modules that were assigned since the last check are watched from now on, too.
+        # Watch also the modules that were added since the last check.
         self._modules = list(root.wrapper.modules())
         _watched.update(self._modules)
         _install()
@@ -175,36 +183,37 @@ class RootChecks(RootModule):
             if id(param) not in known and param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: it would be trained on each "
-                    "rank's own gradients. Add modules before wrapping, freeze it, or let "
-                    "ShardedWrapper ignore it (ignored_states) and average its gradient yourself."
+                    "rank's own gradients. Add modules before wrapping, freeze the parameter, or "
+                    "pass it in ignored_states and average its gradient yourself."
                 )
 
 
 @functools.cache
 def _install() -> None:
-    # At the first call, not at import: the hooks slow down every assignment to any module.
+    # Register at the first check, not at import: the hooks slow down every assignment to every
+    # module.
     register_module_module_registration_hook(_registered)
     register_module_parameter_registration_hook(_registered)
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
-    """Global hook of torch, which is about to register ``value``."""
+    """Called by torch before it registers ``value``, a module or parameter, in any module."""
     global _num_registered
-    # Traced by Dynamo, the look into the set would be an error; what is traced adds no parameters.
+    # Dynamo cannot trace the lookup in the set, and traced code adds no parameters.
     if not torch.compiler.is_compiling() and module in _watched:
         _num_registered += 1
 
 
 def _check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # The host's part of a step would run once, during the capture, and not in replays. Ask only
+    # The host's part of a step would run once, during the capture, but not in replays. Ask only
     # for the current device: asking for another device would make torch initialise that device.
     is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
             "replays would neither unshard parameters nor reduce gradients. Train without the "
-            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
+            "graph. To launch fewer kernels, call torch.compile(block) before wrapping."
         )
 
 
@@ -229,7 +238,7 @@ def accumulating(
 
 
 def plan_backward(model: nn.Module, *, reduces: bool) -> None:
-    """Let the next backward reduce gradients, or accumulate them, whatever the forward planned."""
+    """Make the next backward reduce gradients or accumulate them; overrides the forward's plan."""
     for sharding in outermost_shardings(model):
         for unit in sharding.context.units:
             unit.plan_sync(Sync.ALL if reduces else Sync.NONE)
@@ -239,12 +248,13 @@ def plan_backward(model: nn.Module, *, reduces: bool) -> None:
 def _plan_accumulation(
     units: Sequence[Unit], max_bytes: int | None, replicas_only: bool
 ) -> list[Sync]:
-    """What ``no_sync`` means for each unit; see ``ShardedWrapper.no_sync``."""
+    """For each unit, the reductions inside of ``ShardedWrapper.no_sync``."""
     rest = Sync.INTRA if replicas_only else Sync.ALL
     if max_bytes is None:
         return [Sync.INTRA if replicas_only else Sync.NONE] * len(units)
     syncs = [rest] * len(units)
-    # Small ones first: for as many bytes kept unsharded, they save the most collectives.
+    # Keep the gradients of small units unsharded first: within ``max_bytes``, this order saves the
+    # most collectives.
     for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
         if nbytes <= max_bytes:
             max_bytes -= nbytes
@@ -266,13 +276,13 @@ def _gradient_bytes(unit: Unit) -> int:
 
 @contextlib.contextmanager
 def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
-    """See ``ShardedWrapper.summon_full_params``. Collective at entry."""
+    """Implements ``ShardedWrapper.summon_full_params``. Collective at entry."""
     as_flags(recurse=recurse, **vars(request))
     if request.rank0_only and request.writeback:
         raise ValueError(
             "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
-            "what rank 0 writes would not reach the other ranks' parts. To edit, let every "
-            "rank write the same with rank0_only=False."
+            "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
+            "rank0_only=False and make the same edit on every rank."
         )
     shardings = shardings_in(module) if recurse else outermost_shardings(module)
     for one in shardings:
@@ -281,7 +291,7 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
     units = dict.fromkeys(one.unit for one in shardings)
     handles = [handle for unit in units for handle in unit.handles]
     with full_params.summoned(handles, request):
-        # Forwards of modules that hold full parameters communicate nothing.
+        # Mark the units. Forwards then do not communicate, because modules hold full parameters.
         for unit in units:
             unit.is_summoned = True
         try:
@@ -292,7 +302,7 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
 
 
 def _check_owns_parameters(module: nn.Module) -> None:
-    """Raise if a unit that is not in ``module`` owns one of its parameters."""
+    """Raise RuntimeError if a unit outside of ``module`` owns a parameter in ``module``."""
     inside = {id(param.spec) for handle in handles_in(module) for param in handle.params}
     for part in module.modules():
         for value in (*part._parameters.values(), *vars(part).values()):

@@ -1,4 +1,4 @@
-"""``Settings``: the constructor's keywords, read and checked, for one unit."""
+"""``Settings``: the keywords of ``ShardedWrapper``, read and checked, for one unit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 def as_flags(**given: Any) -> dict[str, bool | None]:
     """Read options that are True, False, None, or a number equal to True or False (0 and 1)."""
     for keyword, value in given.items():
-        # Any other value has a truth too, and "no" has the wrong one.
+        # Do not call `bool` on other values: `bool("no")` is True.
         if value is not None and value not in (True, False):
             raise TypeError(f"{keyword}: expected True or False, got {value!r}")
     return {keyword: None if value is None else bool(value) for keyword, value in given.items()}
@@ -43,7 +43,7 @@ def as_flags(**given: Any) -> dict[str, bool | None]:
 
 @dataclass(frozen=True)
 class Settings:
-    """The constructor's keywords as they apply to a unit; a policy may change some per unit."""
+    """The keywords of ``ShardedWrapper`` for one unit. A policy may change some of the keywords."""
 
     ranks: Ranks
     strategy: ShardingStrategy
@@ -67,7 +67,8 @@ class Settings:
 
     def describe(self) -> str:
         """The settings that must be the same on every rank, as text to compare."""
-        # Nodes matter to HYBRID strategies only; otherwise their sizes may differ.
+        # Compare the groups only for HYBRID strategies. With other strategies, nodes may have
+        # different numbers of ranks.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
@@ -77,12 +78,12 @@ class Settings:
         )
 
     def override(self, plan: UnitPlan, *, may_diverge: bool) -> Settings:
-        """The settings of a unit, with the keywords that the policy gave for it.
+        """The settings of a unit: these settings, changed by the policy's keywords for the unit.
 
-        ``may_diverge``: unless these say otherwise, ranks may skip it.
+        ``may_diverge``: whether ranks may skip the unit, unless a keyword says otherwise.
 
         Raises:
-            ValueError: a keyword that units of one model cannot differ in.
+            ValueError: the policy sets a keyword that must be the same for all units of a model.
             NotImplementedError: float8 all-gathers of parameters with secondary shards.
         """
         keywords = dict(plan.overrides)
@@ -101,9 +102,9 @@ class Settings:
         if keywords:
             raise ValueError(
                 f"auto_wrap_policy: for {unit_text(plan.name)} it sets "
-                f"{', '.join(sorted(keywords))}; units of one model can differ in "
+                f"{', '.join(sorted(keywords))}. Units of one model can differ only in "
                 "sharding_strategy, reshard_after_forward, allow_divergence, mixed_precision and "
-                "boundary. Set the others on the outermost wrapper."
+                "boundary. Pass all other keywords to the outermost wrapper."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
         if precision.gather_dtype is not None and keeps_secondary:
@@ -117,7 +118,7 @@ class Settings:
         )
 
     def check(self) -> None:
-        """Raise ValueError where the ranks or the device do not fit what the user asks for."""
+        """Raise ValueError if the ranks or the device do not fit the user's keywords."""
         if self.ranks.grid is not None and not self.placement.hybrid:
             raise ValueError(
                 f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
@@ -128,15 +129,15 @@ class Settings:
         if asked and self.device.type != "cpu":
             raise ValueError(
                 f"{asked} is for gloo and parameters in host memory; they are on {self.device}. "
-                "Leave it out, and the backend moves them; MixedPrecision(param_dtype, "
-                "reduce_dtype) reduces the communication volume."
+                "Leave the keyword out: then the backend communicates. To send fewer bytes, pass "
+                "MixedPrecision(param_dtype, reduce_dtype)."
             )
 
 
 def ranks_or_alone(
     process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: TransportOptions
 ) -> Ranks:
-    """The ranks that train the model; without a process group this one alone, with a warning."""
+    """The ranks that train the model. Without a process group: only this rank, with a warning."""
     given = process_group if isinstance(process_group, list | tuple) else ()
     # `new_group` returns a negative number on ranks outside of the group.
     if any(isinstance(d, str | torch.device) or (isinstance(d, int) and d >= 0) for d in given):
@@ -161,5 +162,5 @@ def ranks_or_alone(
 def read_strategy(
     value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
 ) -> tuple[ShardingStrategy, Placement]:
-    """The strategy, and its placement as ``reshard_after_forward`` changes it."""
+    """The strategy, and its placement; ``after_forward`` (``reshard_after_forward``) changes it."""
     return resharding(as_strategy(value, has_grid=ranks.grid is not None), after_forward)

@@ -1,4 +1,4 @@
-"""``Sharding``: the state of a wrapper, and functions that find all of them in a model."""
+"""``Sharding``: the state of a wrapper. Functions find the shardings and units of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatshard.state.model_state import UnitStateDict
 
 @dataclass(eq=False)
 class Sharding:
-    """One wrapper's part of a sharded model. Wrappers of coalesced modules share a unit."""
+    """The state of one wrapper. The wrappers of coalesced modules share a unit."""
 
     wrapper: ModuleProxy
     unit: Unit
@@ -34,15 +34,17 @@ class Sharding:
     state_dict: UnitStateDict
     settings: Settings
     ignored: Ignored
-    reason: str = ""  # why a policy made it a unit; empty if none did
-    # Raises before the first forward if `leave_empty` left values to be loaded and they were not.
+    reason: str = ""  # why a policy chose the module; empty for a module that was wrapped by hand
+    # Raises before the first forward if `leave_empty` left a tensor empty and no state dict filled
+    # the tensor. None: no tensor was left empty.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
-    # Whether a `param_init_fn` runs, which is called for the modules of each unit by themselves.
+    # Whether a `param_init_fn` is running. Construction calls the function for every module, so
+    # `apply` and conversions inside of the function must not go into other units.
     is_initialising: bool = False
-    context: RunContext = dataclasses.field(init=False)  # shared by a model; see `run.start_run`
+    context: RunContext = dataclasses.field(init=False)  # the model's run, set by `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """For a copied wrapper: its own unit on the same ranks, in the run of the original."""
+        """Copy the state for a copied wrapper: with the copied unit, and in the original's run."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
         twin.hooks = memo[id(self.hooks)]
@@ -51,7 +53,7 @@ class Sharding:
         return twin
 
     def check_between_steps(self, caller: str) -> RunContext:
-        """The model's run; raises RuntimeError while a forward or backward is running."""
+        """The model's run. Raises RuntimeError while a forward or backward is running."""
         context = self.context
         context.recover()
         if context.is_running:
@@ -62,7 +64,7 @@ class Sharding:
         return context
 
     def check_not_summoned(self, action: str) -> None:
-        """Raise inside ``summon_full_params``."""
+        """Raise RuntimeError inside of ``summon_full_params``; ``action`` is in the message."""
         for unit in units_in(self.wrapper):
             if any(handle.summoned is not None for handle in unit.handles):
                 raise RuntimeError(
@@ -71,15 +73,15 @@ class Sharding:
                 )
 
     def check_has_all_modules(self, action: str) -> None:
-        """Raise if this wrapper contains only some of the modules of a coalesced unit."""
+        """Raise RuntimeError if a coalesced unit has modules outside of this wrapper."""
         inside = set(self.wrapper.modules())
         for unit in units_in(self.wrapper):
             if not inside.issuperset(unit.modules):
                 name = self.unit.names[list(self.unit.modules).index(self.wrapper.module)]
                 raise RuntimeError(
-                    f"{unit_text(unit.name)}: {name!r} cannot be {action} alone: it is small and "
-                    "coalesced with its neighbours. Do it with the outermost wrapper, or wrap with "
-                    "coalesce_bytes=0."
+                    f"{unit_text(unit.name)}: {name!r} cannot be {action} alone, because the "
+                    "module is small and shares a unit with its neighbours. Use the outermost "
+                    "wrapper, or wrap with coalesce_bytes=0."
                 )
 
     def summary(self) -> str:
@@ -99,12 +101,12 @@ def sharding_of(wrapper: ModuleProxy) -> Sharding:
 
 
 def shardings_in(module: nn.Module) -> list[Sharding]:
-    """The shardings in a model, outermost first; none in an unwrapped model."""
+    """The shardings in a model, outermost first; an empty list for an unwrapped model."""
     return [sharding_of(inner) for inner in module.modules() if isinstance(inner, ModuleProxy)]
 
 
 def outermost_shardings(module: nn.Module) -> list[Sharding]:
-    """The shardings of wrappers that no other wrapper contains."""
+    """The shardings of the wrappers that are in no other wrapper."""
     if isinstance(module, ModuleProxy):
         return [sharding_of(module)]
     found = [one for child in module.children() for one in outermost_shardings(child)]
@@ -124,7 +126,10 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
-    """The modules of units that train on fewer ranks: each group has buffers of its own."""
+    """The modules of units that fewer than ``world_size`` ranks train.
+
+    Each group of these ranks has its own buffers.
+    """
     return {
         inner
         for sharding in shardings_in(module)
@@ -134,7 +139,7 @@ def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
 
 
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
-    """The units of a model, after a check that no step or summon is running."""
+    """The units of a model. Raises RuntimeError inside of a step or ``summon_full_params``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: expected a model first, got {type(module).__name__}")
     for one in shardings_in(module):
@@ -145,21 +150,21 @@ def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
 
 
 def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
-    """The shards of a model for its files; None for an unwrapped model.
+    """The shards of a model, for checkpoints; None for an unwrapped model.
 
-    Collective: all ranks that train the model. If one rank is inside a step or a summon, all ranks
-    raise the error of that rank.
+    Collective: all ranks that train the model. If one rank is inside of a step or of
+    ``summon_full_params``, all ranks raise that rank's error.
     """
     problem = None
     try:
         units_between_steps(model, caller)
     except RuntimeError as error:
-        # Raised here, the error would leave the other ranks waiting for this rank.
+        # Raise together with the other ranks below. An error here would leave them waiting.
         problem = error
     parts = state_dicts_in(model)
     if not parts:
         return None
     shards = ModelShards(model, parts)
-    # If other ranks never call this (`if rank == 0:`), deadlock detection finds it here.
+    # Deadlock detection reports this call if the other ranks never call it (`if rank == 0:`).
     raise_everywhere(problem, shards.world, caller)
     return shards

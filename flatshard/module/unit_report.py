@@ -1,4 +1,4 @@
-"""``report`` tabulates a model's units; ``one_unit_warning`` finds models that want several."""
+"""``report`` tabulates a model's units; ``one_unit_warning`` finds models that need more units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, numel
 
-# Elements from which unit sizes matter: 40 MB of float32. For smaller models any plan will do.
+# Number of elements from which the choice of units matters: 40 MB of float32.
 LARGE_MODEL_NUMEL = 10_000_000
 
 _HEADER = (
@@ -25,9 +25,12 @@ _HEADER = (
 
 
 def report(root: Sharding) -> str:
-    """Tabulate the units below a wrapper, with totals, and a line per transport that says why."""
+    """Tabulate the units below a wrapper, with totals.
+
+    Lines below the table give the reason for each transport, and report on optimizers.
+    """
     inside = shardings_in(root.wrapper)
-    # One row per unit: of wrappers that share a unit, the first counts.
+    # One row per unit: if several wrappers share a unit, the row describes the first wrapper.
     first = {sharding.unit: sharding for sharding in reversed(inside)}
     units = units_in(root.wrapper)
     rest = "what is left" if len(inside) > 1 else "the whole model"
@@ -36,7 +39,7 @@ def report(root: Sharding) -> str:
     table = [_HEADER, *(_row(first[unit], rest) for unit in units)]
     table.append(("total", count, *sizes, "", "", "", ""))
     topologies = [first[unit].settings.topology for unit in units]
-    # Empty where ranks had no choice.
+    # A transport has no reason if the ranks had no choice.
     reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
     steppers = stepper.reports(root.wrapper.parameters())
     return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *steppers])
@@ -79,7 +82,7 @@ def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, st
 
 
 def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:
-    """Align cells in columns; the columns whose indices are in ``numbers`` flush right."""
+    """Align cells in columns, flush right in the columns whose indices are in ``numbers``."""
     columns = []
     for index, column in enumerate(zip(*table, strict=True)):
         width = max(map(len, column))
@@ -89,7 +92,7 @@ def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str
 
 
 def show_bytes(count: int) -> str:
-    """A size in B, KiB, MiB or GiB."""
+    """``count`` bytes as text in B, KiB, MiB or GiB."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
@@ -102,8 +105,8 @@ def show_bytes(count: int) -> str:
 
 
 def one_unit_warning(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
-    """Warn if a large model with repeated blocks becomes one unit."""
-    # A large module without repeated blocks may be a part that the user wraps by hand.
+    """A warning if a large model with repeated blocks is one unit; otherwise an empty list."""
+    # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
     tree = ModuleTree(module, ignored)
     size = numel(tree.params(module))
     blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
