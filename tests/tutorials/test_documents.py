@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import linecache
+import math
 import os
 import re
 import shutil
@@ -137,18 +138,22 @@ def test_a_deadlock_says_what_its_page_quotes() -> None:
 
 
 def _plain_steps(
-    steps: int, prepare: Callable[[Model], object] = lambda model: None, lr: float = 1e-3
+    steps: int,
+    prepare: Callable[[Model], object] = lambda model: None,
+    *,
+    first: int = 0,
+    max_norm: float = math.inf,
 ) -> tuple[Model, torch.optim.Optimizer]:
     """The unwrapped model after steps on the ranks' batches together."""
     model = build()
     prepare(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    for (inputs, labels), (others, their_labels) in list(zip(data(0), data(1), strict=True))[
-        :steps
-    ]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    batches = list(zip(data(0), data(1), strict=True))[first:steps]
+    for (inputs, labels), (others, their_labels) in batches:
         optimizer.zero_grad()
         output = model(torch.cat([inputs, others]))
         nn.functional.cross_entropy(output, torch.cat([labels, their_labels])).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return model, optimizer
 
@@ -177,6 +182,32 @@ def _check_accumulated(names: dict[str, Any], rank: int) -> None:
     optimizer.step()
     # A first step of AdamW is as large for a small gradient as for a large one.
     assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def _check_clipped(names: dict[str, Any], rank: int) -> None:
+    expected, _ = _plain_steps(3, max_norm=1.0)
+    assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def _check_scaled(names: dict[str, Any], rank: int) -> None:
+    """All ranks skip the first step, whose gradients overflow in float16, and lower the scale."""
+    assert names["scaler"].get_scale() == 2.0**15
+    expected, _ = _plain_steps(3, first=1, max_norm=1.0)
+    assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-3, atol=1e-3)
+
+
+def _check_two_models(names: dict[str, Any], rank: int) -> None:
+    if "both" not in names:  # the block that saves two optimizers
+        assert Path("gan").exists()
+        return
+    expected = names["both"].state_dict()
+    with torch.no_grad():
+        for parameter in names["both"].parameters():
+            parameter.zero_()
+    flatshard.checkpoint.load("runs/step-3", names["both"], names["optimizer"])
+    assert_close(names["both"].state_dict(), expected, rtol=0, atol=0)
+    weights = flatshard.checkpoint.full_state_dict(names["average"].module)
+    _check_average({"weights": weights}, rank)
 
 
 def _check_average(names: dict[str, Any], rank: int) -> None:
@@ -296,7 +327,10 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Inputs that end sooner on some ranks"): _check_uneven,
     ("recipes.md", "Experts of one rank"): _check_experts,
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
+    ("recipes.md", "float16 with a scaler"): _check_scaled,
     ("recipes.md", "An average of the weights"): _check_average,
+    ("recipes.md", "Two models in one checkpoint"): _check_two_models,
+    ("recipes.md", "Recipes"): _check_clipped,
     ("recipes.md", "A momentum encoder"): _check_momentum_encoder,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,
     ("recipes.md", "A ResNet with BatchNorm"): _check_batch_norm,
