@@ -1,1 +1,1 @@
-"""Memory for tensors: buffers, page pool, mapped files, and offload targets."""
+"""Memory of tensors: unsharded buffers, the page pool, mapped files, and offload targets."""

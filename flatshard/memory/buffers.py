@@ -1,21 +1,23 @@
-"""Memory of buffers: ``BufferMemory`` (unsharded ones), ``PagePool``, ``BufferCache`` (results).
+"""Memory of unsharded buffers (``BufferMemory``, ``PagePool``) and of results (``BufferCache``).
 
-Each unshard takes the memory of an unsharded buffer (``BufferMemory``), and each reshard gives the
-memory back. Small buffers and buffers on accelerators use the allocator. Large buffers on a CPU are
-``PooledBuffer``s. A transport may define further kinds that need fewer copies.
+Unsharding a unit takes the memory of its unsharded buffers (``BufferMemory``), and resharding gives
+the memory back. Small buffers and buffers on accelerators use torch's allocator. Large buffers on a
+CPU are ``PooledBuffer``s. A transport may define further subclasses that need fewer copies.
 
 [Note: pages]
-``PagePool`` holds pages that the unsharded parameters of one unit give back and those of the next
-unit take. New memory costs a page fault for every few kilobytes, and the page faults take longer
-than filling the memory. A buffer's addresses stay the same for life, since autograd holds views of
-the buffer. So ``mremap`` moves pages to these addresses and away, in a tenth of the time. Pages
-move in chunks. While a chunk is idle, its pages lie at addresses that nobody reads. The pool grows
-to the largest number of chunks that were leased at the same time. If pages cannot be moved (another
-system, too many mappings), a buffer gets new pages by page faults.
+``PagePool`` keeps the memory pages of a unit's unsharded buffer for the next unit. New memory costs
+a page fault for every few kilobytes, and the page faults take longer than filling the memory. The
+address of a buffer must never change, because autograd holds views of the buffer. So ``mremap``
+moves pages to the buffer's address and away again, in a tenth of the time of page faults. Pages are
+moved in chunks. While a chunk is idle, its pages lie at the chunk's own address, and no other code
+reads them. The pool grows to the largest number of chunks that were lent at the same time. If pages
+cannot be moved (another operating system, too many mappings), a buffer gets new pages by page
+faults.
 
-A ``BufferCache`` reuses the memory of a result once nobody else refers to the result. glibc returns
-the memory of a tensor of ``GLIBC_LIMIT_BYTES`` or more to the operating system, so the next tensor
-costs a page fault for every few kilobytes. The allocators of accelerators cache memory themselves.
+A ``BufferCache`` reuses the memory of a result once no other code refers to the result. Without the
+cache, glibc returns the memory of a tensor of at least ``GLIBC_LIMIT_BYTES`` to the operating
+system, and the next tensor costs page faults. The allocators of accelerators cache memory
+themselves.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 GLIBC_LIMIT_BYTES = 32 << 20
 """glibc maps each tensor of at least this size separately, and unmaps it when it is freed."""
 
-# Moving a chunk takes 15 us. The unused rest of a buffer's last chunk is idle while the buffer has
-# the chunk.
+# Size of a chunk. Larger chunks are moved with fewer calls (15 us each), but waste more memory: a
+# buffer's last chunk is rarely used in full.
 _CHUNK_BYTES = 1 << 20
-# Each chunk in a buffer is a separate mapping, and a process may have about 65,000 mappings.
+# Largest number of chunks. Each chunk in a buffer is a separate mapping, and Linux allows a process
+# about 65,000 mappings.
 _MAX_CHUNKS = 1 << 13
 
 
@@ -51,15 +54,18 @@ _MAX_CHUNKS = 1 << 13
 
 
 class BufferMemory:
-    """The memory of one buffer; the address or the storage stays the same for life."""
+    """The memory of one buffer. The buffer keeps its storage object for life.
+
+    Views of the buffer therefore stay valid from one unshard to the next.
+    """
 
     # The buffer, (numel,). It may be used only between ``take`` and ``free``.
     buffer: Tensor
-    # This rank's shard, (shard_numel,), initially zeros, which the buffer shows without a copy.
-    # None: the shard lies outside of the buffer.
+    # This rank's shard, (shard_numel,), initially zeros, if the shard's memory is mapped into the
+    # buffer, so that the shard need not be copied. None: the shard has separate memory.
     shard: Tensor | None = None
-    # Whether the buffer shows the shards of all ranks without a copy. Then keeping the buffer
-    # unsharded saves no work.
+    # Whether the shards of all ranks are mapped into the buffer. Then keeping the unit unsharded
+    # saves no work.
     shows_shards = False
 
     @property
@@ -68,20 +74,20 @@ class BufferMemory:
         return 0
 
     def take(self) -> None:
-        """Get the memory, unless taken already. Contents are undefined, except for the shard."""
+        """Allocate the memory, unless this was done already. Only a mapped shard has values."""
 
     def renew(self) -> None:
-        """Called when the contents are stale, before the buffer is filled again."""
+        """Called before the buffer is filled again with new values."""
 
     def free(self) -> None:
-        """Give the memory back. A second call does nothing."""
+        """Free the memory. A second call does nothing."""
 
     def snapshot(self) -> None:
-        """Keep the current values until ``free``, even if shards are written meanwhile."""
+        """Keep the current values until ``free``, even if mapped shards are written."""
 
 
 class ShardItself(BufferMemory):
-    """An unsharded buffer that is also the shard: always in memory, and never stale."""
+    """An unsharded buffer that is also the shard, because one rank holds all parameters."""
 
     def __init__(self, shard: Tensor) -> None:
         self.buffer = shard
@@ -100,20 +106,22 @@ class AllocatedBuffer(BufferMemory):
 
     def take(self) -> None:
         storage = self.buffer.untyped_storage()
-        # Resizing a storage to its present size would allocate and copy.
+        # Check the size first: resizing a storage to its present size would allocate and copy.
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        # Resize the storage instead of dropping it: views that autograd saved must find the same
-        # storage again.
+        # Resize the storage instead of deleting it: views that autograd saved must refer to the
+        # same storage after the next unshard.
         self.buffer.untyped_storage().resize_(0)
 
 
 def own_pages(values: Tensor) -> None:
-    """Turn whole pages of a private file mapping into a copy of this process."""
+    """Copy the pages of a private file mapping, so that later writes to the file are not seen."""
     touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
-    touched.copy_(touched.clone())  # a write gives this process its own copy of the page
+    # Write one element of each page: on a write, the system gives this process its own copy of the
+    # page.
+    touched.copy_(touched.clone())
 
 
 class PageLease(NamedTuple):
@@ -124,16 +132,20 @@ class PageLease(NamedTuple):
 
 
 class PagePool:
-    """A pool of chunks that are lent to buffers."""
+    """A pool of chunks that are lent to buffers; see [Note: pages]."""
 
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []
-        # Finalizers, which may run at any place, also append here. Therefore each access is a
-        # single operation.
+        # Addresses of idle chunks. Finalizers, which may run between any two operations, also
+        # change this list. Therefore each access is a single list operation.
         self._idle: list[int] = []
 
     def lend(self, place: int, end: int, leases: list[PageLease]) -> int:
-        """Move pages to a reserved range; returns the first address without a page, or ``end``."""
+        """Move pages to the address range from ``place`` to ``end``.
+
+        New leases are appended to ``leases``. Return the first address that got no page, or
+        ``end``.
+        """
         while place < end and (chunk := self._find_chunk()) is not None:
             nbytes = min(end - place, _CHUNK_BYTES)
             if not mapped_files.move_pages(chunk, place, nbytes):
@@ -145,7 +157,7 @@ class PagePool:
 
     def _find_chunk(self) -> int | None:
         with contextlib.suppress(IndexError):
-            return self._idle.pop()  # the chunk that came back last, because it has pages
+            return self._idle.pop()  # the chunk that was returned last, because it has pages
         if len(self._chunks) < _MAX_CHUNKS:
             with contextlib.suppress(OSError):
                 self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))
@@ -153,8 +165,8 @@ class PagePool:
         return None
 
     def take_back(self, leases: list[PageLease]) -> None:
-        """Move pages back to their chunks; empties ``leases``."""
-        # In reverse order, so that the next buffer gets the chunks in the same order.
+        """Move pages back to their chunks, and empty ``leases``."""
+        # Return chunks in reverse order, so that the next buffer gets them in the same order.
         while leases:
             chunk, place, nbytes = leases.pop()
             if not mapped_files.move_pages(place, chunk, nbytes):
@@ -162,9 +174,10 @@ class PagePool:
             self._idle.append(chunk)
 
     def forget(self, leases: list[PageLease]) -> None:
-        """Take chunks back without pages: the addresses of the chunks' buffer are gone."""
+        """Take chunks back without their pages, because the buffer's addresses were unmapped."""
         while leases:
-            # Insert at the front: chunks that still have pages are lent first, from the back.
+            # Insert at the front, because chunks are lent from the back, and chunks that still have
+            # pages should be lent first.
             self._idle.insert(0, leases.pop().chunk)
 
     def give_back(self) -> None:
@@ -177,11 +190,11 @@ POOL = PagePool()  # the pool of this process
 
 
 class PooledBuffer(BufferMemory):
-    """An unsharded buffer with pages of the pool; this rank's part may show the shard's file."""
+    """An unsharded buffer with pages from the pool; this rank's shard may be mapped into it."""
 
-    # Over sockets an all-gather would copy this rank's shard into the buffer. A large shard is
-    # mapped into the buffer instead. The mapping is private: a module's writes to its parameters do
-    # not reach the shard, and are dropped when the parameters are resharded.
+    # Over sockets an all-gather would copy this rank's shard into the buffer. To save the copy, the
+    # file of a large shard is mapped into the buffer. The mapping is private, so writes of a module
+    # to its unsharded parameters do not reach the shard, and are dropped by reshard.
 
     def __init__(
         self,
@@ -190,7 +203,14 @@ class PooledBuffer(BufferMemory):
         own: range = range(0),
         target: OffloadTarget = DEVICE,
     ) -> None:
-        """Reserve the addresses. ``own``: the elements over which to map a new file of ``target``.
+        """Reserve the addresses of the buffer.
+
+        Args:
+            numel: number of elements.
+            dtype: dtype of the elements.
+            own: range of this rank's shard in the buffer, to which a new file is mapped. Empty: no
+                file.
+            target: offload target in which the file is created.
 
         Raises:
             OSError: no addresses are left, or no file can be made.
@@ -201,8 +221,8 @@ class PooledBuffer(BufferMemory):
         self.buffer = torch.frombuffer(everything, dtype=dtype)
         address = self.buffer.data_ptr()
         end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # ``_own`` has the addresses that show the shard. ``_rooms`` has the other address ranges,
-        # whose pages are taken and given back.
+        # ``_own``: address range of the shard. ``_rooms``: the address ranges before and after it,
+        # whose pages come from the pool.
         start, stop = (address + at * dtype.itemsize for at in (own.start, own.stop))
         self._own, self._rooms = (start, stop), [(address, start), (stop, end)]
         self._own_values = self.buffer[own.start : own.stop]
@@ -211,7 +231,7 @@ class PooledBuffer(BufferMemory):
         self._leases: list[PageLease] = []
         self._is_taken = self._is_kept = False
         self._forbid()
-        # The finalizer need not run at the end of the process, when all memory is freed anyway.
+        # Skip the finalizer at the end of the process, which frees all memory anyway.
         weakref.finalize(everything, POOL.forget, self._leases).atexit = False
 
     @property
@@ -222,14 +242,14 @@ class PooledBuffer(BufferMemory):
         return self.buffer.nbytes - (0 if self._is_kept else stop - start)
 
     def take(self) -> None:
-        """See ``BufferMemory``. Raises ``MemoryError`` if the process has too many mappings."""
+        """Take pages from the pool. Raises ``MemoryError`` if the process has too many mappings."""
         if self._is_taken:
             return
-        # Set before leasing, because ``free`` must undo leases after a failure.
+        # Set this before taking pages, because after a failure ``free`` must return them.
         self._is_taken = True
         try:
             for start, end in self._rooms:
-                # If the pool has too few pages, page faults provide the rest.
+                # If the pool has too few pages, the system provides new pages at the first access.
                 missing = POOL.lend(start, end, self._leases)
                 if missing < end:
                     mapped_files.allow(missing, end - missing)
@@ -241,20 +261,20 @@ class PooledBuffer(BufferMemory):
         self._is_kept = False
         start, stop = self._own
         if start < stop:
-            # Drop private pages of the range. The next access reads the file again.
+            # Drop this process's private pages, so that the next access reads the file again.
             mapped_files.drop_pages(start, stop - start)
 
     def free(self) -> None:
         if self._is_taken:
             self._is_taken = False
-            # Move pages out before the range is closed: ``drop_pages`` would discard them.
+            # Return the pages first, because ``_forbid`` drops all pages of the range.
             POOL.take_back(self._leases)
             self._forbid()
             self.renew()
 
     def _forbid(self) -> None:
-        # Without this protection a read would silently return zeros for parameters, and that would
-        # be worse than ending the process.
+        # Let a read of the freed buffer end the process. Without this protection the read would
+        # silently return zeros for parameters.
         for start, end in self._rooms:
             if start < end:
                 mapped_files.drop_pages(start, end - start)
@@ -267,24 +287,24 @@ class PooledBuffer(BufferMemory):
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
-    """Memory for an unsharded buffer, ``(numel,)``, that is filled by copies."""
+    """Make the memory of an unsharded buffer, ``(numel,)``, without mapped shards."""
     # For small buffers the allocator is as fast as the pool.
     is_paged = mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
     if device.type == "cpu" and is_paged:
-        # No addresses are left, but the allocator may have free memory.
+        # If no addresses are left, fall back to the allocator, which may have free memory.
         with contextlib.suppress(OSError):
             return PooledBuffer(numel, dtype)
     return AllocatedBuffer(numel, dtype, device)
 
 
 def fills_pages(nbytes: int) -> bool:
-    """Whether files of ``nbytes`` can be mapped side by side, and are large enough to gain."""
-    # All ranks get the same answer, as long as they run the same kind of system.
+    """Whether shards of ``nbytes`` can be mapped next to each other, and are large enough to."""
+    # The answer is the same on all ranks if all ranks run the same operating system.
     return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
 def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTarget) -> Tensor:
-    """Memory of a new file that is also mapped privately at address ``place``."""
+    """Make a file, map it privately at address ``place``, and return the file's own memory."""
     number, found = target.create_mapped(nbytes)
     try:
         mapped_files.map_at(number, place, nbytes, private=True)
@@ -297,7 +317,7 @@ def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTar
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """Bytes of the storages behind the tensors in ``tensors``; a shared storage counts once."""
+    """Return the bytes of the storages of ``tensors``. A shared storage counts once."""
     storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -305,18 +325,18 @@ def storage_bytes(tensors: Iterable[object]) -> int:
 @functools.cache
 def prepare_allocator() -> None:
     """Make the CPU's allocator keep the memory of a step for the next step."""
-    # glibc's malloc returns freed memory to the system above a threshold. When a mapped block of up
-    # to 32 MiB is freed, malloc raises the threshold to the size of the block, because more blocks
-    # of that size may follow. In training such blocks follow in every step, so raise the threshold
-    # now. If users set the thresholds (MALLOC_TRIM_THRESHOLD_) or use another allocator, this line
-    # changes nothing.
+    # glibc's malloc returns freed blocks above a threshold to the operating system. When a block of
+    # up to 32 MiB is freed, malloc raises the threshold to the size of the block. In training,
+    # large blocks are allocated in every step, so raise the threshold now by freeing one such
+    # block. This has no effect if the user sets the threshold (MALLOC_TRIM_THRESHOLD_) or uses
+    # another allocator.
     torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
 
 
 class BufferCache:
-    """Hands out 1-D tensors of one kind, and reuses memory that is not used any more.
+    """Returns 1-D tensors, and reuses the memory of the last tensor once it is unused.
 
-    Keeps at most one tensor. ``new`` makes tensors; None: tensors are made on the requested device.
+    The cache keeps at most one tensor.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
@@ -324,7 +344,7 @@ class BufferCache:
         self._kept: Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor, ``(numel,)``."""
+        """Return an uninitialised tensor, ``(numel,)``."""
         kept = self._kept
         if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
@@ -335,8 +355,8 @@ class BufferCache:
             new, is_worth_it = self._new(numel, dtype), True
         else:
             new = torch.empty(numel, dtype=dtype, device=device)
-            # The allocator caches smaller tensors, and can use the memory for other purposes
-            # meanwhile.
+            # Do not cache smaller tensors: the allocator caches their memory, and can use it for
+            # other purposes in between.
             is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
         if not is_worth_it or self._kept is not None:
             return new
@@ -344,13 +364,13 @@ class BufferCache:
         return new.detach()
 
     def give_back(self) -> None:
-        """Free the kept tensor, unless somebody still uses it."""
+        """Free the kept tensor, unless other code still uses it."""
         if self._kept is not None and _is_unused(self._kept):
             self._kept = None
 
 
 def num_uses(tensor: Tensor) -> int:
-    """How many references a tensor's storage has, including the reference of this call."""
+    """Return the number of references to a tensor's storage, including one of this call."""
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 

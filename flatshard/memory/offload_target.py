@@ -1,4 +1,4 @@
-"""``OffloadTarget``: the device, host memory or disk that stores shards, gradients and state."""
+"""``OffloadTarget``: where shards, gradients and optimizer state are stored between uses."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from flatshard.plan.module_tree import unit_text
 
 
 class OffloadTarget:
-    """Memory that stores tensors between uses. This base class does not move tensors.
+    """Memory that stores tensors between uses. This base class leaves tensors on the device.
 
     Attributes:
-        is_device: whether the target is the device itself, so no tensor is copied.
+        is_device: whether the target is the device itself, so that no tensor is copied.
     """
 
     is_device = True
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new tensor in the target, ``(numel,)``; the values are undefined."""
+        """Make an uninitialised tensor in the target, ``(numel,)``."""
         return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the target; returns the tensor itself if it is already there."""
+        """Copy a tensor into the target. A tensor that is there already is returned itself."""
         return tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor; the copy is in the target if the tensor is."""
+        """Copy a tensor. If the tensor is in the target, the copy is in the target too."""
         return tensor.clone()
 
     def page_in(self, *tensors: Tensor) -> None:
-        """Prepare the target's tensors among ``tensors`` for writing, in one call."""
+        """Prepare those of ``tensors`` that are in the target for writing."""
 
     def page_out(self, *tensors: Tensor) -> None:
-        """Free memory that tensors do not need until their next use; the values stay."""
+        """Free the memory that tensors need only while they are used. Their values stay."""
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve room for future tensors; ``what`` names them in errors. Raises OffloadError."""
+        """Reserve space for later tensors. ``what`` names them in errors. Raises OffloadError."""
 
     def keep_state_of(self, param: Tensor) -> None:
-        """Let the target store the per-element state of a plain parameter.
+        """Store optimizer state with one value per element of a plain parameter in the target.
 
-        For sharded parameters the spec names the target.
+        For a sharded parameter, ``ShardSpec.state_target`` has this effect.
         """
 
     def create(self, nbytes: int) -> int:
-        """An open file of ``nbytes`` zeros that can be mapped; raises OSError or OffloadError."""
+        """Make and open a file of ``nbytes`` zeros to map. Raises OSError or OffloadError."""
         return mapped_files.create(nbytes)
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """A range of addresses that shows an open file, for reading and writing; raises OSError."""
+        """Map an open file for reading and writing. Raises OSError."""
         return mapped_files.mapped(number, nbytes)
 
     def create_mapped(self, nbytes: int) -> tuple[int, mmap.mmap]:
-        """A new open file, and a range that shows the file; raises OSError or OffloadError."""
+        """Make, open and map a file. Raises OSError or OffloadError."""
         number = self.create(nbytes)
         try:
             return number, self.mapped(number, nbytes)
@@ -74,7 +74,7 @@ class OffloadTarget:
 
 
 class HostMemory(OffloadTarget):
-    """Host memory for a unit on an accelerator, which can copy pinned memory by itself."""
+    """Host memory, for units on an accelerator. Pinned memory is copied asynchronously."""
 
     is_device = False
 
@@ -97,14 +97,17 @@ DEVICE = OffloadTarget()
 class OffloadTargets:
     shard: OffloadTarget = DEVICE
     gradient: OffloadTarget = DEVICE
-    # Target on which optimizers keep per-element state. None: the state lives with the shard.
+    # Target of optimizer state with one value per element. None: the device of the shard.
     state: OffloadTarget | None = None
     # Whether the device keeps a copy of the shard for all-gathers.
     keeps_copy: bool = False
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """The targets of a policy on ``device``. Raises ValueError and NotImplementedError."""
+        """Return the targets for a user's policy and the device that computes.
+
+        Raises ValueError and NotImplementedError.
+        """
         is_apart = device.type != "cpu"
         if not offload.is_on or (not is_apart and offload.path is None):
             return cls()
@@ -117,29 +120,32 @@ class OffloadTargets:
         return cls(state=disk)
 
     def reserve(self, unit: str, nbytes: Iterable[int]) -> None:
-        """Reserve room on the disk for a unit's shards and gradients. Raises OffloadError."""
+        """Reserve space on the disk for a unit's shards and gradients. Raises OffloadError."""
         if self.state is None or self.shard.is_device:
             return
         total = sum((-(-one // PAGE_BYTES) + 2) * PAGE_BYTES for one in nbytes)
         self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
 
     def trim(self) -> None:
-        """Return the memory that the construction used to the system; no step needs it."""
+        """Return memory that only the construction needed to the operating system."""
         if self.state is not None:
             mapped_files.give_back_freed()
 
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which an accelerator copies shards from the host, and gradients to the host."""
+    """Return the stream for copies of shards from the host and of gradients to the host."""
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Queue work on the copy stream, behind all work queued so far on the compute stream."""
+    """Context in which work is queued on the copy stream.
+
+    The work begins after all work that the compute stream has queued so far.
+    """
     stream = copy_stream(device)
-    # The compute stream computed the tensors that are copied.
+    # Wait, because the compute stream computes the tensors that are copied.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

@@ -1,1 +1,1 @@
-"""Optimizer steps, gradient clipping and optimizer state for sharded parameters."""
+"""Optimizer steps, gradient clipping and optimizer state of sharded parameters."""

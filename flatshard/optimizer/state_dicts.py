@@ -1,9 +1,9 @@
-"""The result of ``state_dict()`` for optimizers of sharded parameters, and checks when loading.
+"""Hooks on ``state_dict()`` and ``load_state_dict()`` of optimizers with sharded parameters.
 
-``optimizer.state_dict()`` holds only this rank's parts. Its first group therefore carries a stamp:
-the rank, and a digest of the layout. The stamp prevents loading the state of one rank on another
-rank, or into another layout. Torch's ``get_state_dict`` gets sharded tensors for state per element.
-Checkpoints can save and reshard sharded tensors.
+``optimizer.state_dict()`` contains only this rank's part of the state. Therefore its first group
+has a stamp: the rank, and a digest of the layout. With the stamp, loading the state on another rank
+or into another layout raises. If torch's ``get_state_dict`` calls ``state_dict()``, state with one
+value per element is returned as sharded tensors, which checkpoints can save and reshard.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_s
 
 StateDict = dict[str, Any]
 
-# Torch's functions treat the state of every parameter that is not a DTensor as full, and offer no
-# way to change this. So flatshard reads the options of torch's functions from their stack frames.
+# torch's functions in this module treat the state of every parameter that is not a DTensor as full,
+# and have no hook to change this. So flatshard looks for these functions on the call stack, and
+# reads their options from the stack frames.
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
@@ -46,7 +47,7 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 @dataclass(frozen=True)
 class TorchRequest:
-    """Options of ``torch.distributed.checkpoint.state_dict.StateDictOptions``."""
+    """Options of a call of torch's ``get_state_dict``, ``set_state_dict`` or similar functions."""
 
     full: bool
     to_cpu: bool
@@ -54,26 +55,27 @@ class TorchRequest:
     broadcasts: bool  # whether torch broadcasts the tensors of rank 0
 
     def check_order(self, name: str, order: Sequence[int]) -> None:
-        """Raise for a parameter whose elements a broadcast would mix up.
+        """Raise if torch's broadcast would change the order of the parameter's elements.
 
         ``order``: the parameter's dimensions in memory order.
         """
         if self.broadcasts and list(order) != sorted(order):
             raise ValueError(
-                f"parameter {name!r}: broadcast_from_rank0 sends memory as it lies, and mixes up "
-                "tensors that are not contiguous (channels_last). Pass full tensors on every rank, "
-                "with StateDictOptions(full_state_dict=True) alone."
+                f"parameter {name!r}: broadcast_from_rank0 sends elements in memory order, which "
+                "is wrong for tensors that are not contiguous (channels_last). Pass full tensors "
+                "on every rank, with StateDictOptions(full_state_dict=True) and without "
+                "broadcast_from_rank0."
             )
 
 
 def torch_request() -> TorchRequest | None:
-    """The options of the innermost call of a torch function on this thread; None without a call."""
+    """Return the options of torch's function on this thread's call stack; None if there is none."""
     for frame in _frames():
         if "info" in frame.f_locals:
             info = frame.f_locals["info"]
             drops = info.full_state_dict and info.cpu_offload
-            # With ignore_frozen_params, torch removes frozen parameters from the state on every
-            # rank before torch drops the state. So then every rank must get the full state.
+            # With ignore_frozen_params, every rank needs the full state: torch removes frozen
+            # parameters from the state on every rank before torch drops the state.
             rank0_only = drops and not info.ignore_frozen_params
             return TorchRequest(
                 info.full_state_dict, info.cpu_offload, rank0_only, info.broadcast_from_rank0
@@ -82,13 +84,13 @@ def torch_request() -> TorchRequest | None:
 
 
 def is_getting_shards() -> bool:
-    """Whether a ``get_...`` function of torch's module runs without ``full_state_dict``."""
+    """Whether a ``get_...`` function of torch runs on this thread without ``full_state_dict``."""
     getters = [frame for frame in _frames() if frame.f_code.co_name.startswith("get_")]
     return any(not getattr(f.f_locals["options"], "full_state_dict", False) for f in getters)
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of functions in torch's module on this thread, innermost first."""
+    """Yield the stack frames of torch's functions on this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
@@ -100,14 +102,16 @@ def _frames() -> Iterator[FrameType]:
 
 
 def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """A copy of a state dict with sharded tensors, which share memory with this rank's parts.
+    """Copy a state dict, with sharded tensors for state that has one value per element.
+
+    The sharded tensors share memory with this rank's parts.
 
     Raises:
         ValueError: state has neither one value per element nor one value per parameter.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
-    # State that is not per element is equal on all ranks, or is the state of the rank that owns the
-    # parameter.
+    # If the optimizer is not element-wise, all other state is equal on all ranks, or was sent to
+    # all ranks by the rank that owns the parameter.
     is_alike = not is_elementwise(optimizer)
     for param, state in _sharded_params(optimizer, state_dict):
         for key, value in state.items():
@@ -120,12 +124,15 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
 
 
 def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -> None:
-    """Replace sharded tensors in ``states`` by full ones, on ``device`` if there is one.
-
-    With ``is_kept=False`` this rank only takes part in the collectives, and gets empty tensors.
+    """Replace sharded tensors in ``states`` by full tensors.
 
     Collective: all ranks of the shard groups; for tensor-parallel parameters, all ranks of the
     mesh.
+
+    Args:
+        states: state by name of the parameter; changed in place.
+        device: device of the full tensors. None: each tensor's device.
+        is_kept: False: this rank only takes part in the collectives, and gets empty tensors.
     """
     for name in sorted(states, key=str):  # in the same order on all ranks
         for key, value in sorted(states[name].items()):
@@ -135,7 +142,10 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
-    """A copy of nested state, with all tensors on ``device`` if there is one."""
+    """Copy nested state, and move all tensors to ``device`` unless ``device`` is None.
+
+    With ``shares_memory``, a tensor that is on the device already is not copied.
+    """
 
     def copied_leaf(leaf: Any) -> Any:
         if isinstance(leaf, StateShard):
@@ -151,7 +161,10 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
 def from_torch(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
 ) -> StateDict:
-    """A copy of a state dict, with this rank's part of each sharded or full per-element state."""
+    """Copy a state dict that torch loads, and shard all state with one value per element.
+
+    ``asked``: the options of the call of torch's function.
+    """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
     for param, state in _sharded_params(optimizer, state_dict):
         spec = param.spec
@@ -159,26 +172,26 @@ def from_torch(
         for key, value in state.items():
             part = part_per_element(spec, key, value)
             if part is not None:
-                # An element-wise optimizer takes the range out of the sharded tensor in its next
-                # step.
+                # The next step of an element-wise optimizer replaces the sharded tensor by this
+                # rank's range.
                 state[key] = FlatShardTensor(part, spec, role=f"{key} of")
     return state_dict
 
 
 def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
-    """Raise for state that is not per element and that may differ between ranks."""
+    """Raise if state consists of several values that may differ between ranks."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     shapes = {tuple(tensor.shape) for tensor in tensors if tensor.numel() > 1}
     if shapes:
         raise ValueError(
             f"state {key!r} of parameter {param.spec.name!r} ({unit_text(param.spec.unit)}) has "
-            f"tensors of shape {sorted(shapes)}: only numbers, and tensors with one value per "
-            "element of the parameter, can be put together from the ranks' parts."
+            f"tensors of shape {sorted(shapes)}. Expected numbers, or tensors with one value per "
+            "element of the parameter: no other state can be collected from all ranks."
         )
 
 
 def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
-    """The parameters, keyed as in a state dict (by positions or names)."""
+    """Return the optimizer's parameters, with the keys of a state dict (positions or names)."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     return dict(zip(keys, all_params(optimizer), strict=False))
 
@@ -188,7 +201,7 @@ def with_shared(
     state_dict: StateDict,
     shared: dict[FlatShardTensor, StateDict],
 ) -> StateDict:
-    """A state dict of the optimizer in which ``shared`` state replaces this rank's own."""
+    """Copy a state dict, and replace this rank's state by ``shared`` state if there is any."""
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
     state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
@@ -198,35 +211,36 @@ def with_shared(
 def _sharded_params(
     optimizer: torch.optim.Optimizer, state_dict: StateDict
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:
-    """The sharded parameters that have state in a state dict, each with its state."""
+    """Yield each sharded parameter that has state in a state dict, and the state."""
     for key, param in params_by_key(optimizer, state_dict).items():
         if isinstance(param, FlatShardTensor) and key in state_dict["state"]:
             yield param, state_dict["state"][key]
 
 
-# A key of the first group. The stamp is not a top-level key, because torch keeps the keys of groups
-# when it loads a state dict. A user may load before the first step, when flatshard has not
-# registered its hook yet. Then the first step finds the stamp in the group.
+# Key of the stamp in the first group. The stamp is in a group, because torch keeps unknown keys of
+# groups when it loads a state dict, but drops unknown top-level keys. If a user loads before the
+# first step, flatshard's hooks are not registered yet, and the first step finds the stamp in the
+# group.
 STAMP = "flatshard"
 
 _ONE_RANKS = (
-    "optimizer.state_dict() holds this rank's parts of sharded parameters alone, and loads nowhere "
-    "else. flatshard.checkpoint.full_optim_state_dict(model, optimizer), called on every rank, is "
-    "the state to save. [FS-OPTIM-STATE]"
+    "optimizer.state_dict() contains only this rank's parts of sharded parameters, and can be "
+    "loaded only on this rank. Save flatshard.checkpoint.full_optim_state_dict(model, optimizer) "
+    "instead, and call it on every rank. [FS-OPTIM-STATE]"
 )
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise, before a step, for loaded state of another rank or another layout."""
+    """Raise, before a step, if the user loaded state of another rank or another layout."""
     watch(optimizer)
     for group in optimizer.param_groups:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
-            del group[STAMP]  # only after the check: a failed check must raise the next time too
+            del group[STAMP]  # after the check, so that a failed check raises in the next step, too
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Stamp all later plain state dicts of the optimizer, and check each state dict when loaded."""
+    """Register hooks that stamp and check the optimizer's state dicts."""
     saving: Any = optimizer._optimizer_state_dict_post_hooks
     loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
     if _add_stamp not in saving.values():
@@ -251,13 +265,13 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
-            # Warn when the state is saved. Without the warning users notice only when they load the
-            # file, and by then the other ranks' parts are lost.
+            # Warn now, because users would otherwise notice only when they load the saved file,
+            # when the other ranks' parts are lost.
             warnings.warn(_ONE_RANKS, stacklevel=5)  # the caller of state_dict()
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` without the warning."""
+    """Return ``optimizer.state_dict()`` without the warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(_ONE_RANKS))
         return optimizer.state_dict()
@@ -268,10 +282,10 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 
 
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check the stamp of a plain state dict and return the state dict without it; copies no tensor.
+    """Check the stamp of a state dict, and return the state dict without the stamp.
 
-    A state dict without a stamp that torch's ``set_state_dict`` passes is reduced to this rank's
-    part.
+    No tensor is copied. If torch's ``set_state_dict`` passes a state dict without a stamp, state
+    with one value per element is replaced by this rank's range.
     """
     if not is_stamped(state_dict):
         asked = torch_request()
@@ -291,14 +305,15 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
     if own is not None:
         where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
     raise RuntimeError(
-        f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} holds that "
-        f"rank's parts alone, and was loaded for {where}. Save "
-        "flatshard.checkpoint.full_optim_state_dict(model, optimizer), which loads anywhere."
+        f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} contains only "
+        f"that rank's parts, but was loaded for {where}. Save "
+        "flatshard.checkpoint.full_optim_state_dict(model, optimizer) instead: it can be loaded on "
+        "any number of ranks."
     )
 
 
 def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Rank and layout of the parts in the state; None: no parameter is sharded."""
+    """Return this rank and a digest of the layout; None if no parameter is sharded."""
     places: list[Any] = []
     rank = None
     for param in all_params(optimizer):

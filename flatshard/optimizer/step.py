@@ -1,6 +1,6 @@
-"""Hooks around ``optimizer.step()``, and ``clip_grad_norm_`` before it.
+"""flatshard's hooks before and after ``optimizer.step()``, and ``clip_grad_norm_``.
 
-During the step other parameters replace the sharded parameters in the optimizer; see ``stepper``.
+During a step, plain parameters replace the sharded parameters in the optimizer; see ``stepper``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def restore_all() -> None:
-    """Undo the swaps of steps that raised, because their post hooks never ran."""
+    """Restore the parameters of optimizers whose step raised: their post hooks never ran."""
     for optimizer in list(stepping):
         stepping.pop(optimizer).undo(optimizer)
 
@@ -58,8 +58,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     after: Any = optimizer._optimizer_step_post_hooks
     if "flatshard" not in before:
         watch(optimizer)
-    # flatshard's hooks must be the innermost ones, so that users' hooks see sharded parameters.
-    # Move them in each step: users may have added hooks since the last step.
+    # flatshard's hooks must run inside of users' hooks, so that users' hooks see the sharded
+    # parameters. Move flatshard's hooks in each step, because users may have added hooks since the
+    # last step.
     before["flatshard"], after["flatshard"] = _begin, _end
     before.move_to_end("flatshard")
     after.move_to_end("flatshard", last=False)
@@ -69,7 +70,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Swap the parameters. ``args`` has the optimizer first; a closure may follow."""
+    """Replace the sharded parameters for the step.
+
+    ``args``: the arguments of ``step``: the optimizer, and perhaps a closure.
+    """
     if unhooked:
         return None
     given = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -81,7 +85,7 @@ def _begin(
                 result = given()
             for extension in extensions:
                 extension.before_step(optimizer)
-            _check_params(optimizer)  # the closure's backward may have reduced gradients
+            _check_params(optimizer)  # after the closure, whose backward computes the gradients
             return result
 
         closure = Closure(run, optimizer)
@@ -96,7 +100,7 @@ def _begin(
 
 @untraced
 def _end(optimizer: Optimizer, *_: Any) -> None:
-    """Undo the swap after a step that did not raise."""
+    """Restore the sharded parameters after a step that did not raise."""
     stepper = stepping.get(optimizer)
     if stepper is not None and not unhooked:
         stepper.end(optimizer)
@@ -116,15 +120,14 @@ def _check_params(optimizer: Optimizer) -> None:
                     raise RuntimeError(
                         "step(): the optimizer was made before wrapping, and its parameter "
                         f"{param.flattened_as!r} is a DTensor, whose local part was sharded. Make "
-                        "it from model.parameters() after wrapping."
+                        "the optimizer from model.parameters() after wrapping."
                     )
                 grad = param.grad
                 if grad is None:
                     continue
                 if grad.dtype is not param.dtype:
                     check_dtype(optimizer, group, param, _name_of(param))
-                # A reduced gradient is also in UNREDUCED while a further part of the gradient waits
-                # for its reduction.
+                # A gradient is in UNREDUCED if no part or only some parts of it are reduced.
                 if UNREDUCED and grad in UNREDUCED:
                     raise RuntimeError(
                         f"{unit_text(UNREDUCED[grad])}: step() on gradients that were accumulated "
@@ -136,8 +139,9 @@ def _check_params(optimizer: Optimizer) -> None:
 def _refuse_sharded(optimizer: torch.optim.SparseAdam) -> None:
     if any(isinstance(param, FlatShardTensor) for param in all_params(optimizer)):
         raise RuntimeError(
-            "SparseAdam: gradients of sharded parameters are dense, also those of "
-            "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
+            "SparseAdam: gradients of sharded parameters are dense, also with "
+            "nn.Embedding(sparse=True). Use an optimizer for dense gradients, such as Adam, SGD or "
+            "Adagrad."
         )
 
 
@@ -150,15 +154,17 @@ class StepPart(NamedTuple):
 
 
 def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
-    """Step some parameters of an element-wise optimizer; the result equals ``step()`` bit by bit.
+    """Step some parameters of an element-wise optimizer. Results are bitwise equal to ``step()``.
 
-    Hooks of the optimizer are not called. Raises ``NotImplementedError`` if the optimizer changes
-    an option of a group in each step.
+    Hooks of the optimizer are not called.
+
+    Raises:
+        NotImplementedError: the optimizer changes an option of a group in each step.
     """
     stepper = stepper_of(optimizer)
     assert isinstance(stepper, BucketStepper), "element-wise"
-    # Each part becomes its own group, so that parameters that are not neighbours in ``step()`` are
-    # not joined here either.
+    # Make a group of each part, so that parameters of different parts are not put into one bucket:
+    # they may not be neighbours in the optimizer's groups.
     narrow = [{**part.group, "params": list(part.params)} for part in parts]
     try:
         with torch.no_grad():
@@ -175,7 +181,7 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
     if changed is not None:
         raise NotImplementedError(
             f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, "
-            "and would do so once per unit. Step it after backward."
+            "and would change it once per unit. Step this optimizer after backward."
         )
 
 
@@ -187,13 +193,17 @@ def _name_of(param: Any) -> str | None:
 
 
 def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None:
-    """Raise, on all ranks, if ranks have different units: the norms would differ between ranks."""
+    """Raise, on all ranks, if some unit trains on only some of the ranks.
+
+    The norms would differ between ranks.
+    """
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: clip_grad_norm_() where a unit trains on ranks "
-                f"{handle.topology.world.ranks_text} alone: the norm would differ between ranks. "
-                "Clip with a norm that you compute, or call clip_grad_norm_() of the units."
+                f"{unit_text(handle.unit_name)}: clip_grad_norm_() of a model in which this unit "
+                f"trains only on ranks {handle.topology.world.ranks_text}: the norm would differ "
+                "between ranks. Compute a norm yourself and clip with it, or call "
+                "clip_grad_norm_() of the units."
             )
 
 
@@ -202,20 +212,21 @@ def check_reduced(
 ) -> None:
     """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    Collective: all ranks of ``world``. With ``is_reducing``, which means that the last forward
-    began outside of ``no_sync``, there is no communication.
+    Collective: all ranks of ``world``. There is no communication if ``is_reducing`` is true: the
+    last forward began outside of ``no_sync``.
     """
     mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
     found = {world.rank: mine}
     if not is_reducing:
-        # Ranks may have used different parameters since the last reduction, so each rank must learn
-        # the result of all ranks.
+        # Under `no_sync` the ranks may have used different parameters, so perhaps only some ranks
+        # have such gradients. Exchange the results, so that all ranks raise.
         found = dict(enumerate(world.host.gather_unless_equal(mine, "clip_grad_norm_")))
     for rank, unit in found.items():
         if unit is not None:
             raise RuntimeError(
                 f"{unit_text(unit)}, rank {rank}: clip_grad_norm_() on gradients that were "
-                "accumulated under no_sync and not reduced. Clip after a backward outside of it."
+                "accumulated under no_sync and not reduced. Clip after a backward outside of "
+                "no_sync."
             )
 
 
@@ -228,13 +239,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """See ``ShardedWrapper.clip_grad_norm_``; ``handles`` contain all sharded ``params``.
+    """Implement ``ShardedWrapper.clip_grad_norm_``. ``handles`` hold all sharded ``params``.
 
-    Collective: all ranks that hold parts of ``params``.
+    Collective: all ranks that hold ranges of ``params``.
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # In the order of the handles: the order of the parameters decides the order of the sum.
+    # Sort sharded parameters like the handles, because the order decides the rounding of the sum.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():
@@ -243,11 +254,11 @@ def clip_grad_norm_(
         grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     order = float(norm_type)
     norms = reduction_ops.norms(grads, order)
-    # The norm of a number is the number itself. So torch only combines the norms, with torch's own
-    # dtypes and errors.
+    # Let torch combine the norms as it combines norms of plain tensors, with the same dtypes and
+    # errors. torch takes the norm of each tensor first, and the norm of a number is the number.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
-    # Torch reads only the attribute ``grad``. A local range is a plain tensor, so clipping needs no
-    # dispatch.
+    # Pass this rank's ranges of the gradients to torch, because operations on plain tensors need no
+    # dispatch in Python. torch reads only the attribute ``grad`` of each parameter.
     ranges: Any = [SimpleNamespace(grad=local_range(grad)) for grad in grads]
     nn.utils.clip_grads_with_norm_(ranges, max_norm, total, foreach)
     return total

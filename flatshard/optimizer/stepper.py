@@ -1,15 +1,16 @@
-"""``Stepper``: puts other parameters into an optimizer's groups while the optimizer steps.
+"""``Stepper``: replaces an optimizer's sharded parameters by plain parameters during a step.
 
-Running an optimizer's operations directly on ``FlatShardTensor`` is right but slow, because each
+An optimizer's operations give the right results on ``FlatShardTensor``s, but are slow, because each
 operation is dispatched in Python. During a step of an element-wise optimizer, ``BucketStepper``
 therefore puts ``ParamBucket``s into the groups: plain 1-D parameters that share the shard's memory.
-The extra ``whole_tensors`` steps all other optimizers.
+The extra ``whole_tensors`` has the stepper of all other optimizers.
 
 [Note: buckets]
-A bucket is one 1-D parameter that the optimizer steps in place of several parameters. The
-parameters belong to one group, are neighbours in a shard, and have gradients that are neighbours in
-one flat gradient. So one kernel steps a flat parameter, instead of one kernel per original
-parameter. Between steps each original parameter has its own state: views of the bucket's state.
+A bucket is one 1-D parameter that the optimizer steps instead of several parameters, the members.
+The members belong to one group, are neighbours in a shard, and their gradients are neighbours in
+one flat gradient. So one kernel steps a whole flat parameter, instead of one kernel per original
+parameter. Between steps each member has its own state, which consists of views of the bucket's
+state.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# For narrower dtypes the fused kernel computes in fp32, while the single operations round after
-# each operation: the results would differ.
+# Use the fused kernel only for these dtypes. With a narrower dtype the fused kernel computes in
+# fp32, while separate operations round after each operation, so the results would differ.
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
-# Optimizers in the middle of a step, or whose last step raised: their groups may still hold the
-# stepper's parameters.
+# Optimizers that are in a step, or whose last step raised. Their groups may still hold the
+# replacement parameters.
 stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
 
 
 class OptimizerExtension:
-    """Hooks of an extra into the steps of all optimizers, active while in ``extensions``."""
+    """Interface of an extra that acts in optimizer steps; active while in ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before the checks, at the start of ``step()`` and after each closure call."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
-        """Step some parameters before ``step()`` steps the others; returns the ids of the former.
+        """Step some parameters before ``step()`` steps the rest, and return their ids.
 
         Called for element-wise optimizers only.
         """
@@ -84,9 +85,9 @@ extensions: list[OptimizerExtension] = []
 def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
     """Declare that an optimizer updates every element from that element's own gradient and state.
 
-    The optimizer's ``step`` then gets plain 1-D tensors, as torch's own optimizers do. Without the
-    declaration, flatshard tries at the first step whether the optimizer works on true-shape sharded
-    parameters or needs full parameters.
+    The optimizer's ``step`` then gets plain 1-D tensors, like torch's own element-wise optimizers.
+    Without the declaration, flatshard finds out by a trial before the first step whether the
+    optimizer works on true-shape sharded parameters or needs full parameters.
 
     Example:
         ```python
@@ -111,13 +112,15 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 unhooked: list[Optimizer] = []
-"""The optimizers whose ``step`` runs without hooks now, innermost last."""
+"""The optimizers that are now in ``step_unhooked``, innermost last."""
 
 
 def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
-    """Call ``step()`` without torch's wrapper, which would call the hooks."""
+    """Call ``optimizer.step()`` without the hooks of the optimizer."""
     step: Any = type(optimizer).step
-    # `super().step()` inside the step may have a wrapper that calls hooks, too
+    # Bypass torch's wrapper around `step`, which would call the hooks. `step` itself may call
+    # `super().step()` through another such wrapper: then flatshard's hooks find the optimizer in
+    # this list and return at once.
     unhooked.append(optimizer)
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
@@ -128,7 +131,7 @@ def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
 def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: Any) -> str | None:
     """Step the parameters of ``groups`` instead of the optimizer's own groups, without hooks.
 
-    Returns a key of a group if the step has changed the key's value, otherwise None.
+    Return the name of a group's option that the step has changed; None if it changed no option.
     """
     own, optimizer.param_groups = optimizer.param_groups, groups
     before = [_options(group) for group in groups]
@@ -148,13 +151,14 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
-    """The stepper of an optimizer; the same one in each step.
+    """Return the stepper of an optimizer, which stays the same for all steps.
 
-    An element-wise optimizer gets its stepper at the first step. Another optimizer gets one at the
-    first step with sharded parameters.
+    An element-wise optimizer gets its stepper at the first step, any other optimizer at the first
+    step with sharded parameters.
 
     Raises:
-        MissingExtraError: the optimizer is not element-wise, and the extra is not installed.
+        MissingExtraError: the optimizer is not element-wise, and the extra ``whole_tensors`` is not
+            installed.
     """
     stepper = _steppers.get(optimizer)
     if stepper is None:
@@ -170,15 +174,15 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
 
 
 def stepped_optimizers() -> list[Optimizer]:
-    """The element-wise optimizers that have begun a step."""
+    """Return the element-wise optimizers that have begun at least one step."""
     return [one for one, stepper in _steppers.items() if isinstance(stepper, BucketStepper)]
 
 
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
-    """State that only single ranks hold, collected on all ranks.
+    """Share the state that only the owner ranks of parameters hold with all ranks.
 
-    State per element is sharded, all other state is full. Empty for an optimizer whose state
-    already lies with the shards of each rank.
+    In the result, state with one value per element is sharded, and all other state is full. The
+    result is empty if the optimizer's state is already divided like the shards.
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
@@ -187,20 +191,24 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
 
 
 def reports(params: Iterable[Tensor]) -> list[str]:
-    """A line for each optimizer that has stepped some of ``params`` as full tensors."""
+    """Return a line of text for each optimizer that has stepped some of ``params`` in full."""
     ids = {id(param) for param in params}
     found = [(type(one).__name__, stepper.report(ids)) for one, stepper in _steppers.items()]
     return [f"{name} {report}" for name, report in found if report is not None]
 
 
 class Closure:
-    """A closure for an optimizer; the first call returns the loss from before the step."""
+    """Replaces a user's closure in ``optimizer.step(closure)``.
+
+    The first call returns the loss that was computed before the step.
+    """
 
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer) -> None:
-        """Call ``run``, which calls the user's closure, before the step.
+        """Call ``run``, which calls the user's closure.
 
-        All optimizers call their closures first. Here the closure runs even earlier: flatshard must
-        know which parameters have gradients to decide how the optimizer steps.
+        Every optimizer begins its step with a call of the closure. flatshard calls the closure even
+        before the step, because flatshard must know which parameters have gradients to prepare the
+        step.
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run()
@@ -211,7 +219,9 @@ class Closure:
             self._is_new = False
             return self.loss
         optimizer = self._optimizer
-        stepper = stepping.pop(optimizer)  # the closure's forward calls `restore_all`
+        # Remove the entry, because the closure's forward calls `restore_all`, which would undo the
+        # swap of every optimizer in `stepping`.
+        stepper = stepping.pop(optimizer)
         try:
             stepper.pause(optimizer)
             self.loss = self._run()
@@ -230,20 +240,22 @@ def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> Non
 
 
 class Stepper:
-    """Steps an optimizer that has no sharded parameters, and changes nothing.
+    """Prepares the steps of one optimizer. This base class is for optimizers of plain parameters.
 
-    A stepper outlives steps, so a stepper must not keep the optimizer alive.
+    A stepper must not hold a reference to the optimizer, because it lives longer than a step and
+    would keep the optimizer alive.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
-        """Called before ``step()``; returns the optimizer to step, or a dummy if it has stepped.
+        """Called before ``step()``. Return the optimizer that torch shall step.
 
-        May change the closure's ``loss``.
+        A stepper that has already stepped all parameters itself returns a dummy optimizer. It may
+        also change the closure's ``loss``.
         """
         return optimizer
 
     def pause(self, optimizer: Optimizer) -> None:
-        """Called before another call of the closure: restore sharded parameters until ``begin``."""
+        """Called before another call of the closure. Restore the sharded parameters."""
         self.undo(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
@@ -251,19 +263,19 @@ class Stepper:
         self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:
-        """Put the parameters and their state back, if they were replaced."""
+        """Restore the sharded parameters and their state, if they were replaced."""
 
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
         return {}
 
     def report(self, ids: Collection[int]) -> str | None:
-        """Text on how parameters with these ids were stepped as full tensors; None if none was."""
+        """Text on how parameters with these ids were stepped in full. None if none were."""
         return None
 
 
 class BucketStepper(Stepper):
-    """Steps an element-wise optimizer: buckets stand in for its sharded parameters."""
+    """Stepper of an element-wise optimizer: replaces sharded parameters by buckets."""
 
     def __init__(self) -> None:
         # Buckets of the last step, keyed by the id of the first member.
@@ -282,9 +294,12 @@ class BucketStepper(Stepper):
         groups: Sequence[dict[str, Any]],
         stepped: Collection[int] = (),
     ) -> None:
-        """Put buckets into the groups, move the state to them, and choose the fastest kernel.
+        """Put buckets into the groups, move state to the buckets, and choose the fastest kernel.
 
-        Parameters with ids in ``stepped`` were stepped already.
+        Args:
+            optimizer: the optimizer.
+            groups: groups to change; parameters are replaced in the groups' lists.
+            stepped: ids of parameters that are omitted, because they were stepped already.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for group in groups:
@@ -313,11 +328,11 @@ class BucketStepper(Stepper):
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the user chose no kernel for a group, and the fused kernel can step the group."""
-    # On a CPU, Adam and AdamW run many operations, and each operation reads all parameters,
-    # gradients or state. The fused kernel reads everything only once, in a fifth of the time. The
-    # fused kernel rounds differently: about 1 of 100,000 parameters differs in the last bit after a
-    # step.
+    """Whether to use the fused kernel: the user chose no kernel, and the group is suitable."""
+    # Without the fused kernel, Adam and AdamW run many operations on a CPU, each of which reads all
+    # parameters, gradients or state. The fused kernel reads everything only once, and takes a fifth
+    # of the time. It rounds differently: after a step, about 1 of 100,000 parameters differs in the
+    # last bit.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
     if group["fused"] is not None or group["foreach"] is not None:
@@ -339,28 +354,30 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 State = dict[str, Any]
 
-# Names of state that has one number per parameter, not per element, even if the parameter is 0-d.
+# Names of state that has one number per parameter. For a 0-d parameter, the shape alone does not
+# tell such state from state with one number per element.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
-    """A bucket's state, or a member's view of it."""
+    """A bucket's state, or the views of it that are a member's state."""
 
-    # All members share one count of steps. The shared count must not leave the bucket: whoever
-    # raises the count for one member would raise it for all members. See `apart`.
+    # All members share the tensor with the number of steps. This tensor must not be handed to other
+    # code (see `apart`): increasing one member's number of steps would increase the number of all
+    # members.
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
         self._made_of = tuple(self.values())
 
     def is_unchanged(self, state: object) -> bool:
-        """Whether ``state`` is this object, and still holds the objects from its construction."""
+        """Whether ``state`` is this object, and still holds the values of its construction."""
         same = map(operator.is_, self.values(), self._made_of)
         return state is self and len(self) == len(self._made_of) and all(same)
 
 
 def apart(state: State) -> State:
-    """A state that shares no count of steps with another parameter's state."""
+    """Return ``state`` with its own number of steps, which other parameters do not share."""
     if not isinstance(state, BucketState):
         return state
     return {
@@ -370,11 +387,11 @@ def apart(state: State) -> State:
 
 
 class BucketView(Tensor):
-    """A member's state in ``optimizer.state_dict()``; a deep copy is as small as the member.
+    """Tensor in ``optimizer.state_dict()`` whose deep copy contains only the tensor's elements.
 
-    A deep copy of a plain tensor copies the whole storage, here the whole bucket.
-    ``dataclasses.asdict`` copies each tensor separately, so it would copy the bucket once per
-    member.
+    A deep copy of a plain tensor copies the whole storage, here the state of the whole bucket. With
+    ``dataclasses.asdict``, which copies each tensor separately, there would be one copy of the
+    bucket per member.
     """
 
     # Results of operations are plain tensors.
@@ -384,11 +401,14 @@ class BucketView(Tensor):
         return memo.setdefault(id(self), self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # files hold plain tensors
+        return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
 
 
 def shown(state: State) -> State:
-    """State for ``optimizer.state_dict()``; shares a bucket's elements, but no count of steps."""
+    """Return a parameter's state for ``optimizer.state_dict()``.
+
+    The result shares the memory of the bucket's state, except for the number of steps.
+    """
     if not isinstance(state, BucketState):
         return state
     return {key: _shown(value) for key, value in apart(state).items()}
@@ -407,23 +427,23 @@ def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 def find_buckets(
     params: Sequence[Any], known: dict[int, ParamBucket]
 ) -> Iterator[ParamBucket | nn.Parameter]:
-    """Divide a group's parameters into buckets and single parameters, in order.
+    """Divide a group's parameters into buckets and single parameters, and yield these in order.
 
-    ``known`` has buckets of earlier steps, keyed by the id of the first member; new buckets are
-    added.
+    ``known``: buckets of earlier steps, keyed by the id of the first member. New buckets are added.
     """
     position = 0
     while position < len(params):
         first = params[position]
         if not isinstance(first, FlatShardTensor) or first.grad is None:
-            # A parameter without a gradient is not stepped and gets no bucket: its state may be
-            # part of another bucket's state.
+            # The optimizer does not step a parameter without a gradient. Do not make a bucket for
+            # it, because its state may be views of an earlier bucket's state.
             yield first
             position += 1
             continue
         members = _neighbours(params, position)
         bucket = known.get(id(first))
-        # Reuse the bucket of the last step: its views of state are then still right.
+        # Reuse the bucket of the last step if possible, because then the members' views of its
+        # state need not be made again.
         if bucket is None or not bucket.is_of(members):
             bucket = known[id(first)] = ParamBucket(members)
         yield bucket
@@ -431,18 +451,21 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """The parameters from ``position`` on that are contiguous, and so are their gradients."""
+    """Return the parameters from ``position`` on that can be members of one bucket.
+
+    The parameters are neighbours in a shard, and their gradients in a flat gradient.
+    """
     first = params[position]
     found, grad = [first], _flat_grad(first)
     if grad is None:
         return found
     end = first.spec.start + first.spec.numel
-    # An index, because a slice would be copied for each bucket.
+    # Loop over indices, because a slice of `params` would be copied for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if _flat_grad(param) is not grad or param.flat is not first.flat:
             break
-        # Aligned parameters have padding between them. The optimizer steps the padding too.
+        # Allow padding between neighbours. The optimizer steps the padding too.
         if not 0 <= (param.spec.start - end) * first.dtype.itemsize < ALIGNMENT_BYTES:
             break
         end = param.spec.start + param.spec.numel
@@ -451,16 +474,20 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """The flat gradient that holds a parameter's gradient at the parameter's place in the shard."""
+    """Return the flat gradient of which the parameter's gradient is a view.
+
+    The gradient lies in the flat gradient at the same place as the parameter in the shard. None if
+    there is no gradient, or a gradient that the user assigned.
+    """
     if isinstance(param, FlatShardTensor):
         grad = param.grad
         if isinstance(grad, FlatShardTensor) and grad.spec is param.spec:
             return grad.flat
-    return None  # the user assigned the gradient, or there is no gradient
+    return None
 
 
 def local_grad(param: FlatShardTensor) -> Tensor:
-    """This rank's range of a parameter's gradient, 1-D."""
+    """Return this rank's range of a parameter's gradient, 1-D."""
     grad = param.grad
     assert grad is not None
     if isinstance(grad, FlatShardTensor):
@@ -478,7 +505,7 @@ class _Member:
 
 
 class ParamBucket:
-    """One or more neighbours that an optimizer steps as one 1-D parameter, ``param``."""
+    """One 1-D parameter, ``param``, that an optimizer steps instead of one or more neighbours."""
 
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
         first = params[0]
@@ -497,7 +524,7 @@ class ParamBucket:
         self._shared = BucketState({})
 
     def is_of(self, params: Sequence[Any]) -> bool:
-        """Whether the bucket has exactly these parameters, over the memory of the parameters."""
+        """Whether the members are exactly ``params``, and still lie in the same shard."""
         return (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
@@ -507,25 +534,24 @@ class ParamBucket:
 
     @cached_property
     def divided(self) -> list[ParamBucket]:
-        """One bucket per member, used if the members' states cannot be joined."""
+        """One bucket per member, for a step in which the members' states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
     def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:
         """Set the bucket's gradient, and move the members' states into the bucket.
 
-        ``states`` is the state of the optimizer. Returns this bucket, or a bucket for each member
-        if the members' states cannot be joined: one bucket cannot hold members with different
-        counts of steps.
+        ``states`` is the state of the optimizer. Return this bucket. If the members' states cannot
+        be joined, for example because their numbers of steps differ, return a bucket per member.
         """
         shared: State | None = self._shared
-        # The optimizer holds another state than the member's views: this is the first step, or
-        # someone has assigned or loaded state since the last step.
+        # Join the members' states if the optimizer does not hold the views that `swap_out` gave the
+        # members. This happens in the first step, and after somebody assigned or loaded state.
         if not all(one.state.is_unchanged(states.get(one.param)) for one in self._members):
             shared = self._join(states)
             if shared is None:
                 return [bucket for member in self.divided for bucket in member.swap_in(states)]
-            # The joined state is a copy, so the members' states are dropped before the step
-            # allocates temporaries.
+            # The joined state is a copy. Free the members' states now, before the step allocates
+            # temporary tensors.
             for param in self._params:
                 states.pop(param, None)
         if shared:
@@ -536,13 +562,16 @@ class ParamBucket:
         set_grad(
             self.param, local_grad(first) if flat is None else flat.detach()[self._start : end]
         )
-        # An optimizer that writes to `p.data` would not raise the version counter, and unsharded
-        # buffers from before the step would be taken for up to date.
+        # Raise the version counter here, because an optimizer that writes to `p.data` does not.
+        # Otherwise flatshard would use unsharded buffers from before the step.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
-        """Give the members views of the bucket's state; drop gradients that the step dropped."""
+        """Give the members views of the bucket's state.
+
+        If the step set the bucket's gradient to None, also set the members' gradients to None.
+        """
         if self.param.grad is None:
             for param in self._params:
                 param.grad = None
@@ -550,18 +579,18 @@ class ParamBucket:
         shared = states.pop(self.param, None)
         if shared is None:
             return
-        # Most optimizers update the same objects in place. Then the members' views from before are
-        # still right.
+        # Most optimizers update their state in place. Then the members' views from the last step
+        # are still right.
         if not self._shared.is_unchanged(shared):
             self._split(shared)
         if states.get(self._params[0]) is not self._members[0].state:
             states.update({member.param: member.state for member in self._members})
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
-        """The bucket's state, joined from its members' local state; None if they cannot be joined.
+        """Join the members' states into the bucket's state; return None if this is impossible.
 
-        Zeros fill the padding between members: the optimizer steps the padding too, and zeros stay
-        finite.
+        The padding between members is filled with zeros: the optimizer steps the padding too, and
+        zeros stay finite.
         """
         own = {
             member: _local_state(member.param, states[member.param])
@@ -605,7 +634,7 @@ class ParamBucket:
 
 
 def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
-    """Move state per element, of this shape, to the target that stores state between steps."""
+    """Move state of this shape to ``target``, which stores state between steps."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == shape:
             state[key] = target.take_in(value)
@@ -623,10 +652,11 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _local_state(param: FlatShardTensor, state: State) -> State:
-    """This rank's part of state from before wrapping or from an unwrapped model."""
+    """Replace full or sharded state of ``param`` by this rank's range, and return the state."""
     spec = param.spec
     for key, value in state.items():
-        # State may be sharded already: Adagrad makes its state when it is constructed.
+        # State may be full (from before wrapping, or loaded from an unwrapped model), sharded
+        # (Adagrad makes its state in the constructor), or this rank's range already.
         part = part_per_element(spec, key, value)
         if part is not None:
             state[key] = part
@@ -634,30 +664,32 @@ def _local_state(param: FlatShardTensor, state: State) -> State:
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {spec.name!r}: expected shape "
                 f"({spec.numel},) (this rank's part) or {spec.shape} (full), got "
-                f"{tuple(value.shape)}. A plain optimizer.state_dict() holds one "
+                f"{tuple(value.shape)}. A plain optimizer.state_dict() contains only one "
                 "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )
     return state
 
 
 def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
-    """This rank's range of full, sharded or local state per element, 1-D; None for other state.
+    """Return this rank's range of state with one value per element, 1-D; None for other state.
+
+    ``value`` may be full, sharded, or this rank's range already.
 
     Raises:
-        ValueError: the state is sharded, with another range for this rank than the parameter's.
+        ValueError: the state is sharded, and this rank's range of it is not the parameter's range.
     """
     if not isinstance(value, Tensor) or key in ONE_PER_PARAMETER:
         return None
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise ValueError(
-                f"sharded state of parameter {spec.name!r} ({unit_text(spec.unit)}) is of another "
+                f"sharded state of parameter {spec.name!r} ({unit_text(spec.unit)}) has another "
                 f"layout: expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
-                f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load it through "
-                "torch.distributed.checkpoint into the state that this model has."
+                f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load the state "
+                "through torch.distributed.checkpoint, into this model's own sharded state."
             )
         return value.local
     if tuple(value.shape) == (spec.numel,):
         return value
-    # A clone: a view would keep the full tensor alive.
+    # Clone the range, because a view would keep the full tensor in memory.
     return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None

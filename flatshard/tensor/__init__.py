@@ -1,1 +1,1 @@
-"""Sharded parameters that keep their true shape, and the operators on these parameters."""
+"""Flat parameters, and sharded parameters that keep their true shape and support operators."""

@@ -1,6 +1,6 @@
-"""Operations that each rank runs on its own range without communication.
+"""Operations on sharded tensors that need no communication.
 
-Element-wise operations, random numbers, and operations on shapes.
+Each rank runs element-wise operations, draws random numbers, and makes aliases for its own range.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _ROLE_LENGTH = 80
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """The elements of an operand that correspond to the local range of ``spec``."""
+    """Return the elements of an operand that correspond to this rank's range of ``spec``."""
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise NeedsFullTensor(
-                f"parameter {spec.name!r} {spec.shape} meets {value.spec.name!r} "
-                f"{value.spec.shape}: sharded tensors of different shapes, strides or layouts "
-                "cannot be combined. Use full_tensor() on both.",
+                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} "
+                f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
+                "operation cannot combine them. Use full_tensor() on both.",
                 spec,
             )
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # The gradient of ``value`` needs the ranges of all ranks. Here the gradient would come
-            # from this rank's range only.
+            # The gradient of ``value`` depends on the ranges of all ranks, but autograd would
+            # compute it from this rank's range only.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -63,13 +63,14 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = like.spec
     in_place = func._schema.is_mutable
     if in_place and not isinstance(args[0], FlatShardTensor):
-        spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
+        spec.refuse(f"writing into a plain tensor with {func._schema.name}")
     digest = digest_of(func._schema.name, (*args, *kwargs.values()))
     if like.is_alike and not in_place and spec.owner.is_in_forward:
-        # In forward each rank has its own batch, so the ranges of the result would not belong
-        # together. If the unit computes in another dtype than the shard's, this operation must use
-        # that dtype too. A tensor made by ``empty_like`` may be filled with random numbers, which
-        # each rank draws for its own batch.
+        # Refuse three kinds of operations in forward, where each rank has its own batch. First, if
+        # an operand may differ between ranks, the ranges of the result would not form one tensor.
+        # Second, if the unit computes in another dtype than the shard's, this operation must use
+        # that dtype, too. Third, the result of ``empty_like`` and similar functions may be filled
+        # with random numbers, which each rank draws for its own batch.
         is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
         if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
@@ -77,7 +78,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
-    # The local range is 1-D: memory formats of tensors with more dimensions do not apply.
+    # Drop the memory format, which does not apply to the 1-D range.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
@@ -87,7 +88,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
-        # Optimizers make their state with ``zeros_like`` and similar functions.
+        # Optimizers make their state with ``zeros_like`` and similar functions, so move the result
+        # to the offload target of optimizer state.
         result = target.take_in(result) if result.device == like.local.device else result
     computed = FlatShardTensor(result, spec, role=_role_of(func, args))
     computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
@@ -97,9 +99,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether random numbers went into an operand.
 
-    Raises where autograd would differentiate a function of a parameter and of random numbers.
-    Under DistributedDataParallel each rank draws for the full parameter, and the gradients are
-    averaged. Here each rank would draw for its range only, and nothing would be averaged.
+    Raise if autograd would differentiate a function of a parameter and of random numbers. Under
+    DistributedDataParallel each rank draws numbers for the full parameter, and the gradients are
+    averaged. Here each rank would draw numbers for its own range only, and the gradients would not
+    be averaged.
     """
     sharded = [value for value in args if isinstance(value, FlatShardTensor)]
     is_drawn = any(value.origin.is_drawn for value in sharded)
@@ -111,10 +114,10 @@ def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
-    """The full tensor of ``value``, if ``value`` is another parameter with other ranges.
+    """If ``value`` is a parameter whose ranges differ from those of ``spec``, all-gather it.
 
-    Example: a momentum encoder follows an encoder, and the two lie in flat parameters of different
-    lengths.
+    For example, a momentum encoder is updated from an encoder with the same parameters, but the two
+    models lie in flat parameters of different lengths, so each rank holds different ranges.
 
     Collective: the ranks of ``value``'s shard group, if the ranges differ.
     """
@@ -125,34 +128,34 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 
 
 def _role_of(func: Any, args: tuple[Any, ...]) -> str:
-    """Role of a computed tensor: the operation, its numbers, and the roles of its operands."""
+    """Role of a computed tensor: the operation, numbers, and the roles of the operands."""
     operands = (
         value.role if isinstance(value, FlatShardTensor) else repr(value)
         for value in args
         if isinstance(value, FlatShardTensor | int | float)
     )
-    # The text is cut: the role of an average that is updated in each step would grow without end.
+    # Cut the text: otherwise the role of a running average would grow in each step.
     return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
-    """Refuse a memory format with another order of elements: reordering would need all ranks."""
+    """Refuse a memory format that changes the order of elements, which would need all ranks."""
     is_kept = memory_format in (None, torch.preserve_format)
     if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
         raise RuntimeError(
             f"parameter {spec.name!r} ({unit_text(spec.unit)}) is sharded and keeps the memory "
-            f"format that it was wrapped with: strides are {spec.strides}, {func._schema.name} "
+            f"format from before wrapping: the strides are {spec.strides}, but {func._schema.name} "
             f"asks for {memory_format}. Call model.to(memory_format=...) before "
             "ShardedWrapper(model), or use p.full_tensor()."
         )
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on lists of tensors, matched by position; plain entries stay plain."""
+    """Run an operation on lists of tensors, which are matched by position."""
     lists = [value for value in args if isinstance(value, list | tuple)]
-    # One spec per position: a gradient in one list may be plain while the parameter at the same
-    # position in another list is sharded.
+    # Find the spec of each position. At one position, some lists may have a sharded tensor and
+    # other lists a plain tensor: a sharded parameter, for example, and a plain gradient.
     specs = [
         next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
         for values in zip_longest(*lists)
@@ -169,7 +172,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_mutable = func._schema.is_mutable
     for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
         if spec is not None and not isinstance(value, FlatShardTensor):
-            spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
+            spec.refuse(f"writing into a plain tensor with {func._schema.name}")
     result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
         role = f"{func._schema.name.removeprefix('aten::')} of {first_sharded(args, kwargs).role}"
@@ -188,27 +191,28 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _at(value: Any, position: int) -> Any:
-    """Entry ``position`` of a list; a value that is not a list, or is a shorter list, unchanged."""
+    """Return entry ``position`` if ``value`` is a list with this entry; otherwise ``value``."""
     return value[position] if isinstance(value, list | tuple) and position < len(value) else value
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Draw as many numbers as the unwrapped model would, and keep this rank's range."""
+    """Draw random numbers for the full tensor, and keep this rank's range."""
     tensor: FlatShardTensor = args[0]
     spec, local = tensor.spec, tensor.local
     if func is aten.bernoulli.default:
         tensor.refuse("bernoulli() with its elements as probabilities")
     if tensor.is_alike and spec.owner.is_in_forward:
-        # In forward the generators of the ranks differ, because each rank draws for its own batch.
+        # In forward the ranks' generators may be in different states, because each rank draws
+        # random numbers for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    # A tensor-parallel part would get the same numbers as the other parts.
+    # Refuse tensor-parallel parts: all parts of the parameter would get the same numbers.
     spec.refuse_part(func._schema.name)
-    # Draw the full tensor on every rank: then all generators stay in step, and the values do not
-    # depend on the world size.
+    # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
+    # values do not depend on the world size.
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        # A clone: a view of the range would keep the full tensor alive.
+        # Clone the range, because a view would keep the full tensor in memory.
         drawn = FlatShardTensor(part.clone(), spec, role=_role_of(func, args))
         drawn.origin.is_drawn = True
         return drawn
@@ -224,12 +228,12 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # `orthogonal_()` writes its result by `view_as()`, and would have computed the result from
-        # a tensor-parallel part only.
+        # Refuse tensor-parallel parts: `orthogonal_()` calls `view_as()` to write its result, and
+        # would have computed the result from one part only.
         tensor.spec.refuse_part("view_as()")
-    # Do not make a view here: the view would have another version counter than the tensor. If
-    # inference mode is on, a new tensor has no version counter, and autograd, which reads the
-    # counter, would raise.
+    # Make a new tensor over the same memory instead of a view, because the view would have another
+    # version counter than the tensor. Leave inference mode, because in inference mode a new tensor
+    # has no version counter, and autograd would raise when it reads the counter.
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role)
     twin.origin = origin = tensor.origin
@@ -240,7 +244,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Refuse dropout on a trained parameter: each rank must draw for the full parameter."""
+    """Refuse dropout on a trained parameter, because a rank would draw only for its own range."""
     if training and isinstance(input, FlatShardTensor) and input.requires_grad:
         input.refuse("the gradient of dropout")
     return NotImplemented

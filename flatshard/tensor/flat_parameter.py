@@ -57,18 +57,21 @@ class FlatParameter(nn.Parameter):
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
         """Make a flat parameter from this rank's ``chunk``, ``(layout.shard_numel,)``; no copy."""
-        # No gradient is required here: autograd works on the full parameters over the unsharded
-        # buffer, and never on the chunk.
+        # The chunk requires no gradient: autograd works on the full parameters, which are views of
+        # the unsharded buffer.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Weak references: the parameters refer to views of the chunk, and Python's collector cannot
-        # see a cycle through views.
+        # Weak references: the parameters refer to views of the chunk. A cycle through a view would
+        # never be freed, because Python's garbage collector cannot see it.
         self._params = [weakref.ref(param) for param in params]
         return self
 
     @property
     def params(self) -> list[OriginalParam]:
-        """The original parameters, in the order of ``flat_layout.spans``; none without a model."""
+        """The original parameters, in the order of ``flat_layout.spans``.
+
+        The list is empty if the model was deleted.
+        """
         found = (param() for param in self._params)
         return [param for param in found if param is not None]
 
@@ -96,26 +99,26 @@ class FlatParameter(nn.Parameter):
         return "\n".join(lines)
 
 
-# Makes the function that a full parameter calls once autograd has filled ``.grad``.
+# A function that makes the post-accumulate-grad hook of a full parameter.
 GradHook = Callable[["OriginalParam"], Callable[[Tensor], None]]
 
 
 class OriginalParam:
-    """One parameter of the unwrapped model, inside of a flat parameter.
+    """One parameter of the unwrapped model, and its range of a flat parameter.
 
     Attributes:
         index: index of the parameter in the flat parameter.
-        span: where the elements lie in the flat parameter; the same on all ranks.
-        local: which of the elements lie in this rank's chunk, and where.
-        spec: the same facts in the form that a ``FlatShardTensor`` needs; gradients and optimizer
-            state share the object.
-        locations: the modules and attributes that hold the parameter; the first location names the
-            parameter.
-        sharded: the parameter that users and optimizers hold: a true-shape ``FlatShardTensor`` over
-            this rank's chunk, or a plain parameter if one rank holds all elements.
-        full: a plain parameter over the unsharded buffer. Modules hold ``full`` while they compute.
-            ``full`` is ``sharded`` if the chunk is the unsharded buffer.
-        held: the object that modules hold in place of the parameter; None: ``sharded``.
+        span: range of the parameter's elements in the flat parameter; the same on all ranks.
+        local: the part of this range that lies in this rank's chunk.
+        spec: ``span`` and ``local`` in the form that a ``FlatShardTensor`` needs. The parameter's
+            gradients and optimizer state share this object.
+        locations: the modules and attributes that hold the parameter. The name of the first
+            location is the parameter's name.
+        sharded: the parameter that users and optimizers hold: a ``FlatShardTensor`` over this
+            rank's chunk, or a plain parameter if this rank holds all elements.
+        full: a plain parameter, a view of the unsharded buffer. Modules hold ``full`` while they
+            compute. If the chunk is the unsharded buffer, ``full`` is ``sharded``.
+        held: the object that modules hold now instead of ``sharded``; None: they hold ``sharded``.
         post_accumulate_hooks: users' hooks that run once the reduced gradient is in ``.grad``.
     """
 
@@ -141,14 +144,14 @@ class OriginalParam:
             replicas=topology.replicate,
             # Layout of a former DTensor, set by `extras/tensor_parallel`.
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
-            # Where optimizers keep state of the parameter's shape. None: in memory.
+            # Offload target of optimizer state with one value per element. None: in memory.
             state_target=state_target,
         )
         self.held: Any = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # Tensor hooks and post-accumulate hooks that users registered before wrapping. The hooks
-        # wait here until the full parameter exists. The dictionaries are torch's own, so that a
-        # ``RemovableHandle`` still works.
+        # Tensor hooks and post-accumulate hooks that users registered before wrapping, kept here
+        # until the full parameter exists. These are torch's own dictionaries, so that the handles
+        # which users got from torch can still remove the hooks.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: GradHook | None = None
         self.spec.original = self
@@ -160,7 +163,7 @@ class OriginalParam:
 
     @property
     def where(self) -> str:
-        """The parameter in words, with its unit."""
+        """Text that names the parameter and its unit, for messages."""
         return f"parameter {self.spec.name!r} ({unit_text(self.spec.unit)})"
 
     @property
@@ -171,9 +174,9 @@ class OriginalParam:
     # ------------------------------------------------------------ the sharded parameter
 
     def show_chunk(self, chunk: Tensor, *, is_whole: bool) -> None:
-        """Let the sharded parameter show ``chunk``, ``(shard_numel,)``, of a flat parameter.
+        """Make the sharded parameter a view of ``chunk``, ``(shard_numel,)``.
 
-        ``is_whole``: the chunk is the whole flat parameter.
+        ``is_whole``: whether the chunk is the whole flat parameter.
         """
         if not is_whole:
             sharded = FlatShardTensor.parameter(chunk, self.spec, self.requires_grad)
@@ -183,7 +186,7 @@ class OriginalParam:
         if self.sharded.is_meta:
             self._swap_into(nn.Parameter(view_of(chunk, self.span), self.requires_grad))
         else:
-            # Only the memory moves. The parameter object keeps its hooks and attributes.
+            # Replace only the memory, so that the parameter object keeps its hooks and attributes.
             self.sharded.data = view_of(chunk, self.span)
         if self.spec.state_target is not None:
             self.spec.state_target.keep_state_of(self.sharded)
@@ -195,25 +198,25 @@ class OriginalParam:
             return self.sharded.requires_grad
 
     def _swap_into(self, view: Tensor) -> None:
-        """Turn the parameter into ``view``, in place. Identity and attributes stay the same."""
+        """Swap ``view`` into the parameter object, which keeps its identity and attributes."""
         param = self.sharded
         is_first = not isinstance(param, FlatShardTensor)
         clashing = OWN_ATTRIBUTES & param.__dict__.keys()
         if is_first and clashing:
             raise ValueError(
-                f"parameter {self.span.name!r} has an attribute {min(clashing)!r}, which a sharded "
-                "parameter needs for itself. Give yours another name before wrapping."
+                f"parameter {self.span.name!r} has an attribute {min(clashing)!r}, but sharded "
+                "parameters use this name. Rename your attribute before wrapping."
             )
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
-                # ``torch.utils.swap_tensors`` refuses a tensor that has weak references, and the
-                # module keeps weak references to its weights. For the module, None in this list
-                # means an unchanged weight.
+                # ``torch.utils.swap_tensors`` refuses a tensor with weak references, and an RNN
+                # keeps weak references to its weights. Replace them by None, which an RNN reads as
+                # "this weight has not changed".
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):  # the hook computes the weight before each forward
-                    # The weight must not be stored in a local variable: the weight's graph would
+                    # Do not store the weight in a local variable: the weight's autograd graph would
                     # keep a reference to the parameter, and the swap below would fail.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = attributes_of(param)
@@ -225,18 +228,22 @@ class OriginalParam:
             torch.utils.swap_tensors(param, view)
         except RuntimeError as error:
             raise RuntimeError(
-                f"parameter {self.span.name!r} cannot be sharded: a graph, a view or a weak "
-                "reference still holds it (a loss kept from before wrapping, say). Drop that, or "
-                f"wrap the model earlier. ({error})"
+                f"parameter {self.span.name!r} cannot be sharded: an autograd graph, a view or a "
+                "weak reference still refers to the parameter (for example a loss from before "
+                f"wrapping). Delete the reference, or wrap the model earlier. ({error})"
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
-            # The swap moved the hooks away with the memory. This parameter itself takes part in
-            # forward, so the hooks must be on it.
+            # ``swap_tensors`` also swapped the hooks away. Register them on this parameter again,
+            # because a parameter that is not sharded takes part in forward itself.
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
-        """Move hooks from before wrapping to where they must run: tensor hooks to ``full``."""
+        """Register the hooks from before wrapping on the objects on which they must run.
+
+        Tensor hooks run on ``full``, with this rank's gradient. Post-accumulate hooks of a sharded
+        parameter run once the reduced gradient is in ``.grad``.
+        """
         tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
         self._waiting_hooks = None
         if tensor_hooks is not None:
@@ -249,31 +256,32 @@ class OriginalParam:
     # ------------------------------------------------------------ the full parameter
 
     def make_full(self, view: Tensor | None) -> None:
-        """Make ``full`` from its view of an unsharded buffer; None: ``full`` is ``sharded``."""
+        """Make ``full`` from a view of the unsharded buffer. None: ``full`` is ``sharded``."""
         before: nn.Parameter | None = getattr(self, "full", None)
         if view is None:
             self.full = self.sharded
         else:
             self.full = nn.Parameter(view, False)
-            # Errors about the full parameter name it with the spec. A weak reference: the spec
-            # refers to the parameter, and a cycle would live until the collector runs.
+            # The spec names the parameter in errors. The reference is weak, because the spec refers
+            # to the parameter, and a cycle would be freed only by Python's garbage collector.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # Integer parameters never require a gradient.
         self.full.requires_grad_(self.requires_grad)
-        # Without a buffer, ``full`` and ``sharded`` are one object. `model.to()` then keeps this
-        # object with its hooks, and there are no hooks to move.
+        # Without a buffer, ``full`` and ``sharded`` are the same object. `model.to()` keeps this
+        # object and its hooks, so there are no hooks to move.
         if before is not None and before is not self.full:
-            # The new parameter shares the dictionary itself, so that handles can still remove
-            # hooks.
+            # Share the dictionary instead of copying the hooks, so that users' handles can still
+            # remove hooks.
             self.full._backward_hooks = before._backward_hooks
             self._hook_grad()
         if self.is_sharded:
             self._move_hooks(self.full)
 
     def connect(self, grad_hook: GradHook) -> None:
-        """Let the full parameter call a hook of ``grad_hook`` once autograd has filled ``.grad``.
+        """Make the full parameter call a hook once autograd has filled its ``.grad``.
 
-        Autograd holds the hook, so the hook must not keep the unit alive.
+        ``grad_hook``: returns the hook for a parameter. The hook must not hold a reference to the
+        unit, because autograd holds the hook and would keep the unit alive.
         """
         self._grad_hook = grad_hook
         self._hook_grad()
@@ -281,19 +289,19 @@ class OriginalParam:
     def _hook_grad(self) -> None:
         watched = [self.full]
         if not self.is_sharded and self.full is not self.sharded:
-            # The plain parameter may be used outside of forward, and such gradients are averaged
-            # too.
+            # Users may compute with the plain parameter outside of forward. The hook also averages
+            # gradients from such uses.
             watched.append(self.sharded)
         for param in watched:
             if self._grad_hook is not None and (param.is_floating_point() or param.is_complex()):
                 is_trained = param.requires_grad
-                # A frozen tensor refuses hooks, but users may unfreeze the tensor later.
+                # torch refuses hooks on a frozen tensor, but users may unfreeze the tensor later.
                 param.requires_grad_(True)
                 param.register_post_accumulate_grad_hook(self._grad_hook(self))
                 param.requires_grad_(is_trained)
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
-        """The parameter's counterpart in deep-copied modules, with the same name."""
+        """Return the copied parameter and its locations in deep-copied modules, same name."""
         places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
         places[0] = replace(places[0], name=self.name)
         return ParamInfo(memo.get(id(self.sharded), self.sharded), places)
@@ -301,14 +309,15 @@ class OriginalParam:
     # ------------------------------------------------------------ gradients
 
     def of_chunk(self, chunk: Tensor) -> Tensor:
-        """The view of a chunk of gradients, ``(shard_numel,)``, that ``.grad`` shows."""
+        """Return the parameter's ``.grad``, a view of a chunk of gradients, ``(shard_numel,)``."""
         if not self.is_sharded:
             return view_of(chunk, self.span)
         return FlatShardTensor.in_flat(chunk, self.spec, role=GRADIENT)
 
     def hold_hooks(self) -> None:
-        """Take users' post-accumulate hooks off the parameter until ``give_hooks_back``."""
-        # Users' hooks expect the reduced gradient, so autograd must not call them.
+        """Remove users' post-accumulate hooks from the parameter until ``give_hooks_back``."""
+        # Users' hooks expect the reduced gradient, but autograd would call them before the
+        # reduction.
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
         for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
             self.post_accumulate_hooks[key] = hooks.pop(key)
@@ -319,7 +328,7 @@ class OriginalParam:
             hook(self.sharded)
 
     def give_hooks_back(self) -> None:
-        """Put the hooks back where users registered them, because users may remove hooks there."""
+        """Register users' hooks on the parameter again, where users may remove them."""
         if self.post_accumulate_hooks:
             hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             hooks.update(self.post_accumulate_hooks)

@@ -1,13 +1,13 @@
-"""Operations of sharded tensors that need the other ranks.
+"""Operations on sharded tensors that need communication.
 
-Reductions over all elements: each rank reduces its local part, and one collective combines the
+Reductions over all elements: each rank reduces its own range, and one collective combines the
 results.
 
-Collectives of the user's program: DistributedDataParallel keeps parameters in full on every rank,
-and programs average, compare or broadcast these copies. On a sharded tensor, a backend would move
-the range of one rank, or a copy that is dropped afterwards. So a collective on a sharded tensor
-either raises before communication, or gives the result that the collective has on equal copies,
-without moving values.
+Collectives that the user's program calls on a parameter: under DistributedDataParallel every rank
+holds the full parameter, and programs average, compare or broadcast the ranks' copies. On a sharded
+tensor a backend would send the range of one rank, or a temporary copy. So a collective on a sharded
+tensor either raises before any communication, or returns the result for equal full tensors on all
+ranks without sending values.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ Comms = Sequence[Communicator]
 
 
 def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
-    """Combine a few numbers in place over each of ``comms``. Collective: all their ranks."""
+    """Combine a few numbers in place over each of ``comms``. Collective: all ranks of these."""
     for comm in comms:
         values = comm.reduce_scalars(values, op, op_name=op_name)
     return values
 
 
 def _part(tensor: FlatShardTensor) -> Tensor:
-    """This rank's part. Raises RuntimeError for a gradient that is not reduced."""
+    """Return this rank's range. Raises RuntimeError for a gradient that is not reduced."""
     spec = tensor.spec
     unit = UNREDUCED.get(tensor)
     if unit is not None:
         raise RuntimeError(
             f"{unit_text(unit)}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
-            "that was accumulated under no_sync and not reduced. Ask for it after a backward "
-            "outside of no_sync."
+            "that was accumulated under no_sync and not reduced. Compute the norm or sum after a "
+            "backward outside of no_sync."
         )
     return tensor.local
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """Dtype for sums of elements of ``dtype``; None: ``dtype`` itself."""
+    """Dtype in which elements of ``dtype`` are added. None: ``dtype`` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name; raises for an argument that no handler implements."""
+    """Return the arguments by name. Raise for an argument that no handler implements."""
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
     spec = first_sharded(args, kwargs).spec
@@ -83,9 +83,11 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
 def norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The p-norm of each tensor, plain or sharded, with the dtype and device of torch's result.
+    """Return the p-norm of each tensor, with the dtype and device that torch's result would have.
 
-    Collective: all ranks that hold parts of ``tensors``; one reduction per communicator.
+    ``tensors`` may be plain or sharded. ``order`` is the p of the norm.
+
+    Collective: all ranks that hold ranges of ``tensors``. One reduction per communicator.
     """
     results: dict[int, Tensor] = {}
     positions_of: dict[tuple[Communicator, ...], list[int]] = {}
@@ -98,7 +100,7 @@ def norms(
             found = list(torch._foreach_norm(some, order, dtype))
         else:
             together = _sharded_norms(some, order, dtype, comms)
-            # Cast all norms at once to the device and dtype that torch would give each norm.
+            # Cast all norms in one operation to each device and dtype that torch's results have.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
@@ -113,8 +115,8 @@ def _sharded_norms(
     parts = [_part(tensor) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
-    # For complex numbers only the absolute values matter. Torch warns when it counts complex
-    # numbers that are not zero.
+    # The norm of complex numbers depends only on their absolute values. Take these first, because
+    # torch warns when it counts nonzero complex numbers (order 0).
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     local = _local_norms(parts, order, device)
@@ -140,10 +142,10 @@ def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Ten
     found = dict.fromkeys(range(len(parts)), nothing)
     for dtype in {part.dtype for part in parts}:
         some = {i: p for i, p in enumerate(parts) if p.dtype == dtype and p.numel() > 0}
-        # The kernels reject an empty list.
+        # torch's foreach kernels reject an empty list.
         local = torch._foreach_norm([*some.values()], order, _sum_dtype(dtype)) if some else []
         found.update(zip(some, (norm.to(device) for norm in local), strict=True))
-    # float64, because powers of the norms are summed: float32 could not square 1e20, for example.
+    # Use float64, because powers of the norms are added: the square of 1e20 would overflow float32.
     return torch.stack([*found.values()]).to(torch.float64)
 
 
@@ -164,7 +166,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     spec, part = tensor.spec, _part(tensor)
     if dtype is not None:
         part = part.to(dtype)
-    # Narrow dtypes are rounded once, after the ranks' sums are added.
+    # Add narrow dtypes in float32, and round only once, after adding the sums of all ranks.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
@@ -183,7 +185,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if part.numel() > 0:
         value = part.amax() if largest else part.amin()
     else:
-        # A rank without elements contributes the value that every other value beats.
+        # A rank without elements contributes the neutral element.
         least, greatest = -math.inf, math.inf
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
@@ -194,14 +196,14 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> Tensor:
-    """The largest or smallest value per position over the ranks; NaN where any rank has NaN."""
+    """Return the maximum or minimum over the ranks for each position; NaN if a rank has NaN."""
     op = "MAX" if largest else "MIN"
     if not values.is_floating_point():
         return _reduced(values, comms, op, op_name)
     is_nan = values.isnan()
-    # A backend's MAX may drop a NaN, and the choice between two operands may depend on the rank. So
-    # each value is sent with a mark that is not zero for NaN, and that the same operation prefers:
-    # 1 for MAX, -1 for MIN.
+    # A backend's MAX and MIN may lose a NaN, and may return different results on different ranks.
+    # So replace NaN by 0, and reduce marks together with the values: the mark of NaN is 1 for MAX
+    # and -1 for MIN, all other marks are 0.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
     found, marks = _reduced(both, comms, op, op_name).chunk(2)
@@ -209,11 +211,12 @@ def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> T
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``GradScaler``'s unscaling of gradients: an overflow on one rank counts on all ranks."""
+    """Unscale gradients for ``GradScaler``. If one rank finds an overflow, all ranks report it."""
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
     wrote(gradients)
-    # A dictionary, not a set: all ranks must use the communicators in the same order.
+    # Use a dictionary instead of a set, because all ranks must use the communicators in the same
+    # order.
     specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
     for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
@@ -242,13 +245,17 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
-    """``grad(loss, parameters)`` would find no path to sharded parameters and return None."""
+    """Raise for ``torch.autograd.grad(loss, parameters)`` with sharded parameters.
+
+    The loss was computed from the full parameters, so autograd would find no path to the sharded
+    parameters and return None.
+    """
     for value in sharded_in((*args[1:], *kwargs.values())):
         if getattr(value, "_is_param", False):
             raise RuntimeError(
-                f"parameter {value.spec.name!r} is sharded: gradients for chosen parameters "
-                "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "
-                "under ShardedWrapper.summon_full_params(model)."
+                f"parameter {value.spec.name!r} is sharded: autograd cannot return gradients for "
+                "chosen sharded parameters. Call loss.backward() and read p.grad, or work under "
+                "ShardedWrapper.summon_full_params(model)."
             )
     return NotImplemented
 
@@ -263,12 +270,15 @@ for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
     ABOVE_AUTOGRAD[_function] = _refuse_gradients_of
 
 
-# On N equal tensors, SUM multiplies by N, and the other reductions change nothing.
+# The supported reductions. On N equal tensors SUM multiplies by N, the others change nothing.
 _REDUCTIONS = ("SUM", "AVG", "MAX", "MIN")
 
 
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compute an all-reduce of a tensor that has equal values on all ranks, or raise."""
+    """Run a collective that the user's program calls on a sharded tensor, or raise.
+
+    Only an all-reduce is supported.
+    """
     if (func.__module__, func.__name__) == (dist.distributed_c10d.__name__, "all_reduce"):
         _all_reduce(*args, **kwargs)
     else:
@@ -278,12 +288,13 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 def _all_reduce(
     tensor: FlatShardTensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> None:
-    """Give ``tensor`` the values of an all-reduce of equal full tensors, without communication.
+    """Write into ``tensor`` the result that an all-reduce of equal full tensors would have.
 
-    SUM multiplies the tensor by the number of ranks; AVG, MAX and MIN change nothing.
+    No values are sent: SUM multiplies the tensor by the number of ranks, and AVG, MAX and MIN
+    change nothing.
 
-    Collective: the ranks that train the parameter. The ranks first compare the operation and the
-    tensor.
+    Collective: the ranks that train the parameter. They first check that all ranks call the same
+    operation on the same tensor.
     """
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None or async_op or not tensor.is_alike or not _trains(tensor.spec, group):
@@ -292,9 +303,9 @@ def _all_reduce(
     for comm in (spec.comm, spec.replicas):
         if len(comm.host.gather_unless_equal(asked, f"all-reduce of {spec.name!r}")) > 1:
             raise RuntimeError(
-                f"{spec.where()}: all_reduce() of a sharded tensor, into which the ranks computed "
-                "different numbers; each rank has only a range of its own result. Expected the "
-                "same operations on all ranks. Compute under "
+                f"{spec.where()}: all_reduce() of a sharded tensor whose values the ranks computed "
+                "differently, so that the ranks' ranges do not form one tensor. Expected the same "
+                "operations with the same numbers on all ranks. Compute under "
                 "ShardedWrapper.summon_full_params(model), where each rank has full tensors."
             )
     if name == "SUM":
@@ -303,11 +314,14 @@ def _all_reduce(
 
 
 def _trains(spec: ShardSpec, group: Any) -> bool:
-    """Whether ``group`` has exactly the ranks that train the parameter, without other splits."""
+    """Whether ``group`` has exactly the ranks that train the parameter.
+
+    False if the parameter is tensor-parallel.
+    """
     if len(spec.comms) > 1 or not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = set(dist.get_process_group_ranks(group))
-    # This rank checks its own row and column of the grid of ranks; the other ranks check theirs.
+    # Each rank checks that ``group`` contains the rank's own shard group and replicate group.
     parts = [comm.ranks for comm in (spec.comm, spec.replicas) if comm.size > 1]
     return len(ranks) == spec.comm.size * spec.replicas.size and ranks.issuperset(chain(*parts))
 
@@ -315,16 +329,16 @@ def _trains(spec: ShardSpec, group: Any) -> bool:
 def _refuse(tensor: FlatShardTensor, name: str) -> NoReturn:
     refuse_foreign_wrapper()
     remedy = (
-        "The gradient is the average over all ranks already: leave the collective out."
+        "The gradient is already averaged over all ranks: leave the collective out."
         if tensor.role == GRADIENT
-        else f"Expected a synchronous all_reduce ({', '.join(_REDUCTIONS)}), over all ranks that "
-        "train it, of a parameter. To write values, communicate under "
+        else f"Expected a synchronous all_reduce ({', '.join(_REDUCTIONS)}) of a parameter, over "
+        "all ranks that train the parameter. To write values, communicate under "
         "ShardedWrapper.summon_full_params(model), or use model.load_state_dict()."
     )
     raise RuntimeError(
-        f"{tensor.spec.where(tensor.described)} is sharded: {name}() would move only this rank's "
-        f"range, or a copy that is dropped. {remedy} To read values, communicate full_tensor(), "
-        "which all ranks call. [FS-COLLECTIVE]"
+        f"{tensor.spec.where(tensor.described)} is sharded: {name}() would send only this rank's "
+        f"range, or write to a temporary copy. {remedy} To read values, call full_tensor() on all "
+        "ranks and communicate the result. [FS-COLLECTIVE]"
     )
 
 

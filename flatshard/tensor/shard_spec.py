@@ -1,4 +1,4 @@
-"""``ShardSpec``: a parameter, the range that this rank holds, and the ranks that hold the rest."""
+"""``ShardSpec``: which range of a parameter this rank holds, and which ranks hold the rest."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from flatshard.plan.module_tree import unit_text
 
 
 class ParamSplit(Protocol):
-    """Describes a parameter that is one part of a larger parameter; other ranks hold the rest."""
+    """Tensor parallelism of a parameter: the parameter is this group's part of a larger tensor."""
 
-    comms: tuple[Communicator, ...]  # the groups that hold the other parts
-    shape: tuple[int, ...]  # of the larger parameter
+    comms: tuple[Communicator, ...]  # groups of the ranks that hold the other parts
+    shape: tuple[int, ...]  # shape of the larger parameter
     stride: tuple[int, ...]  # strides of the larger parameter, in elements
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """The tensor that modules hold for ``local``, this group's part."""
+        """Return a DTensor over ``local``, this group's part. Modules hold the DTensor."""
 
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """Convert a user's hook on the larger gradient to a hook on this group's part."""
+        """Convert a user's hook on the gradient of the larger tensor to a hook on this part's."""
 
     def full(self, local: Tensor) -> Tensor:
-        """The larger tensor. Collective: the ranks of ``comms``."""
+        """Return the larger tensor. Collective: the ranks of ``comms``."""
 
     def part_of(self, full: Tensor) -> Tensor:
-        """This group's part of a larger tensor. No communication."""
+        """Return this group's part of a larger tensor. No communication."""
 
     def offsets(self) -> tuple[int, ...]:
-        """Where this group's part begins, by dimension."""
+        """Return the first index of this group's part, in each dimension."""
 
 
 class ParamOwner:
     """Interface to the run of a model, for operations on parameters outside of their units.
 
-    This base class does nothing. It stands for the run of a copied parameter, and of a deleted
-    model.
+    This base class does nothing. It is the owner of a copied parameter, and of a parameter whose
+    model was deleted.
     """
 
     is_in_forward = False  # whether a forward of the model is under way
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` with full tensors for sharded ones, or return NotImplemented."""
+        """Call ``func`` with full tensors instead of sharded tensors, or return NotImplemented."""
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Called just before autograd adds a gradient from a use outside of forward."""
+        """Called before autograd adds a gradient from a use of a parameter outside of forward."""
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        """Called when a freed full parameter is read; returns whether it has memory again."""
+        """Called when a freed full parameter is read. Returns True if the unit was unsharded."""
         return False
 
 
@@ -66,7 +66,7 @@ _NOBODY = ParamOwner()
 
 
 class NeedsFullTensor(RuntimeError):
-    """An operation for which a rank's part is not enough; ``spec`` describes the part."""
+    """An operation needs the full tensor, but this rank holds only the range of ``spec``."""
 
     def __init__(self, message: str, spec: ShardSpec) -> None:
         super().__init__(message)
@@ -75,17 +75,21 @@ class NeedsFullTensor(RuntimeError):
 
 @dataclass(eq=False)
 class ShardSpec:
-    """Where a parameter lies, and this rank's range; gradients and state share the object."""
+    """A parameter's place in its flat parameter, and the range that this rank holds.
+
+    The parameter's gradients and optimizer state share this object.
+    """
 
     name: str  # name of the parameter in the unwrapped model
     unit: str
     span: ParamSpan  # the parameter's elements in the flat parameter, the same on all ranks
-    local: LocalSpan  # which of the elements are in this rank's chunk
+    local: LocalSpan  # the part of ``span`` in this rank's chunk
     _: KW_ONLY
     comm: Communicator  # the ranks that hold the other ranges
     replicas: Communicator = ALONE  # the ranks that hold the same range
     tensor_parallel: ParamSplit | None = None  # set if the parameter is the local part of a DTensor
-    state_target: OffloadTarget | None = None  # where optimizers keep state of this shape
+    # Offload target of optimizer state with one value per element. None: memory.
+    state_target: OffloadTarget | None = None
     # Weak references: gradients and optimizer state may outlive the model, and must not keep the
     # model alive.
     _owner: Callable[[], ParamOwner | None] = lambda: None
@@ -94,8 +98,8 @@ class ShardSpec:
     shape: tuple[int, ...] = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     order: tuple[int, ...] = field(init=False)  # dimensions in memory order, outermost first
-    # This rank holds the elements [offset, offset + numel) of the parameter, in memory order. The
-    # elements lie at [start, start + numel) of this rank's chunk.
+    # This rank holds the elements [offset, offset + numel) of the parameter, in memory order. These
+    # elements are at [start, start + numel) of this rank's chunk.
     offset: int = field(init=False)
     numel: int = field(init=False)
     start: int = field(init=False)
@@ -107,21 +111,24 @@ class ShardSpec:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """Two tensors can be operands of one element-wise operation if their places are equal."""
+        """Key that is equal for two tensors if an element-wise operation can combine them."""
         return self.shape, self.strides, self.offset, self.numel
 
     def slice(self, tensor: Tensor) -> Tensor:
-        """This rank's range of a full tensor of any strides, 1-D; smaller shapes broadcast."""
+        """Return this rank's range of a full tensor, as a 1-D tensor.
+
+        ``tensor`` may have any strides. Smaller shapes broadcast to the parameter's shape.
+        """
         if tuple(tensor.shape) != self.shape:
             try:
                 tensor = tensor.expand(self.shape)
             except RuntimeError:
                 raise NeedsFullTensor(
-                    f"parameter {self.name!r}: expected a tensor of shape {self.shape} or one "
-                    f"that broadcasts to it, got {tuple(tensor.shape)}",
+                    f"parameter {self.name!r}: expected a tensor of shape {self.shape} or a shape "
+                    f"that broadcasts to {self.shape}, got {tuple(tensor.shape)}",
                     self,
                 ) from None
-        # A view if the tensor lies in the parameter's memory order; a copy otherwise.
+        # ``reshape`` returns a view if the tensor is in the parameter's memory order, else a copy.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
 
     @property
@@ -135,7 +142,7 @@ class ShardSpec:
 
     @property
     def original(self) -> Any:
-        """The ``OriginalParam``; None for a copy, and when the model is gone."""
+        """The ``OriginalParam``. None for a copy, and after the model was deleted."""
         return self._original()
 
     @original.setter
@@ -155,76 +162,85 @@ class ShardSpec:
         return math.prod(self.shape if split is None else split.shape)
 
     def unsplit(self, local: Tensor) -> Tensor:
-        """The tensor that the tensor-parallel ranks hold together; ``local`` is this rank's part.
+        """Return the tensor that the tensor-parallel ranks hold together.
 
-        ``local`` has this spec's ``shape``. Without tensor parallelism the result is ``local``.
+        ``local`` is this rank's part and has this spec's ``shape``. Without tensor parallelism the
+        result is ``local``.
 
         Collective: the tensor-parallel ranks, if there are any.
         """
         return local if self.tensor_parallel is None else self.tensor_parallel.full(local)
 
     def split(self, full: Any) -> Any:
-        """This rank's part of a result of ``unsplit``; any other value is returned unchanged."""
+        """Return this rank's part of a result of ``unsplit``. Other values return unchanged."""
         split = self.tensor_parallel
         if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.shape:
             return full
         return full.of_local_shape() if hasattr(full, "of_local_shape") else split.part_of(full)
 
     def empty(self, like: Tensor) -> Tensor:
-        """A plain tensor of the parameter's shape and strides, dtype and device of ``like``."""
+        """Return an uninitialised plain tensor with the parameter's shape and strides.
+
+        The dtype and device are those of ``like``.
+        """
         return like.new_empty_strided(self.shape, self.strides)
 
     def detached(self) -> ShardSpec:
-        """The spec for a copy of the parameter. No model owns the copy until a copied unit does."""
+        """Return a spec without an owner, for a copy of the parameter."""
         return replace(self, _owner=lambda: None, _original=lambda: None)
 
     def __deepcopy__(self, _: object) -> ShardSpec:
         return self.detached()
 
     def refuse_part(self, operation: str) -> None:
-        """Raise, before any communication, if tensor-parallel ranks hold other parts."""
+        """Raise, before any communication, if the parameter is only a tensor-parallel part."""
         if len(self.comms) > 1:
             full = None if self.tensor_parallel is None else self.tensor_parallel.shape
             raise NotImplementedError(
                 f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}): "
-                f"{operation} would see this group's part {self.shape} of a DTensor {full} alone. "
-                "Initialize before ShardedWrapper(model), read model.state_dict(), and edit with "
-                "p.copy_(...)."
+                f"{operation} would see only this group's part {self.shape} of a DTensor {full}. "
+                "Initialize before ShardedWrapper(model), read values from model.state_dict(), and "
+                "edit with p.copy_(...)."
             )
 
     def where(self, described: str | None = None) -> str:
-        """A tensor of this spec, by default the parameter, in words with its unit and this rank."""
+        """Text that names a tensor, its unit and this rank.
+
+        ``described``: description of the tensor. None: the tensor is the parameter.
+        """
         what = described or f"parameter {self.name!r}"
         return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
 
     def refuse(self, operation: object, described: str | None = None) -> NoReturn:
-        """Raise for an operation for which this rank's part is not enough.
+        """Raise NeedsFullTensor for an operation that needs more than this rank's range.
 
-        ``described``: the tensor in words, if the tensor is no parameter.
+        ``described``: description of the tensor. None: the tensor is the parameter.
         """
         refuse_foreign_wrapper()
         remedy = (
-            "Use it inside the forward of the module that owns it, under "
-            "ShardedWrapper.summon_full_params(model), or on p.full_tensor()."
+            "Use the parameter inside the forward of its module, or under "
+            "ShardedWrapper.summon_full_params(model), or use p.full_tensor()."
             if described is None
-            else "Norms, sums and element-wise operations work on the sharded tensor; its "
-            "full_tensor(), called on all ranks, gives the full one."
+            else "Norms, sums and element-wise operations work on the sharded tensor; "
+            "full_tensor(), called on all ranks, returns the full tensor."
         )
         message = f"{self.where(described)} is sharded: {operation} needs the full tensor. {remedy}"
         raise NeedsFullTensor(message, self)
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
-    """The name of the first parameter that was a DTensor, or None."""
+    """Return the name of the first parameter that is part of a DTensor, or None."""
     return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)
 
 
-# Torch's wrappers, keyed by the module and the function that make or run the wrapper.
+# Torch's wrappers that must not be applied to sharded parameters. A key is the module and the name
+# of a function that makes or runs the wrapper.
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
-    ("torch.distributed._composable.contract", "wrapper"): "",  # the decorated function is the name
+    # "": the wrapper's name is the name of the function that `contract` decorates.
+    ("torch.distributed._composable.contract", "wrapper"): "",
     ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
     ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",
 }
@@ -232,10 +248,10 @@ _NAMES = {name for _, name in _MAKERS}
 
 
 def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
-    """Raise ValueError if the caller runs inside the construction of one of torch's wrappers.
+    """Raise ValueError if one of torch's wrappers is on the call stack.
 
-    Raises also if the caller runs inside a conversion of the parameters to DTensors. Stack frames
-    outside of ``end`` are not checked.
+    Also raise if a function that converts parameters to DTensors is on the call stack. The search
+    begins at the caller, and ends at the frame that runs ``end``.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not end:
@@ -244,19 +260,21 @@ def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
             made = _MAKERS.get(place) or getattr(frame.f_locals.get("func"), "__name__", "")
             if place in _MAKERS and made in ("distribute_tensor", "parallelize_module"):
                 raise ValueError(
-                    f"{made}() after ShardedWrapper: a rank holds its range of sharded parameters "
-                    "alone. First parallelize_module(model, mesh['tp'], plan) or "
+                    f"{made}() after ShardedWrapper: each rank holds only its range of the sharded "
+                    "parameters. First call parallelize_module(model, mesh['tp'], plan) or "
                     "distribute_module(), then ShardedWrapper(model, device_mesh=mesh['dp'])."
                 )
             if place in _MAKERS and made in (*_MAKERS.values(), "fully_shard", "replicate"):
                 raise ValueError(
                     f"{made} around a ShardedWrapper: both would shard or average the same "
-                    f"gradients. ShardedWrapper does it alone: leave {made} out, or wrap the "
-                    "model in it instead." + _HINT * ("accelerate" in sys.modules)
+                    f"gradients. Either leave {made} out, or use {made} without ShardedWrapper."
+                    + _HINT
+                    * ("accelerate" in sys.modules)
                 )
         frame = frame.f_back  # type: ignore[assignment]
 
 
 _HINT = (
-    " Accelerate, Trainer and Lightning put it there: use theirs of flatshard.integrations instead."
+    " Accelerate, Trainer and Lightning add this wrapper themselves: use the classes of "
+    "flatshard.integrations instead."
 )

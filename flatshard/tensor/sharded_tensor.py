@@ -1,9 +1,10 @@
-"""``FlatShardTensor``: an original parameter's true shape outside, this rank's 1-D range inside.
+"""``FlatShardTensor``: a tensor with the parameter's true shape that stores only a 1-D range.
 
-Every operation on a sharded tensor either gives the right result or raises. Element-wise operations
-run on the local ranges. Reductions over all elements add one collective. Writing a full tensor
-stores only this rank's range of the full tensor. Every other operation raises and names the
-parameter. Forward and backward of a unit are not affected: modules hold plain parameters there.
+Every operation on a sharded tensor either returns the right result or raises. Element-wise
+operations run on this rank's range. A reduction over all elements reduces the range, and combines
+the ranks' results by one collective. Writing a full tensor into a sharded tensor stores this rank's
+range of the full tensor. Every other operation raises an error that names the parameter. Modules
+are not affected, because they hold plain parameters during forward and backward.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def untraced(function: Callable[..., Any]) -> Any:
-    """``torch.compiler.disable``, applied at the first call: importing Dynamo takes a second."""
+    """Apply ``torch.compiler.disable`` at the first call: importing Dynamo takes a second."""
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -52,23 +53,24 @@ def untraced(function: Callable[..., Any]) -> Any:
 
 
 # Handlers, keyed by operator name. A handler is called as ``handler(func, args, kwargs)``.
-# ``elementwise_ops`` adds operations without communication, and ``reduction_ops`` operations with a
-# collective and "collective", the handler for collectives that the program itself calls.
+# ``elementwise_ops`` adds handlers of operations without communication. ``reduction_ops`` adds
+# handlers of operations with a collective. The key "collective" stands for all collectives that the
+# user's program calls on a sharded tensor.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # Replacements, keyed by torch function, for functions that autograd would differentiate wrongly. A
 # replacement that returns NotImplemented leaves the call to torch. ``reduction_ops`` and
 # ``elementwise_ops`` add the entries.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
-# Attributes that flatshard sets on a ``FlatShardTensor``. All other attributes are the user's.
+# Attributes that flatshard sets on a ``FlatShardTensor``. Users have set all other attributes.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 GRADIENT = "gradient of"  # the role of a parameter's gradient
-# Gradients that are not complete, mapped to the name of the unit: the gradient is not reduced, or a
-# further part of the gradient still waits for its reduction. Plain gradients are entered too.
+# Gradients that are not reduced yet, or only in part, mapped to the name of the unit. The keys may
+# be sharded or plain tensors.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-# Modules in which torch defines collectives. The list has modules, not names, because a collective
-# that a newer torch adds must raise too. The schemas do not help: the schemas of collectives do not
-# mark written tensors.
+# Modules in which torch defines collectives. The list names modules instead of functions, because
+# collectives that a newer torch adds must be found too. The operators' schemas cannot be used: the
+# schemas of collectives do not mark the tensors that are written.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
@@ -80,35 +82,35 @@ class Origin:
     """History of a sharded tensor's values; aliases of the tensor share the object.
 
     Attributes:
-        digest: checksum of the operations and the numbers, if the values were computed from
-            parameters and numbers only; otherwise None. Ranks that run the same computation have
-            equal digests.
+        digest: checksum of the operations and numbers that computed the values from parameters.
+            Ranks that run the same computation have equal digests. None if anything except
+            parameters and numbers went into the values.
         is_parameter: whether the tensor is a parameter. All ranks write the same tensors into a
-            parameter, so the ranges of a parameter always belong together.
-        is_drawn: whether random numbers of this rank's generator went into the values.
+            parameter, so the ranks' ranges always form one tensor.
+        is_drawn: whether random numbers from this rank's generator went into the values.
     """
 
     digest: int | None = None
     is_parameter: bool = False
     is_drawn: bool = False
-    # Tensors over the same memory that users may hold, keyed by id.
+    # Tensors with the same memory that users may hold (from `p.data`, for example), keyed by id.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     def write(self, digest: int | None) -> None:
-        """Take over the digest of an in-place operation."""
+        """Record an in-place operation whose result has ``digest``."""
         if digest is not None or not self.is_parameter:
             self.digest = digest
 
 
 def digest_of(name: str, operands: Iterable[Any]) -> int | None:
-    """Digest of the result of operation ``name``; None if an operand may differ between ranks."""
+    """Digest of the result of operation ``name``. None if an operand may differ between ranks."""
     parts: list[Any] = [name]
     for operand in operands:
         if isinstance(operand, Tensor):
             if not isinstance(operand, FlatShardTensor) or operand.origin.digest is None:
                 return None
             operand = operand.origin.digest
-        # Only numbers go into the digest. A device must not, because devices may differ between
+        # Add only numbers to the digest. Other arguments, such as devices, may differ between
         # ranks.
         if isinstance(operand, int | float | complex):
             parts.append(operand)
@@ -116,7 +118,7 @@ def digest_of(name: str, operands: Iterable[Any]) -> int | None:
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that users set on a parameter."""
+    """Return the attributes that users set on a parameter."""
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
@@ -145,23 +147,25 @@ class FlatShardTensor(torch.Tensor):
 
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
-        spec: the parameter, and the range of the parameter that ``local`` holds.
-        flat: the shard or the gradient of the shard; ``local`` is a view of ``flat`` that begins at
-            ``spec.start``. None: ``local`` has its own memory.
+        spec: describes the parameter, and the range of the parameter that ``local`` holds.
+        flat: the shard, or the gradient of the shard. ``local`` is a view of ``flat`` that begins
+            at ``spec.start``. None: ``local`` has its own memory.
         is_parameter: whether the tensor is a parameter of a unit.
         origin: history of the values.
-        role: the tensor's relation to the parameter, in words, the same on all ranks. Collectives
-            compare the roles between ranks, so that values of different tensors are never mixed.
+        role: text of the tensor's relation to the parameter, such as ``"gradient of"``. Equal on
+            all ranks: a collective compares the roles, so that ranks never combine ranges of
+            different tensors.
     """
 
-    # Plain attributes, not properties: reading a plain attribute costs no dispatch.
+    # Plain attributes, because reading a property would go through `__torch_function__`.
     local: Tensor
     spec: ShardSpec
     flat: Tensor | None
     is_parameter: bool = False
     origin: Origin
     role: str
-    # Whether the tensor shows the shape and strides of the parameter without tensor parallelism.
+    # Whether the tensor has the shape and strides that the parameter has without tensor
+    # parallelism.
     shows_unsplit = False
 
     @staticmethod
@@ -184,8 +188,9 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # The tensor has no memory of its own. Without this call, C++ code that bypasses dispatch (a
-        # collective whose tensors lie in nested lists) would read address 0; now torch raises.
+        # Let torch raise when C++ code asks for the tensor's address, because the tensor itself has
+        # no memory. Otherwise C++ code that bypasses dispatch (a collective whose tensors lie in
+        # nested lists) would read address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
         self.origin = Origin()
@@ -195,13 +200,13 @@ class FlatShardTensor(torch.Tensor):
     def in_flat(
         cls, flat: Tensor, spec: ShardSpec, role: str, requires_grad: bool = False
     ) -> FlatShardTensor:
-        """Wrap the range of ``flat``, ``(shard_numel,)``, that ``spec`` names. Copies nothing."""
+        """Wrap this rank's range of ``flat``, ``(shard_numel,)``, without copying."""
         local = flat[spec.start : spec.start + spec.numel]
         return cls(local, spec, role=role, flat=flat, requires_grad=requires_grad)
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        """Wrap a range of ``flat`` as ``in_flat`` does, and let the result count as a parameter."""
+        """Wrap this rank's range of ``flat`` as a parameter, without copying."""
         self = cls.in_flat(flat, spec, "parameter", requires_grad)
         self._is_param = self.is_parameter = True
         self.origin = Origin(0, is_parameter=True)
@@ -211,36 +216,37 @@ class FlatShardTensor(torch.Tensor):
     def is_alike(self) -> bool:
         """Whether all ranks certainly hold ranges of the same full tensor.
 
-        The tensor is a parameter, or was computed from parameters and Python numbers only.
+        True for a parameter, and for a tensor that was computed from parameters and Python numbers
+        only.
         """
         return self.origin.digest is not None
 
     @property
     def described(self) -> str:
-        """The tensor in words, such as ``gradient of 'fc1.weight'``; the same on all ranks."""
+        """Text such as ``gradient of 'fc1.weight'``, the same on all ranks."""
         return f"{self.role} {self.spec.name!r}"
 
     def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
-        """Raise NeedsFullTensor for an operation for which this rank's range is not enough."""
+        """Raise NeedsFullTensor for an operation that needs more than this rank's range."""
         self.spec.refuse(operation, None if self.is_alike else self.described)
 
     def to_local(self) -> Tensor:
-        """This rank's range in memory order, ``(numel held here,)``; shares memory."""
+        """Return this rank's range in memory order, ``(spec.numel,)``. Shares memory."""
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """A plain copy of the full tensor, with its shape and strides.
+        """Return the full tensor as a plain tensor, with the parameter's shape and strides.
 
         A gradient that was accumulated under ``no_sync`` is not averaged: each range of the result
-        has the gradient of the rank that holds the range.
+        is the gradient of the rank that holds the range.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self.spec, self.local.detach()
         flat = local.new_zeros(self.numel())
         flat[spec.offset : spec.offset + spec.numel] = local
-        # For each byte at most one rank sends a value other than zero, so the sum only puts the
-        # ranges side by side.
+        # Each rank fills only its own range and leaves zeros elsewhere, so that the sum over the
+        # ranks is the full tensor. Add bytes, so that no value is changed by rounding.
         op_name = f"full tensor of {self.described}"
         spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
         return flat.as_strided(spec.shape, spec.strides)
@@ -249,8 +255,8 @@ class FlatShardTensor(torch.Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The values without autograd.
 
-        Assigning copies the new values into the shard. Tensors that were read from ``data`` before
-        are first moved to memory of their own, so they keep the old values.
+        An assignment copies the new values into the shard. Tensors that users read from ``data``
+        before get their own memory first, so they keep the old values.
         """
         return self.detach()
 
@@ -258,17 +264,17 @@ class FlatShardTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
-            # In an unwrapped model `kept = p.data; p.data = other` leaves the old values in `kept`.
-            # Here the new values are copied into the shard, so first `kept` must get its own
-            # memory.
+            # In an unwrapped model, after `kept = p.data; p.data = other`, `kept` has the old
+            # values. Here the copy overwrites the shard, whose memory `kept` shares. So first give
+            # `kept` its own memory.
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
 
-    # Clipping and zero_grad() access ``grad`` of each parameter in each step. Without these
-    # properties, each access would go through ``__torch_function__``.
+    # These properties make ``grad`` fast, because clipping and zero_grad() access ``grad`` of each
+    # parameter in each step: without the properties each access would call ``__torch_function__``.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient."""
@@ -300,18 +306,18 @@ class FlatShardTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # A pickled range of one rank would be useless in another process.
+        # Refuse: a pickle would contain only this rank's range, without the means to get the rest.
         if self.is_parameter:
             raise RuntimeError(
-                f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
-                "flatshard.checkpoint.full_state_dict(model); torch.distributed.checkpoint.save "
-                "this."
+                f"parameter {self.spec.name!r} is sharded and cannot be pickled. Pass "
+                "flatshard.checkpoint.full_state_dict(model) to torch.save, or pass the sharded "
+                "state to torch.distributed.checkpoint.save."
             )
         raise RuntimeError(
             f"a tensor of parameter {self.spec.name!r} (optimizer state, a gradient or an entry of "
-            "sharded_state_dict()) is sharded and cannot be pickled. torch.save takes "
-            "flatshard.checkpoint.full_optim_state_dict(model, optimizer) of an optimizer's state, "
-            "full_state_dict(model) of a model's, and full_tensor() of other tensors."
+            "sharded_state_dict()) is sharded and cannot be pickled. Pass to torch.save "
+            "flatshard.checkpoint.full_optim_state_dict(model, optimizer) for an optimizer's "
+            "state, full_state_dict(model) for a model, and full_tensor() for other tensors."
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -340,16 +346,17 @@ class FlatShardTensor(torch.Tensor):
         return None if original is None else original.full
 
     # -------------------------------------------------- torch.distributed.checkpoint (DCP)
-    # DCP calls the same methods on DTensor (torch.distributed.checkpoint.planner_helpers, in torch
-    # 2.11 to 2.15). The methods need no collective: each rank lists the boxes of the full tensor
-    # that the rank holds. The boxes are views of the rank's range, so that loading writes in place.
+    # DCP calls these methods, which DTensor also has (torch.distributed.checkpoint.planner_helpers,
+    # in torch 2.11 to 2.15). They need no collective: each rank lists the boxes (rectangular
+    # blocks) of the full tensor that it holds. Each box is a view of the rank's range, so that
+    # loading writes in place.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        # Here and below the import is local, because the package is slow to load.
+        # Import here and below instead of at the top, because the package is slow to load.
         from torch.distributed.checkpoint import metadata, planner
 
-        # Empty chunks must not be listed: of several chunks with the same name and offset, DCP
-        # keeps only the first.
+        # A rank without elements lists no chunk. An empty chunk could have the same name and offset
+        # as another rank's chunk, and DCP keeps only the first of such chunks.
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
@@ -364,9 +371,9 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # DCP calls this method on all ranks before loading. On a rank that holds no element of the
-        # parameter, DCP writes nothing. But this rank must all-gather again too, because the shards
-        # of other ranks change.
+        # DCP calls this method on all ranks before loading. Raise the version counter now, so that
+        # this rank all-gathers again like the other ranks, even if it holds no element of the
+        # parameter and DCP writes nothing here.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -426,7 +433,8 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # The traceback would refer to this frame, and this frame refers to the error: a cycle.
+            # Drop the traceback: it refers to this frame, and this frame to the error, so both
+            # would live until Python's garbage collector runs.
             refused = error.with_traceback(None)
         result = refused.spec.owner.run_full(func, args, kwargs)
         if result is NotImplemented:
@@ -441,8 +449,8 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
-        # There are too many fused and foreach operations to list by name, and newer torch adds
-        # more.
+        # All fused and foreach operations share one handler: there are too many to list by name,
+        # and newer torch adds more.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
@@ -453,70 +461,72 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether the keywords of a mutable operator contain a tensor for the result."""
-    # ``any(sharded_in(...))`` would be wrong: a tensor of one element has a truth value.
+    """Whether the keywords of a mutable operator contain a tensor to write the result to."""
+    # Do not use ``any(sharded_in(...))``, which would evaluate the truth value of the tensors.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
 def is_collective(func: Any) -> bool:
-    """Whether a function or an operator belongs to torch.distributed."""
+    """Whether a function or an operator is defined in torch.distributed."""
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
 def wrote(values: Sequence[Any]) -> None:
     """Record that the sharded tensors among ``values`` were written."""
-    # An unsharded buffer is stale if its shard was written after the all-gather. The shard's
-    # version counter, shared by all views, shows such writes. But operations under
-    # ``__torch_dispatch__`` do not raise the counter, so raise it here.
+    # The version counter of a shard, which all views of the shard share, tells whether the shard
+    # was written after the last all-gather. Operations under ``__torch_dispatch__`` do not raise
+    # the counter, so raise it here.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
 def local_range(tensor: Tensor) -> Tensor:
-    """This rank's range of a sharded tensor; a plain tensor is returned unchanged."""
+    """Return this rank's range of a sharded tensor. A plain tensor is returned unchanged."""
     return tensor.local if isinstance(tensor, FlatShardTensor) else tensor
 
 
 def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
-    """Sharded tensors among the arguments of an operation, and in lists among the arguments."""
+    """Yield the sharded tensors among the arguments of an operation, and in lists of arguments."""
     return (t for t in tensors_in(values, depth=0) if isinstance(t, FlatShardTensor))
 
 
 def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """The first sharded tensor among the arguments; errors of the operation name this tensor."""
+    """Return the first sharded tensor among the arguments, which errors of the operation name."""
     return next(sharded_in((*args, *kwargs.values())))
 
 
-# Torch runs these methods without a dispatch and reads the tensor's memory. A sharded tensor has no
-# memory, so ``apply_`` would crash.
+# Torch runs these methods without dispatch, and they read the tensor's memory. They must raise
+# here, because a sharded tensor has no memory of its own: ``apply_``, for example, would crash.
 for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "share_memory_"):
     setattr(FlatShardTensor, _name, partialmethod(FlatShardTensor.refuse, f"{_name}()"))
 
-# Torch's clipping and optimizers run one kernel for many tensors only if the types of the tensors
-# are in these lists.
+# Register the class: torch's clipping and optimizers use foreach kernels, which handle many tensors
+# at once, only if the types of all tensors are in these lists.
 for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
     importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
 
 
-# Names of the functions by which torch reads and writes ``p.grad`` and other attributes. Such
-# functions compute nothing.
+# Names of the functions with which torch reads and writes attributes such as ``p.grad``. These
+# functions compute nothing, so ``refuse_counted`` allows them.
 ATTRIBUTES = frozenset({"__get__", "__set__"})
 
 
 def is_counted() -> bool:
-    """Whether torch's non-reentrant checkpoint receives the tensors that autograd saves now.
+    """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
-    The checkpoint counts saved tensors in the first pass, counts again when it recomputes, and
-    requires the same number of tensors with the same shapes. Parameters that were sharded in the
-    first pass may be unsharded in the second one, so neither pass may save an extra tensor.
+    The checkpoint counts the tensors that autograd saves in the first pass and in the
+    recomputation, and requires the same number of tensors with the same shapes. A parameter may be
+    sharded in the first pass and unsharded in the recomputation, so neither pass may save an extra
+    tensor.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
-    """Raise NeedsFullTensor in a forward.
+    """Raise NeedsFullTensor in a forward, before the operation is tried on the shard.
 
-    A first attempt on the shard would save tensors for autograd, and then fail.
+    The attempt would save tensors for autograd and then fail, and the checkpoint would count the
+    saved tensors.
     """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
@@ -525,42 +535,43 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
 
 
 def _check_writer(fqn: str, num_boxes: int) -> None:
-    """Raise for torch's safetensors writer where it would silently write wrong values."""
+    """Raise if the caller is torch's safetensors writer and would silently lose values."""
     frame = sys._getframe(2)
     while frame is not None and "storage_writer" not in frame.f_locals:
         frame = frame.f_back  # type: ignore[assignment]
     writer = None if frame is None else frame.f_locals["storage_writer"]
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
-    # The writer keeps only one box of a tensor per rank, and without `save_distributed` only one
-    # box over all ranks.
+    # The writer writes only one box of a tensor per rank, and without `save_distributed` only one
+    # box in total.
     if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
         raise RuntimeError(
-            f"{fqn!r}: this rank holds {num_boxes} boxes of it. HuggingFaceStorageWriter would "
-            "write one from each rank with save_distributed=True, and one in all without it. Call "
-            "flatshard.checkpoint.save_safetensors(model, path)."
+            f"{fqn!r}: this rank holds {num_boxes} separate blocks of the tensor. "
+            "HuggingFaceStorageWriter would write only one block from each rank with "
+            "save_distributed=True, and only one block in total without. Call "
+            "flatshard.checkpoint.save_safetensors(model, path) instead."
         )
 
 
 class StateShard(FlatShardTensor):
     """A sharded tensor that ``torch.distributed.checkpoint.async_save`` can copy to host memory.
 
-    A sharded tensor has no storage. Therefore ``async_save`` makes a new tensor by ``new_empty``,
-    and copies the attributes.
+    ``async_save`` copies a tensor without storage in two steps: ``new_empty`` makes a new tensor,
+    and then the attributes are copied. So ``new_empty`` of this class returns a sharded tensor.
     """
 
     shows_unsplit = True
 
     def of_local_shape(self) -> FlatShardTensor:
-        """The same range as a tensor of the shape that the parameter has on this rank."""
+        """Return the same range as a tensor with the shape of the tensor-parallel part."""
         return FlatShardTensor(self.local, self.spec, role=self.role)
 
     def data_ptr(self) -> int:
-        """Zero: the tensor has no memory; the attribute ``local`` has the range."""
+        """Return zero, because the tensor itself has no memory; ``local`` has the values."""
         return 0
 
     def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Uninitialized memory; sharded as this tensor if ``size`` is that of the full tensor."""
+        """Return an uninitialised tensor, which is sharded if ``size`` is this tensor's shape."""
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         local = self.local.new_empty(self.local.shape, **kwargs)
@@ -568,10 +579,13 @@ class StateShard(FlatShardTensor):
 
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
-    """Entry of a state dict that shares the memory of ``local``, ``(spec.numel,)``.
+    """Make an entry of a sharded state dict that shares the memory of ``local``.
 
-    ``role``: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
+    Args:
+        local: this rank's range, ``(spec.numel,)``.
+        spec: describes the parameter and the range.
+        role: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
     """
-    if not math.prod(spec.shape):  # an empty parameter: no rank has a chunk to write
+    if not math.prod(spec.shape):  # the parameter has no elements, so no rank has a chunk to write
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)

@@ -1,18 +1,19 @@
 """Unsharded tensors that users keep and use outside of the forward that made them.
 
 [Note: freed parameters]
-A user may keep an unsharded parameter from a forward and read it after the unit was resharded.
-Reading freed memory would end the process. With the shared-memory transport the read would see some
-shards before the optimizer's step and others after the step. So resharding a unit changes the class
-of its full parameters to ``FreedParameter``, and unsharding changes the class back. An operation on
-a ``FreedParameter`` raises and says what to do instead. Views that were made in forward cannot be
-changed. For views ``forbid`` lets torch raise when an operation, also in C++, reads the memory.
-Where torch cannot raise, the read ends the process, and ``python -X faulthandler`` prints the line.
+A user may keep an unsharded parameter from a forward, and read the parameter after its unit was
+resharded. Reading freed memory would end the process. With the shared-memory transport the read
+would return some shards from before the optimizer's step and others from after the step. So
+resharding a unit changes the class of its full parameters to ``FreedParameter``, and unsharding
+changes the class back. An operation on a ``FreedParameter`` raises an error with a remedy. The
+class of views that were made in forward cannot be changed. For views, ``forbid`` makes torch raise
+when an operation, also in C++, reads the memory. If the installed torch cannot do this, the read
+ends the process, and ``python -X faulthandler`` prints the line.
 
 [Note: gathered copies]
-An operation on a sharded parameter outside of forward gets a full copy of the parameter. A write to
-the copy would not reach the parameter. So views of the copy are ``GatheredView``s, which raise on
-writes.
+An operation on a sharded parameter outside of forward computes with a full copy of the parameter.
+A write to the copy would not reach the parameter. So results that share memory with the copy become
+``GatheredView``s, which raise on writes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_flo
 _PROPERTIES = """_backward_hooks _version device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta
     is_sparse itemsize layout nbytes ndim requires_grad shape""".split()
 
-# Functions that read no element of the tensor.
+# Functions that read no element of the tensor. They also work on a freed parameter.
 _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
     method
     for name in _PROPERTIES
@@ -45,13 +46,16 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 
 
 class FreedParameter(nn.Parameter):
-    """Class of a freed full parameter; see the note. Only ``set_accessible`` assigns the class."""
+    """Class of a full parameter whose unit is resharded; see [Note: freed parameters].
+
+    Only ``set_accessible`` assigns this class.
+    """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function that needs no values, bring the values back, or raise."""
+        """Run ``func`` if it reads no values or if the unit can be unsharded; otherwise raise."""
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -61,25 +65,27 @@ class FreedParameter(nn.Parameter):
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
-        # If backward needs a value after all, the unit is unsharded for it.
+        # During backward the owner unshards the unit, because autograd may need the values.
         if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        # The function is the accessor of a property. Its name says only that it gets or sets.
+        # The function may be the getter or setter of an attribute. Then ``func.__self__`` has the
+        # attribute's name.
         is_property = name in ("__get__", "__set__")
         raise RuntimeError(
             f"parameter {where}: {f'.{func.__self__.__name__}' if is_property else f'{name}()'} on "
-            "the object that it was in forward, which was resharded with its unit. Compute with it "
-            "inside of forward, or keep a clone() from there. Outside, take it from the module "
-            "again: norms, sums and element-wise operations work on the sharded parameter, and "
-            "full_tensor(), called on all ranks, gives the full one. [FS-FREED]"
+            "an unsharded parameter that was kept from a forward, after its unit was resharded. "
+            "Compute with the parameter inside of forward, or keep a clone(). Outside of forward "
+            "read the parameter from its module again: norms, sums and element-wise operations "
+            "work on the sharded parameter, and full_tensor(), called on all ranks, returns the "
+            "full tensor. [FS-FREED]"
         )
 
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
     """Allow or forbid operations on full parameters."""
-    # Change the class instead of setting a flag: an unsharded parameter then costs no dispatch in
-    # forward.
+    # Change the class instead of setting a flag: then operations on an unsharded parameter do not
+    # go through ``__torch_function__`` in forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
@@ -90,7 +96,7 @@ _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None
 
 
 def forbid(buffer: Tensor, unit: str, rank: int) -> None:
-    """Let torch raise, if it can, when a freed buffer or a view of the buffer is read."""
+    """Make torch raise when the freed buffer or a view of it is read, if torch supports this."""
     if _forbid is not None and _allow is not None:
         _forbid(buffer.untyped_storage()._cdata, _message(unit, rank))
 
@@ -98,22 +104,22 @@ def forbid(buffer: Tensor, unit: str, rank: int) -> None:
 @functools.cache  # called for every unit in every step
 def _message(unit: str, rank: int) -> str:
     return (
-        f"{unit_text(unit)}, rank {rank}: a view of its unsharded parameters was read that "
-        "forward, a hook or a torch.autograd.Function kept (weight[0], weight.detach()). They "
-        "were resharded since. Keep a clone(), or use ctx.save_for_backward()."
+        f"{unit_text(unit)}, rank {rank}: a view of an unsharded parameter (weight[0], "
+        "weight.detach()) was read after the unit was resharded. A forward, a hook or a "
+        "torch.autograd.Function kept the view. Keep a clone(), or use ctx.save_for_backward()."
     )
 
 
 def allow(buffer: Tensor) -> None:
-    """Undo ``forbid``, because the buffer gets memory."""
+    """Undo ``forbid``, before the buffer gets memory again."""
     if _allow is not None:
         _allow(buffer.untyped_storage()._cdata)
 
 
 class GatheredView(Tensor):
-    """A view of a full copy of a parameter.
+    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
 
-    Reads give the right values. A write would not reach the parameter, and therefore raises.
+    Reads return the parameter's values. A write would not reach the parameter, so writes raise.
     """
 
     parameter: str  # name of the parameter
@@ -127,12 +133,13 @@ class GatheredView(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__set__":  # the setter of `requires_grad`, for example
                 return func(*args)
-            # The plain aliases share the version counter with the views. With plain aliases, torch
-            # also calls `__torch_function__` of sharded tensors among the arguments.
+            # Call the function with plain tensors that alias the views: the aliases have the same
+            # version counters, and torch then calls `__torch_function__` of any sharded tensors
+            # among the arguments.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = [tensor._version for tensor in plain.values()]
-        if is_collective(func):  # a collective does not raise the version counter
+        if is_collective(func):  # a collective may write without raising the version counter
             raise _lost(func, views[0])
         args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
         result = func(*args, **kwargs)
@@ -142,19 +149,23 @@ class GatheredView(Tensor):
 
 
 def _lost(func: Any, view: GatheredView) -> RuntimeError:
-    """The error for a function that writes, or may write, to a view."""
+    """Make the error for a function that writes, or may write, to a view of a copy."""
     return RuntimeError(
         f"parameter {view.parameter!r}: {torch.overrides.resolve_name(func) or func.__name__} "
-        "writes to a part of it that was read outside of forward, which is a copy: the edit would "
-        "be lost. Edit under ShardedWrapper.summon_full_params(model), or pass a clone()."
+        "writes to a view that was taken outside of forward. The view shows a copy of the "
+        "parameter, so the edit would be lost. Edit the parameter under "
+        "ShardedWrapper.summon_full_params(model), or pass a clone()."
     )
 
 
 def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
-    """The result of an operation; tensors that share memory with ``of`` become ``GatheredView``s.
+    """Turn the tensors in ``result`` that share memory with ``of`` into ``GatheredView``s.
 
-    ``name``: name of the parameter. ``copies``: clone the tensors, because the memory of ``of`` is
-    about to be freed.
+    Args:
+        result: the result of an operation on ``of``; may be a container of tensors.
+        of: full copies of parameters.
+        name: name of the parameter.
+        copies: clone the tensors, because the memory of ``of`` is about to be freed.
     """
     storages = {tensor.untyped_storage()._cdata for tensor in of}
 
@@ -162,8 +173,8 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
         if copies:
-            # A tensor that is made in inference mode has no version counter, and a `GatheredView`
-            # detects writes by the counter.
+            # Leave inference mode: a tensor that is made in it has no version counter, and a
+            # `GatheredView` detects writes by the version counter.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         # If the tensor requires a gradient, autograd itself raises on an in-place write.
@@ -177,9 +188,9 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
 
 
 class OutsideUse(torch.autograd.Function):
-    """A function of all elements of a sharded tensor, used outside of forward under autograd."""
+    """Differentiable function of all elements of a sharded tensor, for use outside of forward."""
 
-    # Number of uses, over all models. An operation on parameters of two models counts only for the
+    # Number of calls, over all models. A call with parameters of two models counts only for the
     # first model.
     count = 0
 
@@ -198,18 +209,18 @@ class OutsideUse(torch.autograd.Function):
 
 
 def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
-    """This rank's range of a parameter's gradient, averaged over the ranks.
+    """Average a gradient over the ranks, and return this rank's range.
 
     ``gradient``: gradient of the full parameter, or a tensor that broadcasts to the parameter's
-    shape.
+    shape. A ``FlatShardTensor`` is averaged already, and returned unchanged.
 
     Collective: all ranks that train the parameter.
     """
     if isinstance(gradient, FlatShardTensor):
         return gradient
     spec.owner.start_backward()
-    # A clone: the reduction is in place, and autograd may pass the same gradient to other
-    # functions.
+    # Clone the gradient, because the reduction is in place and autograd may pass the same tensor to
+    # other functions.
     part = gradient.contiguous().clone()
     # Average over the ranks, as data parallelism does: the loss may differ between ranks.
     for comm in (spec.comm, spec.replicas):
@@ -218,24 +229,26 @@ def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
 
 
 def average_full_gradients(param: FlatShardTensor) -> None:
-    """Average full gradients over the ranks before autograd adds them to ``param.grad``.
+    """Register a hook that averages full gradients before autograd adds them to ``param.grad``.
 
-    A ``torch.autograd.Function`` that gets the sharded parameter returns the gradient of this
-    rank's batch only. Gradients from other operations are averaged ranges already.
+    A user's ``torch.autograd.Function`` that receives the sharded parameter returns the full
+    gradient for this rank's batch, which must be averaged. All other operations return this rank's
+    range of an averaged gradient.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if param.is_floating_point() or param.is_complex():
             is_trained = param.requires_grad
-            param.requires_grad_(True)  # a frozen tensor refuses hooks, and may be unfrozen later
+            # torch refuses hooks on a frozen tensor, but users may unfreeze the parameter later.
+            param.requires_grad_(True)
             Tensor.register_hook(param, partial(_averaged, param.spec))
             param.requires_grad_(is_trained)
 
 
 def gathered(tensor: FlatShardTensor) -> Tensor:
-    """The differentiable version of ``tensor.full_tensor()``.
+    """Return ``tensor.full_tensor()``, and let autograd differentiate the call.
 
-    Collective: all ranks of the shard group; backward is a collective of all ranks that train the
-    parameter.
+    Collective: all ranks of the shard group. The backward is a collective of all ranks that train
+    the parameter.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
         apply: Any = OutsideUse.apply

@@ -421,7 +421,7 @@ GOOD = {"right", "raises"}
 def table(found: dict[Setting, Outcome]) -> list[str]:
     """Rows of calls, columns of what comes next: verdicts, and the slowest error in seconds."""
     lines = [f"| | {' | '.join(NEXT)} |", f"|---|{'---|' * len(NEXT)}"]
-    notes = Notes(600)
+    notes = Notes("programs", longest=600)
     for call in CALLS:
         cells = []
         for then in NEXT:

@@ -202,7 +202,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> N
 
 @pytest.mark.uncoalesced
 def test_compiled_steps() -> None:
-    """Dynamo traced what autograd calls: "is_nested on the object that it was in forward"."""
+    """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
     run_ranks(_compiled_steps, 2, timeout=120.0, fresh=True)
 
 

@@ -76,7 +76,7 @@ def _training(rank: int, world_size: int, size: int) -> None:
                 for one in (sharded, plain[number])
             ]  # without the statistics of the other rank's rows
             assert_same(*states)
-        with pytest.raises(RuntimeError, match="where a unit trains on ranks"):
+        with pytest.raises(RuntimeError, match="this unit trains only on ranks"):
             sharded.clip_grad_norm_(1.0)
 
 

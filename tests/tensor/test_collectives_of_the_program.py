@@ -219,16 +219,16 @@ def _refused(rank: int, world_size: int) -> None:
                     ):
                         call(tensor)
     with allow_warnings(UserWarning), torch.no_grad():
-        with pytest.raises(RuntimeError, match=r"all_reduce writes to a part .*clone\(\)"):
+        with pytest.raises(RuntimeError, match=r"all_reduce writes to a view .*clone\(\)"):
             dist.all_reduce(param[0])
-        with pytest.raises(RuntimeError, match=r"all_reduce writes to a part .*summon_full"):
+        with pytest.raises(RuntimeError, match=r"all_reduce writes to a view .*summon_full"):
             dist.all_reduce(_flatten_dense_tensors([param.data]))
     subgroup = dist.new_group([rank], use_local_synchronization=True)
-    with pytest.raises(RuntimeError, match=r"over all ranks that train it.*summon_full"):
+    with pytest.raises(RuntimeError, match=r"over all ranks that train the parameter.*summon_full"):
         dist.all_reduce(param, group=subgroup)
-    with pytest.raises(RuntimeError, match=r"^gradient of .* average over all ranks already"):
+    with pytest.raises(RuntimeError, match=r"^gradient of .* already averaged over all ranks"):
         dist.all_reduce(param.grad)
-    with pytest.raises(RuntimeError, match=r"^gradient of .*called on all ranks, gives"):
+    with pytest.raises(RuntimeError, match=r"^gradient of .*called on all ranks, returns"):
         _flatten_dense_tensors([param.grad.data])
     for tensor, start in ((param, "parameter"), (param.grad, "gradient of")):
         for name in ("numpy", "tolist", "share_memory_", "__dlpack__"):
@@ -246,7 +246,7 @@ def _refused(rank: int, world_size: int) -> None:
                 dist.all_reduce(tensor)
         assert_same(model, before, 0.0, 0.0)
         param.mul_(rank + 1.0)
-        with pytest.raises(RuntimeError, match=r"the ranks computed different numbers"):
+        with pytest.raises(RuntimeError, match=r"values the ranks computed differently"):
             dist.all_reduce(param.data)
 
 
@@ -373,7 +373,7 @@ def _hybrid(rank: int, world_size: int) -> None:
     before = snapshot(model)
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     for group in (one for one in groups if one != dist.GroupMember.NON_GROUP_MEMBER):
-        with pytest.raises(RuntimeError, match="over all ranks that train it"):
+        with pytest.raises(RuntimeError, match="over all ranks that train the parameter"):
             dist.all_reduce(model.fc1.weight, group=group)
     _summed(model, world_size)
     assert_same(model, {name: 4 * value for name, value in before.items()}, 0.0, 0.0)
