@@ -2,12 +2,15 @@
 
     python scripts/benchmark.py --preset gpt-20m --world-size 2 --rounds 5 --plot benchmark.png
 
-A small GPT is trained on this machine, on a GPU and NCCL where every rank has its own, else on the
-CPU and gloo. Each implementation has its own ranks, all alive at once: in a round every one trains
-`--steps` steps while the others sleep, so that a busy machine is busy for all of them. A step takes
-as long as it does on the slowest rank. Times are medians over the rounds, ratios medians of the
-rounds' ratios. `compute` trains the unwrapped model in each rank without communication: the
-lower limit. `zero3` needs `pip install deepspeed` and is measured only if `--impl` names it.
+Trains a small GPT on this machine. If there is a GPU for every rank, the ranks use GPUs and NCCL.
+Otherwise they use the CPU and gloo.
+
+Each implementation has its own ranks, and all ranks run at the same time. In a round, each
+implementation trains `--steps` steps while the others sleep. So other load on the machine affects
+all implementations equally. The time of a step is the time of the slowest rank. Times are medians
+over the rounds, and ratios are medians of the rounds' ratios. `compute` trains the model on each
+rank without communication, which is the lower bound. `zero3` needs `pip install deepspeed`, and is
+measured only if `--impl` names it.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -48,7 +51,8 @@ class MuonAndAdamW:
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         found = list(params)
-        # A vocabulary is longer than a matrix of a block in these shapes.
+        # Tell embeddings from blocks by shape. In the gpt presets, a block's matrices are at most 4
+        # times as long as wide, and the vocabulary is more than 4 times the width.
         blocks = {id(p) for p in found if p.dim() == 2 and max(p.shape) <= 4 * min(p.shape)}
         self.both = (
             torch.optim.Muon([p for p in found if id(p) in blocks], lr=1e-2),
@@ -82,16 +86,16 @@ class Preset:
     vocabulary: int
     sequence: int
     batch: int = 2  # sequences per rank
-    expansion: int = 4  # the hidden layer's width, in widths
+    expansion: int = 4  # width of the hidden layer, as a multiple of `width`
 
 
 PRESETS = {
     "tiny": Preset(layers=2, width=32, heads=2, vocabulary=64, sequence=16),
     "gpt-20m": Preset(layers=8, width=384, heads=6, vocabulary=8192, sequence=128),
     "gpt-120m": Preset(layers=12, width=768, heads=12, vocabulary=22528, sequence=128),
-    # What a unit costs by itself dominates.
+    # The fixed cost of a unit dominates.
     "many-small": Preset(layers=48, width=64, heads=2, vocabulary=512, sequence=32),
-    # One unit has nearly all parameters: nothing to overlap with.
+    # One unit has nearly all parameters, so there is nothing to overlap its communication with.
     "one-big": Preset(layers=1, width=1024, heads=16, vocabulary=512, sequence=128, expansion=16),
 }
 
@@ -135,7 +139,7 @@ def make_model(preset: Preset, device: torch.device) -> GPT:
 
 
 def make_batch(preset: Preset, rank: int, device: torch.device) -> Tensor:
-    """The rank's tokens, (batch, sequence + 1): inputs and, one further, labels."""
+    """The rank's tokens of shape (batch, sequence + 1). Labels are the inputs shifted by one."""
     numbers = torch.Generator().manual_seed(1 + rank)
     shape = (preset.batch, preset.sequence + 1)
     return torch.randint(preset.vocabulary, shape, generator=numbers).to(device)
@@ -223,12 +227,12 @@ IMPLEMENTATIONS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
     "fsdp2": wrap_fsdp2,
     "zero3": wrap_zero3,
     "compute": leave_plain,
-    # By the transports that flatshard does not choose itself where ranks share a host.
+    # Transports that flatshard does not choose by itself if all ranks are on one host.
     "flatshard-sockets": functools.partial(wrap_flatshard, collectives="sockets"),
     "flatshard-native": functools.partial(wrap_flatshard, collectives="native"),
 }
 USUAL = ("flatshard", "ddp", "fsdp1", "fsdp2", "compute")
-# They have no mixed precision of their own.
+# These implementations have no mixed precision of their own, and train under torch.autocast.
 AUTOCAST = ("ddp", "compute")
 
 # ------------------------------------------------------------------------------------- what trains
@@ -241,7 +245,7 @@ class Trainer:
         self.autocast = torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast)
 
     def train(self, steps: int) -> dict[str, Any]:
-        """Seconds per step, those of each phase, and the loss of the first step."""
+        """Train; returns seconds per step and per phase, and the loss of the first step."""
         marks, losses = [], []
         self.synchronize()
         begin = time.perf_counter()
@@ -279,7 +283,7 @@ class Trainer:
             torch.cuda.synchronize()
 
     def now(self) -> Any:
-        """A moment in the step; on CUDA an event, which does not hold the step up."""
+        """The current time. On CUDA, records an event, which does not delay the step."""
         if not self.batch.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -317,7 +321,7 @@ def plain_loss(args: argparse.Namespace) -> float:
 
 
 def resident_bytes(which: str) -> int:
-    """``VmRSS``, the RSS now, or ``VmHWM``, its peak since the last reset."""
+    """Value of ``VmRSS`` (the current RSS) or ``VmHWM`` (peak RSS since the last reset)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
@@ -325,7 +329,7 @@ def resident_bytes(which: str) -> int:
 
 
 class Memory:
-    """The peak above what the bare process takes; known on CUDA and on Linux."""
+    """Peak memory above the memory of the process without a model; known on CUDA and on Linux."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda, self.linux = cuda, Path("/proc/self/clear_refs").exists()
@@ -337,7 +341,7 @@ class Memory:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         elif self.linux:
-            # Freed memory that malloc keeps is not what a step needs.
+            # Return freed memory to the system, so that the peak counts only memory in use.
             if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
                 trim(0)
             Path("/proc/self/clear_refs").write_text("5")
@@ -352,16 +356,17 @@ class Memory:
 
 
 def run_rank(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Connection) -> None:
-    """Builds the model, then trains as many steps as the pipe says, whenever it says so."""
+    """Builds the model, then receives numbers of steps from the pipe, and trains these steps."""
     try:
         torch.set_num_threads(args.threads)
-        warnings.simplefilter("ignore")  # the other wrappers' deprecations
+        warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
         serve(rank, name, args, store, pipe)
     except EOFError:
-        pass  # the parent is gone
+        pass  # the parent has ended
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        # Ending now would make the other ranks fail too; the parent ends all of them.
+        # Wait until the parent ends all ranks. If this rank ended now, the other ranks would fail
+        # too, and the parent might report the wrong rank.
         with contextlib.suppress(EOFError):
             pipe.recv()
 
@@ -383,19 +388,19 @@ def serve(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Conn
         trainer = EngineTrainer if name == "zero3" else Trainer
         return trainer(model, batch, args.optimizer, args.bf16 and name in AUTOCAST)
 
-    # Imports and threads of the first model are not counted.
+    # Train a tiny model first, so that imports and threads do not count.
     build(PRESETS["tiny"]).train(1)
     memory = Memory(args.cuda)
     trainer = build(args.shape)
-    pipe.send({})  # it is built
-    pipe.send(trainer.train(pipe.recv()))  # and warm
+    pipe.send({})  # the model is built
+    pipe.send(trainer.train(pipe.recv()))  # warm-up steps
     memory.reset()
     while True:  # until the parent ends this process
         pipe.send({**trainer.train(pipe.recv()), "peak_bytes": memory.peak()})
 
 
 class RankError(Exception):
-    """A rank failed; the message says which, and how."""
+    """A rank failed. The message has the implementation, the rank and the error."""
 
 
 class Ranks:
@@ -404,7 +409,8 @@ class Ranks:
     def __init__(self, name: str, args: argparse.Namespace, folder: str) -> None:
         self.name, self.pipes, self.processes = name, [], []
         context = mp.get_context("spawn")
-        # Ctrl-C reaches all of the terminal's processes: it is for the parent to end the ranks.
+        # Ctrl-C reaches all processes of the terminal. Let the ranks ignore it, because the parent
+        # ends the ranks.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for rank in range(args.world_size):
             ours, theirs = context.Pipe()
@@ -419,11 +425,11 @@ class Ranks:
 
     def tell(self, steps: int) -> None:
         for pipe in self.pipes:
-            with contextlib.suppress(BrokenPipeError):  # `answers` says how that rank ended
+            with contextlib.suppress(BrokenPipeError):  # the rank has ended: `answers` raises
                 pipe.send(steps)
 
     def answers(self) -> list[dict[str, Any]]:
-        """What each rank sends next.
+        """The next answer of each rank.
 
         Raises:
             RankError: a rank failed or ended.
@@ -442,7 +448,7 @@ class Ranks:
             answer = "it ended"
         if isinstance(answer, dict):
             return answer
-        # A rank that was killed makes the others fail: it is the one to name.
+        # If a rank was killed, the other ranks fail too. Name the rank that was killed.
         ended = wait([process.sentinel for process in self.processes], timeout=1)
         for other, process in enumerate(self.processes):
             if process.sentinel in ended:
@@ -453,7 +459,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def started(args: argparse.Namespace) -> Iterator[list[Ranks]]:
-    """The implementations' ranks, which do not outlive the block."""
+    """Starts the ranks of all implementations, and ends them after the block."""
     everyone: list[Ranks] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -472,7 +478,7 @@ def started(args: argparse.Namespace) -> Iterator[list[Ranks]]:
 
 
 def run(args: argparse.Namespace) -> dict[str, list[list[dict[str, Any]]]]:
-    """What each rank of each implementation measured in each round."""
+    """Run all rounds; returns the figures by implementation, round and rank."""
     figures: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in args.impl}
     with started(args) as everyone:
         for ranks in everyone:
@@ -481,7 +487,7 @@ def run(args: argparse.Namespace) -> dict[str, list[list[dict[str, Any]]]]:
             ranks.tell(args.warmup)
             ranks.answers()
         for first in range(args.rounds):
-            # Each takes each place in the order: whoever follows a busy one may be slowed by it.
+            # Rotate the order, because an implementation may be slower after a busy one.
             for i in range(len(everyone)):
                 ranks = everyone[(first + i) % len(everyone)]
                 ranks.tell(args.steps)
@@ -503,7 +509,7 @@ def summarize(
         ratios = [step["seconds"] / other["seconds"] for step, other in pairs]
         phases = [statistics.median(step[phase] for step in steps) for phase in PHASES]
         peaks = [figures["peak_bytes"] for figures in rounds[name][-1]]
-        # Without communication every rank trains another model on its own batch.
+        # Without communication, each rank trains a separate model, and there is no common loss.
         loss = None if name == "compute" else statistics.fmean(r["loss"] for r in rounds[name][0])
         rows[name] = {
             "seconds": statistics.median(step["seconds"] for step in steps),
@@ -538,7 +544,7 @@ def show(figures: dict[str, Any]) -> None:
     title = f"{settings['preset']}: {figures['parameters']:,} parameters, " + (
         f"{settings['world_size']} ranks on {settings['device']}, {settings['strategy']}"
     )
-    # Without padding at the edges its longest rows fit into 80 columns.
+    # Remove the padding at the edges, so that the longest rows fit into 80 columns.
     table = Table(
         title=title, box=box.SIMPLE, pad_edge=False, caption="fwd/bwd/opt: shares of a step in %"
     )
@@ -591,42 +597,58 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ command line
 
-# What is no setting: where the output goes, and what follows from the other options.
+# Options that are not settings: output paths, and values derived from other options.
 DERIVED = ("json", "plot", "shape", "bf16", "cuda")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD")
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits with 2 on a bad one."""
+    """Read the command line. Exits with status 2 if an option is wrong."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="gpt-20m", help="the model (gpt-20m)")
-    add("--impl", default=",".join(USUAL), help=f"of {', '.join(IMPLEMENTATIONS)}")
-    add("--world-size", type=int, default=2, help="ranks of each implementation (2)")
-    add("--rounds", type=int, default=5, help="how often each has its turn (5)")
-    add("--steps", type=int, default=5, help="in a turn (5)")
-    add("--warmup", type=int, default=3, help="steps before the first round (3)")
-    add("--strategy", choices=STRATEGIES, default="FULL_SHARD", help="of sharding (FULL_SHARD)")
-    add("--mixed-precision", choices=TOLERANCES, default="none", help="of the computation (none)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of the parameters (adamw)")
-    add("--threads", type=int, default=1, help="of each rank (1)")
-    add("--json", type=output_file, metavar="PATH", help="write all figures there")
-    add("--plot", type=output_file, metavar="PATH", help="draw times and memory there")
+    add("--preset", choices=PRESETS, default="gpt-20m", help="model to train (default: gpt-20m)")
+    add(
+        "--impl",
+        default=",".join(USUAL),
+        metavar="NAME,...",
+        help=f"implementations, separated by commas, of {', '.join(IMPLEMENTATIONS)} "
+        f"(default: {','.join(USUAL)})",
+    )
+    add("--world-size", type=int, default=2, help="ranks of each implementation (default: 2)")
+    add("--rounds", type=int, default=5, help="number of rounds (default: 5)")
+    add("--steps", type=int, default=5, help="steps of each implementation per round (default: 5)")
+    add("--warmup", type=int, default=3, help="steps before the first round (default: 3)")
+    add(
+        "--strategy",
+        choices=STRATEGIES,
+        default="FULL_SHARD",
+        help="sharding strategy (default: FULL_SHARD)",
+    )
+    add(
+        "--mixed-precision",
+        choices=TOLERANCES,
+        default="none",
+        help="dtype of computation; gradients are reduced in float32 (default: none)",
+    )
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer (default: adamw)")
+    add("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
+    add("--json", type=output_file, metavar="PATH", help="write all figures to PATH")
+    add("--plot", type=output_file, metavar="PATH", help="draw times and memory to PATH")
     args = parser.parse_args(arguments)
     args.impl = args.impl.split(",")
     if unknown := set(args.impl) - set(IMPLEMENTATIONS):
         parser.error(f"--impl: {', '.join(unknown)}: choose from {', '.join(IMPLEMENTATIONS)}")
     if len(set(args.impl)) < len(args.impl):
-        parser.error("--impl: each name once")
+        parser.error("--impl: pass each name only once")
     for name in ("world_size", "rounds", "steps", "warmup", "threads"):
         if (value := getattr(args, name)) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.strategy == "SHARD_OP" and {"fsdp1", "fsdp2"} & set(args.impl):
         parser.error(
-            "--strategy SHARD_OP is flatshard's alone: leave fsdp1 and fsdp2 out of --impl"
+            "--strategy SHARD_OP: only flatshard has it: remove fsdp1 and fsdp2 from --impl"
         )
     if args.strategy == "NO_SHARD" and "fsdp2" in args.impl:
-        parser.error("--strategy NO_SHARD: FSDP2 has none, leave fsdp2 out of --impl")
+        parser.error("--strategy NO_SHARD: FSDP2 does not have it: remove fsdp2 from --impl")
     if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
         parser.error(f"--plot: {args.plot} must end in .pdf, .png or .svg")
     if "zero3" in args.impl and importlib.util.find_spec("deepspeed") is None:
@@ -643,13 +665,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    # The ranks' libraries read this when they are loaded.
+    # The ranks inherit this variable, and their libraries read it at import.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     try:
         plain = plain_loss(args)
         figures = summarize(run(args), plain, args)
     except RankError as error:
-        sys.exit(f"error: {error}; all others were stopped")
+        sys.exit(f"error: {error}; all other ranks were stopped")
     show(figures)
     write_json(args.json, figures)
     if args.plot:

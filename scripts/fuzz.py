@@ -2,14 +2,15 @@
 
     python scripts/fuzz.py                          # 100 cases
     python scripts/fuzz.py --cases 5000 --seed 7
-    python scripts/fuzz.py --case '{"world": 2, ...}'   # one that was printed
+    python scripts/fuzz.py --case '{"world": 2, ...}'   # a case that the script has printed
 
 Each case is a tree of modules (nested, shared, tied, frozen, 0-d, empty and uneven parameters, two
 dtypes, unused outputs, both kinds of checkpointing, batch norm, recurrent layers), a policy, a
-strategy and a way to train, on 1 to 4 gloo ranks. A run is *right* if every loss and the state dict
-at the end are those of the unwrapped model on all ranks' rows; it *raises* if all ranks raise
-flatshard's own error; otherwise it is *wrong*, or *hangs*. Hypothesis shrinks the first case that
-is wrong, hangs or, with ``--no-raises``, raises, and the script prints it and ends with 1.
+strategy and settings of the training, on 1 to 4 gloo ranks. A run is *right* if every loss and the
+final state dict equal those of the unwrapped model on all ranks' rows. A run *raises* if all ranks
+raise flatshard's own error. Otherwise it is *wrong*, or *hangs*. If a case is wrong or hangs, or
+raises under ``--no-raises``, Hypothesis shrinks the case, the script prints it, and the exit status
+is 1.
 
 Needs the extra "dev".
 """
@@ -28,7 +29,7 @@ import time
 import warnings
 from typing import Any
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
@@ -109,7 +110,7 @@ def cases(worlds: list[int], without: set[str]) -> st.SearchStrategy[Json]:
 
 
 def _sound(case: Json) -> Json:
-    """Without combinations that are documented to raise, or that differ from DDP as documented."""
+    """Remove combinations that raise, or differ from DDP, as documented."""
     case = dict(case)
     case["per_node"] = min(case["per_node"], case["world"])
     while case["world"] % case["per_node"]:
@@ -117,12 +118,13 @@ def _sound(case: Json) -> Json:
     if "by_rank" in kinds_in(case["tree"]):
         case["divergence"] = True
         if "reader" in kinds_in(case["tree"]):
-            case["collectives"] = "auto"  # a collective on some ranks: found at once there
+            case["collectives"] = "auto"  # finds a collective on only some ranks at once
     if case["regather"] == 2 and case["world"] not in (2, 4):
         case["regather"] = None
     if case["strategy"] != "FULL_SHARD":
         case["regather"] = None
-    # Under join() buffers are those of another rank; the others are refused there.
+    # Under join(), buffers may come from another rank than in the unwrapped model, and join()
+    # refuses the other kinds.
     case["uneven"] &= not (BUFFERED | {"by_rank", "reader"}) & kinds_in(case["tree"])
     if case["uneven"]:
         case["eval"], case["in_backward"], case["divergence"] = False, False, False
@@ -138,7 +140,7 @@ def _sound(case: Json) -> Json:
 
 
 def batches(case: Json, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """A rank's inputs and targets, ``(ROWS, WIDTH)`` each."""
+    """Inputs and targets of a rank, each of shape ``(ROWS, WIDTH)``."""
     generator = torch.Generator().manual_seed(case["seed"] * 1000 + step * 10 + rank)
     x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
     return x.requires_grad_(case["input_grad"]), y
@@ -148,7 +150,7 @@ def optimizer_of(case: Json, params: Any) -> torch.optim.Optimizer:
     params = [param for param in params if param.requires_grad]
     if case["optimizer"] == "sgd":
         return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
-    # A large eps: gradients that should be zero, and are 1e-17, are not made steps.
+    # With a small eps, AdamW would turn gradients of 1e-17, which should be zero, into whole steps.
     return torch.optim.AdamW(params, lr=0.01, eps=1e-2)
 
 
@@ -156,7 +158,7 @@ STEPS = 3
 
 
 def steps_of(case: Json, rank: int) -> int:
-    """How many batches a rank has."""
+    """Number of batches of a rank."""
     return STEPS - rank % 2 if case["uneven"] else STEPS
 
 
@@ -167,7 +169,7 @@ def set_step(model: nn.Module, step: int, rank: int) -> None:
 
 
 def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and state dict of the unwrapped model, rank by rank in one process."""
+    """Train the unwrapped model in one process, rank by rank; returns losses and state dict."""
     model = build(case)
     optimizer = optimizer_of(case, model.parameters())
     buffers = [_buffers(model) for _ in range(case["world"])]
@@ -176,7 +178,7 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.zero_grad()
         total = 0.0
         for part in range(case["accumulate"]):
-            if part == 0:  # else the forward before was in no_sync
+            if part == 0:  # buffers are not broadcast if the forward before was in no_sync
                 buffers = [buffers[0] for _ in buffers]
             for rank in range(case["world"]):
                 if step >= steps_of(case, rank):
@@ -248,7 +250,7 @@ def wrap(case: Json, model: nn.Module) -> nn.Module:
 
 
 def train(case: Json) -> tuple[list[float], dict[str, Tensor]]:
-    """The same on this rank of the default group, sharded."""
+    """Train the sharded model on this rank; returns losses and state dict."""
     rank = dist.get_rank()
     model = wrap(case, build(case))
     optimizer = optimizer_of(case, model.parameters())
@@ -280,7 +282,7 @@ def train(case: Json) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def judge(case: Json, said: list[Said]) -> tuple[str, str]:
-    """One of "right", "raises", "wrong" and "hangs", and why."""
+    """Verdict ("right", "raises", "wrong" or "hangs"), and the reason."""
     verdicts = {one.outcome for one in said}
     if verdicts & {"hangs", "died"}:
         return "hangs", "; ".join(f"rank {r}: {v} {w}" for r, (v, w) in enumerate(said))
@@ -320,15 +322,26 @@ def run(ranks: Ranks, case: Json) -> list[Said]:
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--cases", type=at_least(1), default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worlds", type=at_least(1), nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=(*LEAVES, *BOXES), help="kinds of modules"
+    add = parser.add_argument
+    add("--cases", type=at_least(1), default=100, help="number of random cases (default: 100)")
+    add("--seed", type=int, default=0, help="seed of the random cases (default: 0)")
+    add(
+        "--worlds",
+        type=at_least(1),
+        nargs="+",
+        default=[1, 2, 3, 4],
+        help="numbers of ranks to choose from (default: 1 2 3 4)",
     )
-    parser.add_argument("--no-raises", action="store_true", help="errors of flatshard's fail, too")
-    parser.add_argument("--database", type=directory, help="folder that keeps failing cases")
-    parser.add_argument("--case", type=json.loads, help="run this one case")
+    add(
+        "--without",
+        nargs="+",
+        default=[],
+        choices=(*LEAVES, *BOXES),
+        help="kinds of modules that no case may have",
+    )
+    add("--no-raises", action="store_true", help="also fail if flatshard raises its own error")
+    add("--database", type=directory, help="folder that keeps failing cases for the next run")
+    add("--case", type=json.loads, help="run only this case, in JSON")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     options = parser.parse_args()
     with warnings.catch_warnings(), Ranks(max(options.worlds), preload=["fuzz"]) as ranks:
@@ -342,7 +355,7 @@ def main() -> int:
 
 
 def search(ranks: Ranks, options: argparse.Namespace) -> int:
-    """Run random cases; shrink and print the first that fails."""
+    """Run random cases; shrink and print the first case that fails."""
     counts: collections.Counter[str] = collections.Counter()
     raised: collections.Counter[str] = collections.Counter()
     first: dict[str, str] = {}

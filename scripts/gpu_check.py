@@ -2,21 +2,23 @@
 
     python scripts/gpu_check.py --json figures.json --trace trace.json
 
-nccl     training on real ranks equals the unwrapped model: NCCL, a rank per GPU, or, where there is
-         one GPU, several ranks on it if this NCCL can do that
-gloo     the same with gloo on the GPU's tensors, or on the CPU's if there is no GPU
-fake     a billion parameters in bf16 as one of eight ranks whose collectives move nothing: time and
-         memory of a step beside FSDP1, FSDP2 and the unwrapped model
-sync     no operation of a step makes the host wait for the GPU
-streams  collectives of one simulated rank that take their time on a stream of their own, as NCCL's
-         do, or a computation that takes its time, change nothing
-single   the same with NCCL's own collectives over one rank, which every GPU can have, behind the
-         simulated ones: their streams, works and dtypes are the real ones
-overlap  the share of the collectives' time in which the GPU computes, from a profile of one step
+The parts of the check:
 
-Each part has processes of its own and a time limit; a part that hangs or crashes is a line of the
-table. On a machine without a GPU the parts run as far as they can, on tiny models, and name what
-they skip. Exits with 0 if no part failed.
+nccl     trains on real NCCL ranks, and compares with the unwrapped model. One rank per GPU; if
+         there is only one GPU, several ranks share the GPU, if this NCCL supports this
+gloo     the same with gloo, with tensors on the GPU, or on the CPU if there is no GPU
+fake     measures time and memory of a step with a billion parameters in bf16, beside FSDP1, FSDP2
+         and the unwrapped model. Simulates rank 0 of eight; collectives move nothing
+sync     checks that no operation of a step makes the host wait for the GPU
+streams  checks that slow collectives, on a separate stream as NCCL's, and slow computations do not
+         change the results. Simulates one rank
+single   the same with NCCL's own collectives over one rank, which run on any GPU. So streams, works
+         and dtypes are real
+overlap  profiles one step, and prints the share of the collectives' time in which the GPU computes
+
+Each part runs in separate processes with a time limit. A part that hangs or crashes is a line of
+the table. On a machine without a GPU, the parts run as far as possible on tiny models, and print
+what they skip. The exit status is 0 if no part failed.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from gpu_checks.contenders import part_fake
@@ -53,7 +55,7 @@ def add_up(rank: int, device: torch.device, place: Place) -> float:
 
 
 def part_probe(place: Place, args: argparse.Namespace) -> Outcome:
-    """Whether ranks can talk at all."""
+    """Whether the ranks can communicate at all."""
     sums = in_ranks(add_up, place)
     return Outcome(PASS if sums == [place.ranks] * place.ranks else FAIL, f"sums {sums}")
 
@@ -69,7 +71,7 @@ PARTS: dict[str, Callable[[Place, argparse.Namespace], Outcome]] = {
 }
 
 
-# Seconds; on a GPU most of them go into starting processes and loading libraries.
+# Limits in seconds. On a GPU, most of the time goes into starting processes and loading libraries.
 LIMITS_OF_PARTS = {
     "probe": 45,
     "nccl": 110,
@@ -83,7 +85,7 @@ LIMITS_OF_PARTS = {
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run one part in this process, for the parent."""
+    """Run one part in this process, and write the outcome to a file for the parent process."""
     part = part_probe if args.worker == "probe" else PARTS[args.worker]
     place = Place(args.device, args.backend, args.ranks)
     try:
@@ -95,10 +97,10 @@ def work(args: argparse.Namespace) -> None:
 
 
 def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) -> Outcome:
-    """Run a part in processes of its own, none of which outlives its limit."""
+    """Run a part in new processes, and kill all of them at the part's time limit."""
     limit = min(LIMITS_OF_PARTS[name], seconds)
     if limit < 5:
-        return Outcome(SKIP, "the --minutes are over")
+        return Outcome(SKIP, "no time left: raise --minutes")
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "outcome.json"), Path(folder, "log")
         command = [sys.executable, __file__, "--worker", name, "--out", str(out)]
@@ -106,7 +108,8 @@ def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) 
         command += ["--ranks", str(place.ranks), "--limit", str(limit)]
         command += ["--why-no-nccl", args.why_no_nccl, *(["--quick"] if args.quick else [])]
         command += ["--trace", str(args.trace)] if args.trace else []
-        # All ranks are here, and the host's name may lead nowhere.
+        # All ranks are on this machine. Use the loopback interface, because the host's name may not
+        # resolve to an address.
         loopback = "lo" if sys.platform == "linux" else "lo0"
         environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "TMPDIR": folder}
         if place.backend == "nccl" and place.shares_gpu:
@@ -119,19 +122,19 @@ def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) 
                 process.wait(limit)
                 ended = f"ended with exit code {process.returncode}"
             except subprocess.TimeoutExpired:
-                ended = f"not over after {limit:.0f} s"
+                ended = f"killed at the time limit of {limit:.0f} s"
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
+                    os.killpg(process.pid, signal.SIGKILL)  # kills the part's ranks too
                 process.wait()
         outcome = Outcome(**json.loads(out.read_text())) if out.exists() else Outcome(FAIL, ended)
         if outcome.result == FAIL:
-            print(f"--- {name}, its log's end:\n{log.read_text()[-4000:]}", file=sys.stderr)
+            print(f"--- {name}, end of the log:\n{log.read_text()[-4000:]}", file=sys.stderr)
         return outcome
 
 
 def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
-    """Where to run a part; None where it cannot."""
+    """Where to run a part; None if the part cannot run on this machine."""
     device = "cuda" if args.gpus else "cpu"
     if name == "gloo":
         return Place(device, "gloo", args.ranks or (4 if args.gpus else 2))
@@ -147,7 +150,7 @@ def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
 
 
 def find_nccl(args: argparse.Namespace, left: Callable[[], float]) -> None:
-    """Find out how many ranks NCCL can have here, and if none, why."""
+    """Set the number of NCCL ranks that this machine can run; if 0, also set the reason."""
     args.nccl_ranks, args.why_no_nccl = 0, NO_GPU
     if not args.gpus or not {"nccl", "sync", "overlap"} & set(args.parts):
         return
@@ -161,7 +164,7 @@ def find_nccl(args: argparse.Namespace, left: Callable[[], float]) -> None:
         if outcome.result == PASS:
             args.nccl_ranks = ranks
         else:
-            args.why_no_nccl = f"NCCL cannot have {ranks} ranks on one GPU: {outcome.text}"
+            args.why_no_nccl = f"NCCL cannot run {ranks} ranks on one GPU: {outcome.text}"
 
 
 def show(outcomes: dict[str, Outcome]) -> None:
@@ -174,16 +177,21 @@ def show(outcomes: dict[str, Outcome]) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits with 2 on a bad one."""
+    """Read the command line. Exits with status 2 if an option is wrong."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help="which, with commas between (all)")
-    add("--minutes", type=float, default=8, help="for everything (8)")
-    add("--ranks", type=int, default=0, help="on one GPU or the CPU (4, 2)")
-    add("--quick", action="store_true", help="nccl, gloo: FULL_SHARD alone")
-    add("--json", type=output_file, metavar="PATH", help="write all figures there")
-    add("--trace", type=output_file, metavar="PATH", help="write the profile of `overlap` there")
-    # How the script starts itself for a part.
+    add("--parts", default=",".join(PARTS), help="parts to run, separated by commas (default: all)")
+    add("--minutes", type=float, default=8, help="time limit for all parts together (default: 8)")
+    add(
+        "--ranks",
+        type=int,
+        default=0,
+        help="number of ranks on one GPU or on the CPU (default: 4 on a GPU, 2 on the CPU)",
+    )
+    add("--quick", action="store_true", help="nccl and gloo: try only FULL_SHARD")
+    add("--json", type=output_file, metavar="PATH", help="write all figures to PATH")
+    add("--trace", type=output_file, metavar="PATH", help="write the profile of `overlap` to PATH")
+    # The script passes these options when it starts itself for a part.
     for name, kind in (("worker", str), ("device", str), ("backend", str), ("limit", float)):
         add(f"--{name}", type=kind, help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)

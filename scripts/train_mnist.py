@@ -3,17 +3,19 @@
     torchrun --standalone --nproc-per-node 2 scripts/train_mnist.py
     python scripts/train_mnist.py --world-size 2
 
-The second form starts the ranks itself, on this machine. A rank takes a GPU and NCCL where every
-local rank has its own, else the CPU and gloo. `--ddp` trains the same job under
-DistributedDataParallel, for comparison. The data are MNIST's files if `--data-root` has them,
-else scikit-learn's handwritten digits, enlarged to 28x28. A file of `--save` can `--resume` with a
-different world size, sharded or not. With `--checkpoint-dir D` the job saves now and then, and at
-SIGTERM; with `--resume` it continues from the last checkpoint there, if there is one, so that
+The second form starts the ranks itself, on this machine. If there is a GPU for every local rank,
+the ranks use GPUs and NCCL. Otherwise they use the CPU and gloo. `--ddp` trains the same job under
+DistributedDataParallel, for comparison. The data are MNIST if `--data-root` has MNIST's files, and
+otherwise scikit-learn's handwritten digits, enlarged to 28x28.
+
+`--save PATH` writes a file from which `--resume PATH` continues with any world size, sharded or
+with `--ddp`. With `--checkpoint-dir D`, the job saves every `--checkpoint-every` steps and on
+SIGTERM, and `--resume` without a path continues from the last checkpoint in D, if there is one. So
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
         scripts/train_mnist.py --checkpoint-dir D --resume
 
-goes on when a rank dies.
+continues after a rank has died.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -59,13 +61,28 @@ from flatshard.wrap import size_based_auto_wrap_policy
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     job = parser.add_argument_group("the job").add_argument
-    job("--epochs", type=at_least(1), default=10, help="passes over the data in all (10)")
-    job("--batch-size", type=at_least(1), default=128, help="samples a step, over all ranks (128)")
-    job("--test-batch-size", type=at_least(1), default=1000, help="the same for testing (1000)")
-    job("--lr", type=positive_number, default=1.0, help="Adadelta's learning rate (1.0)")
-    job("--gamma", type=positive_number, default=0.7, help="its factor after each epoch (0.7)")
-    job("--seed", type=at_least(0), default=1)
-    job("--max-steps", type=at_least(1), help="stop training after so many steps in all")
+    job("--epochs", type=at_least(1), default=10, help="total number of epochs (default: 10)")
+    job(
+        "--batch-size",
+        type=at_least(1),
+        default=128,
+        help="samples per step, over all ranks (default: 128)",
+    )
+    job(
+        "--test-batch-size",
+        type=at_least(1),
+        default=1000,
+        help="samples per evaluation step, over all ranks (default: 1000)",
+    )
+    job("--lr", type=positive_number, default=1.0, help="Adadelta's learning rate (default: 1.0)")
+    job(
+        "--gamma",
+        type=positive_number,
+        default=0.7,
+        help="factor of the learning rate after each epoch (default: 0.7)",
+    )
+    job("--seed", type=at_least(0), default=1, help="seed of weights, data and dropout")
+    job("--max-steps", type=at_least(1), help="stop training after this total number of steps")
     spread = parser.add_argument_group("parallelism").add_argument
     training_job.add_ways(spread)
     spread(
@@ -73,26 +90,37 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         type=at_least(0),
         default=20_000,
         metavar="N",
-        help="modules of at least N parameters are units (20000); 0: one single unit",
+        help="make modules of at least N parameters units (default: 20000); 0: a single unit",
     )
     spread("--cpu-offload", action="store_true", help="keep the shards in CPU memory")
     spread(
         "--offload-path",
         type=directory,
         metavar="DIR",
-        help="keep shards, gradients and optimizer state in temporary files there",
+        help="keep shards, gradients and optimizer state in temporary files in DIR",
     )
     files = parser.add_argument_group("files").add_argument
-    files("--data", choices=["auto", "mnist", "digits"], default="auto")
-    files("--data-root", type=Path, default=Path("data"), help="MNIST is in ROOT/MNIST/raw (data)")
+    files(
+        "--data",
+        choices=["auto", "mnist", "digits"],
+        default="auto",
+        help="data to train on (default: auto, MNIST if its files are present)",
+    )
+    files(
+        "--data-root",
+        type=Path,
+        default=Path("data"),
+        metavar="ROOT",
+        help="read MNIST from ROOT/MNIST/raw (default: data)",
+    )
     files("--download", action="store_true", help="download MNIST to the data root")
     training_job.add_files(files)
-    files("--json", type=output_file, metavar="PATH", help="write the results there")
+    files("--json", type=output_file, metavar="PATH", help="write the results to PATH as JSON")
     files(
         "--record",
         type=output_file,
         metavar="PATH",
-        help="after training, record one more step of rank 0 (memory and times) there",
+        help="after training, write memory and times of one more step of rank 0 to PATH",
     )
     args = parser.parse_args(arguments)
     check(args)
@@ -100,7 +128,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what cannot work, before any rank starts."""
+    """Ends the script if the options do not fit together, before any rank starts."""
     training_job.set_world_size(args)
     for name in ("batch_size", "test_batch_size"):
         if getattr(args, name) % args.world_size:
@@ -111,9 +139,9 @@ def check(args: argparse.Namespace) -> None:
         "--offload-path": args.offload_path,
     }.items():
         if args.ddp and given:
-            stop(f"{option} is for sharded parameters: leave out --ddp")
+            stop(f"{option} is for sharded parameters: remove --ddp")
     if args.download and args.data == "digits":
-        stop("--download is for MNIST: leave out --data digits")
+        stop("--download is for MNIST: remove --data digits")
 
 
 # ------------------------------------------------------------------------------------------- model
@@ -162,26 +190,26 @@ def train_steps(
     device: torch.device,
     bar: tqdm,
 ) -> tuple[list[float], list[int]]:
-    """Returns the loss of each step over all ranks, and how many samples of a rank it had."""
+    """Returns each step's loss over all ranks, and each step's number of samples per rank."""
     model.train()
     losses, counts = [], []
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.nll_loss(model(images), labels, reduction="sum")
-        # Ranks average their gradients: so they make those of the sum over all ranks' samples, on
-        # any number of ranks. Not of the mean: beside its far smaller gradients Adadelta's epsilon
-        # is no longer negligible and damps its steps.
+        # The ranks average gradients. The factor turns the average into the gradients of the sum
+        # over all ranks' samples. The loss is a sum, not a mean: with the far smaller gradients of
+        # a mean, Adadelta's epsilon is no longer negligible and makes the steps smaller.
         (loss * dist.get_world_size()).backward()
         optimizer.step()
         loss = loss.detach() / len(labels)
         losses.append(loss)
         counts.append(len(labels))
         bar.update()
-        if not bar.disable:  # this rank's loss; reading it waits for the device
+        if not bar.disable:  # the bar shows this rank's loss; `item` waits for the device
             bar.set_postfix(loss=f"{loss.item():.4f}")
-    # A step's batches are equally long on all ranks, so the mean of their means is the step's loss.
-    # The ranks' losses meet here, in one call, and do not hold up the steps.
+    # In a step, all ranks' batches have the same length, so the mean of the ranks' losses is the
+    # step's loss. All-reduce once after all steps, so that the steps do not wait.
     step_losses = torch.stack(losses).double() if losses else torch.zeros(0)
     dist.all_reduce(step_losses)
     step_losses /= dist.get_world_size()
@@ -192,12 +220,13 @@ def train_steps(
 def evaluate(
     model: nn.Module, dataset: TensorDataset, batch_size: int, device: torch.device
 ) -> tuple[float, int]:
-    """Returns the average loss and the number of right answers, each sample counted once."""
+    """Returns the average loss and the number of correct answers, each sample counted once."""
     model.eval()
     images, labels = dataset.tensors
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # A sharded forward is collective: every rank must call it equally often, also where the samples
-    # do not divide. All ranks take the longest share; places past the end are masked out.
+    # A sharded forward is collective, so every rank must call forward equally often, even if the
+    # samples do not divide evenly. All ranks take a share of the largest size. Indices past the end
+    # are masked out.
     share = -(-len(labels) // world_size)
     places = torch.arange(share) * world_size + rank
     totals = torch.zeros(2, dtype=torch.double, device=device)
@@ -223,7 +252,8 @@ def memory_report(
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     else:
-        # The whole process, with Python, torch and the data in it. Linux counts KiB, macOS bytes.
+        # Peak RSS of the whole process, with Python, torch and the data. Linux reports KiB, macOS
+        # reports bytes.
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
@@ -235,7 +265,7 @@ def memory_report(
 
 
 def ddp_report(model: nn.Module) -> dict[str, int]:
-    """Returns what every rank holds of the unwrapped model under DDP."""
+    """Returns the bytes of parameters, gradients and optimizer state on each rank under DDP."""
     full = held_bytes(model.parameters())
     steps = 4 * len(list(model.parameters()))  # Adadelta: two averages and a step count for each
     return {"parameter_bytes": full, "gradient_bytes": full, "optimizer_bytes": 2 * full + steps}
@@ -253,14 +283,14 @@ def memory_table(ranks: list[dict[str, int]], ddp: dict[str, int]) -> Table:
 # ------------------------------------------------------------------------------------- one step
 
 Sample = tuple[float, int, int]
-"""Seconds since the step began; bytes of unsharded parameters and of gradients from then on."""
+"""Seconds since the step began; from then on, bytes of unsharded parameters and of gradients."""
 
 
 class GradientSamples:
-    """What a replicated model's gradients take, seen whenever one of them is ready.
+    """Samples the memory of a DDP model's gradients whenever a gradient is ready.
 
-    DistributedDataParallel's gradients are views of buckets that it keeps, also while no `.grad`
-    shows them.
+    DistributedDataParallel keeps the memory of gradients in buckets, also while `.grad` is None.
+    So the samples count memory, not `.grad`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -293,9 +323,9 @@ def record_step(
     batch_size: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Trains a few more steps; returns the memory and times of the fastest one on this rank.
+    """Trains a few more steps, and returns memory and times of this rank's fastest step.
 
-    `samples` has bytes over time, `ranges` the times of computing and collectives.
+    `samples` has bytes over time. `ranges` has the times of computing and of collectives.
     """
     images, labels = (part[:batch_size].to(device) for part in dataset.tensors)
     sharded = isinstance(model, ShardedWrapper)
@@ -316,14 +346,15 @@ def record_step(
             step_end = time.perf_counter() - start
             ends = {"forward_end": forward_end, "backward_end": backward_end, "step_end": step_end}
             steps.append({**ends, "samples": [] if gradients is None else gradients.samples})
-    # Not the first one, which also fills caches; nor one in which others used the machine.
+    # Choose the fastest step, in which other programs used the machine least. Skip the first step,
+    # which also fills caches.
     number = min(range(1, len(steps)), key=lambda number: steps[number]["step_end"])
     step, memory = steps[number], memory_report(model, optimizer, device)
     if not sharded:
         return {**memory, **step, "ranges": [], "moved_bytes": 2 * held_bytes(model.parameters())}
     report = reports[number]
     samples = [one for one in report.memory.totals() if one[0] <= step["backward_end"]]
-    # Once all are reduced they are in `.grad`.
+    # After their reduction, the gradients are in `.grad`, and no longer in the recorded samples.
     reduced = samples.pop()[0] if samples[-1][1:] == (0, 0) else step["backward_end"]
     samples.append((reduced, 0, memory["gradient_bytes"]))
     ranges = [
@@ -338,7 +369,7 @@ def record_step(
 
 
 class Progress(NamedTuple):
-    """How far a training has come: epochs that are over, and steps of the one that follows."""
+    """Progress of a training: number of finished epochs, and of steps in the next epoch."""
 
     epoch: int = 0
     step: int = 0
@@ -361,8 +392,9 @@ class Training:
         self.model, self.optimizer, self.data = model, optimizer, data
         self.args, self.device = args, device
         self.done = Progress()
-        # The global batches do not depend on the number of ranks, and no sample is repeated to fill
-        # a share: instead, fewer than world_size samples of each epoch's order are left out.
+        # With `drop_last`, no sample is repeated to fill a rank's share. Instead, fewer than
+        # world_size samples of each epoch are left out. So a global batch has the same samples on
+        # any number of ranks.
         ranks = args.world_size, dist.get_rank()
         self.sampler = DistributedSampler(data.train, *ranks, seed=args.seed, drop_last=True)
         share = args.batch_size // args.world_size
@@ -372,7 +404,7 @@ class Training:
         self.checkpoints = training_job.Checkpoints(args, model, optimizer, self.scheduler)
 
     def steps(self) -> range:
-        """Returns the steps of the next epoch that are left to do: none at the end."""
+        """Returns the remaining steps of the current epoch; an empty range after the last epoch."""
         args, first = self.args, self.done.epoch * len(self.loader)
         if self.done.epoch == args.epochs:
             return range(0)
@@ -380,10 +412,10 @@ class Training:
         return range(first + self.done.step, last)
 
     def batches(self, steps: range) -> Iterator[Any]:
-        """Yields these steps' batches, up to a SIGTERM.
+        """Yields the batches of `steps`, until SIGTERM arrives.
 
-        Dropout depends on seed, step and rank alone: a training that is resumed on as many ranks
-        draws what it would have drawn.
+        Dropout depends only on seed, step and rank. So a training that resumes on the same number
+        of ranks draws the same numbers as without the interruption.
         """
         self.sampler.set_epoch(self.done.epoch + 1)
         epoch = itertools.islice(self.loader, self.done.step, None)
@@ -394,7 +426,7 @@ class Training:
             yield batch
 
     def epoch(self, log: Callable[[dict[str, Any]], None]) -> tuple[list[float], dict[str, Any]]:
-        """Trains what is left of an epoch and tests; returns losses and results. Collective."""
+        """Trains the rest of an epoch and evaluates; returns losses and results. Collective."""
         start = time.perf_counter()
         epoch, args, steps = self.done.epoch + 1, self.args, self.steps()
         losses: list[float] = []
@@ -428,7 +460,7 @@ class Training:
         }
 
     def save(self) -> None:
-        """Saves where it is time to, and ends the job where it must. Collective."""
+        """Saves if a checkpoint is due; ends the job after a SIGTERM. Collective."""
         step = self.done.epoch * len(self.loader) + self.done.step
         position = {**self.done._asdict(), "batch_size": self.args.batch_size}
         self.checkpoints.after_step(step, position=position)
@@ -442,7 +474,7 @@ class Training:
 
 
 def fit(training: Training, log: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Trains to the end; returns each epoch's results, the first steps' losses and the time."""
+    """Trains to the end. Returns each epoch's results, the first 50 losses and the time."""
     epochs: list[dict[str, Any]] = []
     first_losses: list[float] = []
     start = time.perf_counter()
@@ -461,7 +493,7 @@ def fit(training: Training, log: Callable[[dict[str, Any]], None]) -> dict[str, 
 
 
 def read_state(args: argparse.Namespace, plain: nn.Module) -> dict[str, Any]:
-    """Returns the checkpoint to resume from, which must fit the unwrapped model."""
+    """Reads the checkpoint to resume from, and checks that it fits the unwrapped model."""
     state = training_job.read_checkpoint(args.resume, *Progress._fields, "batch_size")
     training_job.check_fits(args.resume, state, plain)
     check_batch_size(args, state)
@@ -471,13 +503,13 @@ def read_state(args: argparse.Namespace, plain: nn.Module) -> dict[str, Any]:
 def check_batch_size(args: argparse.Namespace, state: dict[str, Any]) -> None:
     if state["step"] and state["batch_size"] != args.batch_size:
         raise training_job.Refused(
-            f"--resume: {args.resume or args.checkpoint_dir} is in the middle of an epoch with "
-            f"--batch-size {state['batch_size']}, got {args.batch_size}"
+            f"--resume: {args.resume or args.checkpoint_dir} was saved in the middle of an epoch "
+            f"with --batch-size {state['batch_size']}, got {args.batch_size}"
         )
 
 
 def run_job(args: argparse.Namespace, device: torch.device) -> None:
-    """Does the whole job as one of the ranks."""
+    """Runs the whole job on this rank."""
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = Net()
     state = None

@@ -3,14 +3,19 @@
     torchrun --standalone --nproc-per-node 2 scripts/train_transformer.py
     python scripts/train_transformer.py --world-size 2
 
-The second form starts the ranks itself, on this machine. A rank takes a GPU and NCCL where every
-local rank has its own, else the CPU and gloo. The text is Python's own documentation
-(pydoc_data.topics), or any file by `--text`; a token is a byte. Batches depend on `--seed` and the
-step alone, and the test always uses the same rows, so the losses are the same for any world size,
-also after `--save` and `--resume` with a different one. With `--checkpoint-dir D` the job saves now
-and then, and at SIGTERM; `--resume` without a file continues from the last checkpoint there, if
-there is one (torchrun's `--max-restarts`). `--compare` trains a few steps under every strategy and
-tabulates time, memory and communication volume.
+The second form starts the ranks itself, on this machine. If there is a GPU for every local rank,
+the ranks use GPUs and NCCL. Otherwise they use the CPU and gloo.
+
+The text is Python's own documentation (pydoc_data.topics), or the file of `--text`. A token is a
+byte. Batches depend only on `--seed` and the step, and the test always uses the same rows. So the
+losses are the same for any world size, also after `--save` and `--resume` with another world size.
+
+With `--checkpoint-dir D`, the job saves every `--checkpoint-every` steps and on SIGTERM. `--resume`
+without a path continues from the last checkpoint in D, if there is one, also after a restart by
+torchrun (`--max-restarts`).
+
+`--compare` trains a few steps under every strategy, and prints a table of time, memory and
+communication volume.
 """
 
 import argparse
@@ -22,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,21 +51,41 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     job = parser.add_argument_group("the job").add_argument
-    job("--text", type=input_file, metavar="FILE", help="train on it (Python's documentation)")
-    job("--steps", type=at_least(0), default=200, help="optimizer steps in all (200)")
-    job("--batch-size", type=at_least(1), default=16, help="rows per step, over all ranks (16)")
-    job("--accumulate", type=at_least(1), default=1, metavar="N", help="micro-batches a step (1)")
-    job("--clip", type=positive_number, metavar="NORM", help="largest norm of the gradients")
-    job("--lr", type=positive_number, default=1e-3, help="AdamW's learning rate (0.001)")
-    job("--seed", type=at_least(0), default=1)
+    job(
+        "--text",
+        type=input_file,
+        metavar="FILE",
+        help="file to train on (default: Python's documentation)",
+    )
+    job("--steps", type=at_least(0), default=200, help="total number of steps (default: 200)")
+    job(
+        "--batch-size",
+        type=at_least(1),
+        default=16,
+        help="rows per step, over all ranks (default: 16)",
+    )
+    job(
+        "--accumulate",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="accumulate gradients over N micro-batches per step (default: 1)",
+    )
+    job("--clip", type=positive_number, metavar="NORM", help="clip gradients to this norm")
+    job("--lr", type=positive_number, default=1e-3, help="AdamW's learning rate (default: 0.001)")
+    job("--seed", type=at_least(0), default=1, help="seed of weights and batches (default: 1)")
     model = parser.add_argument_group("the model").add_argument
-    model("--width", type=at_least(1), default=128)
-    model("--depth", type=at_least(1), default=4, help="blocks (4)")
-    model("--heads", type=at_least(1), default=4)
-    model("--context", type=at_least(2), default=128, help="bytes of a row (128)")
+    model("--width", type=at_least(1), default=128, help="width of the model (default: 128)")
+    model("--depth", type=at_least(1), default=4, help="number of blocks (default: 4)")
+    model("--heads", type=at_least(1), default=4, help="heads of attention (default: 4)")
+    model("--context", type=at_least(2), default=128, help="bytes per row (default: 128)")
     spread = parser.add_argument_group("parallelism").add_argument
     training_job.add_ways(spread)
-    spread("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
+    spread(
+        "--bf16",
+        action="store_true",
+        help="compute in bfloat16; keep parameters and reduce gradients in float32",
+    )
     files = parser.add_argument_group("files").add_argument
     training_job.add_files(files)
     files(
@@ -68,20 +93,22 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         type=at_least(0),
         default=0,
         metavar="N",
-        help="print N bytes of text at the end",
+        help="after training, let the model continue --prompt by N bytes, and print the text",
     )
-    files("--prompt", default="The ", help="first words of the sample ('The ')")
+    files("--prompt", default="The ", help="first words of the sample (default: 'The ')")
     compared = parser.add_argument_group("comparison").add_argument
-    compared("--compare", action="store_true", help="every strategy for --steps steps each")
-    compared("--json", type=output_file, metavar="PATH", help="write the comparison there")
-    compared("--plot", type=output_file, metavar="PATH", help="draw the comparison's bytes there")
+    compared(
+        "--compare", action="store_true", help="train --steps steps under every strategy instead"
+    )
+    compared("--json", type=output_file, metavar="PATH", help="write the comparison to PATH")
+    compared("--plot", type=output_file, metavar="PATH", help="draw the compared memory to PATH")
     args = parser.parse_args(arguments)
     check(args)
     return args
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what cannot work, before any rank starts."""
+    """Ends the script if the options do not fit together, before any rank starts."""
     training_job.set_world_size(args)
     if args.batch_size % (args.world_size * args.accumulate):
         stop(
@@ -91,10 +118,10 @@ def check(args: argparse.Namespace) -> None:
     if args.width % args.heads:
         stop(f"--width {args.width} cannot be split into --heads {args.heads}")
     if args.ddp and args.bf16:
-        stop("--bf16 is for sharded parameters: leave out --ddp")
+        stop("--bf16 is for sharded parameters: remove --ddp")
     for name in ("json", "plot"):
         if getattr(args, name) and not args.compare:
-            stop(f"--{name} is for --compare")
+            stop(f"--{name} needs --compare")
     if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
         stop(f"--plot: {args.plot} must end in .pdf, .png or .svg")
     if args.compare and args.steps < 2:
@@ -111,7 +138,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def read_text(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Returns the bytes to train on, and the last tenth, to test on. Collective."""
+    """Returns the bytes to train on, and the last tenth of the text to test on. Collective."""
     data = training_job.on_all_ranks(lambda: read_bytes(args))
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
     return text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
@@ -132,7 +159,7 @@ def read_bytes(args: argparse.Namespace) -> bytes:
 
 
 def rows_of(text: Tensor, seed: int, count: int, context: int) -> Tensor:
-    """Returns `count` pieces of the text, the same for a seed on every rank."""
+    """Returns `count` random pieces of the text. The same seed gives the same pieces."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context, (count, 1), generator=generator)
     return text[starts + torch.arange(context + 1)]
@@ -146,8 +173,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # Without biases: the gradient of a key's is zero but for rounding, which AdamW would scale
-        # up to whole steps, and no two summation orders would agree.
+        # No bias: the gradient of a key's bias is zero except for rounding. AdamW would scale this
+        # gradient up to whole steps, and the losses would depend on the order of summation.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -216,10 +243,11 @@ def train_step(
     accumulate: int,
     clip: float | None,
 ) -> tuple[Tensor, float | None]:
-    """Returns this rank's loss, and the norm of the gradients where they are clipped."""
+    """Returns this rank's loss, and the norm of the gradients if they are clipped."""
     losses = []
     for number, micro_batch in enumerate(rows.chunk(accumulate)):
-        # Only the last backward sends gradients: those of the others wait in this rank's memory.
+        # Only the last backward reduces gradients. Until then, they accumulate in this rank's
+        # memory.
         is_last = number == accumulate - 1
         with contextlib.nullcontext() if is_last else model.no_sync():
             loss = loss_of(model, micro_batch) / accumulate
@@ -241,11 +269,12 @@ def mean_over_ranks(value: Tensor) -> float:
 
 @torch.no_grad()
 def test_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: Any) -> float:
-    """Returns the mean loss of the same rows after every training, on any ranks. Collective."""
+    """Returns the mean loss on fixed rows, which do not depend on the world size. Collective."""
     model.eval()
     rows = rows_of(text, 0, TEST_ROWS, args.context)
-    # A sharded forward is collective: every rank must call it equally often, also where the rows
-    # do not divide. All ranks take the longest share; places past the end are not counted.
+    # A sharded forward is collective, so every rank must call forward equally often, even if the
+    # rows do not divide evenly. All ranks take a share of the largest size. Indices past the end
+    # are not counted.
     share = -(-TEST_ROWS // args.world_size)
     places = torch.arange(share) * args.world_size + dist.get_rank()
     total = torch.zeros((), dtype=torch.double, device=device)
@@ -261,7 +290,7 @@ def test_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: 
 
 @torch.no_grad()
 def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
-    """Returns the prompt and what the model makes of it. Collective: all ranks draw alike."""
+    """Returns the prompt and the model's continuation. Collective: all ranks draw the same."""
     model.eval()
     generator = torch.Generator().manual_seed(args.seed)
     text = list(args.prompt.encode())
@@ -276,7 +305,7 @@ def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
 
 
 def build_resumed(args: argparse.Namespace) -> tuple[Transformer, dict[str, Any]]:
-    """Returns the model of a checkpoint, whose sizes override the options, and the checkpoint."""
+    """Returns the unwrapped model and the checkpoint. The checkpoint's sizes override options."""
     state = training_job.read_checkpoint(args.resume, "step", "sizes")
     sizes = state["sizes"]
     are_sizes = sizes.keys() == set(SIZES) and all(type(n) is int and n > 0 for n in sizes.values())
@@ -416,7 +445,7 @@ def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dic
 def compare(args: argparse.Namespace, device: torch.device) -> None:
     text, _ = read_text(args)
     world_size = args.world_size
-    # What HYBRID strategies take for a node.
+    # HYBRID strategies take this number of ranks for a node.
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if per_node == world_size and world_size % 2 == 0 and world_size > 2:
         per_node = 2

@@ -1,1 +1,1 @@
-"""The parts of `gpu_check.py`, and what they have in common."""
+"""The parts of `gpu_check.py`, and the code that several parts share."""

@@ -1,4 +1,4 @@
-"""fake: time and memory of a step beside those of others."""
+"""Part `fake`: time and memory of a step, beside FSDP1, FSDP2 and the unwrapped model."""
 
 import argparse
 import gc
@@ -43,7 +43,7 @@ def wrap_without_cpu(model: GPT, args: argparse.Namespace) -> nn.Module:
 
 CONTENDERS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
     "flatshard": benchmark.wrap_flatshard,
-    # What ranks tell each other at the end of backward lies on the GPU, as with NCCL alone.
+    # Without a backend for the CPU, the ranks exchange numbers in GPU memory, as with NCCL only.
     "flatshard, no CPU group": wrap_without_cpu,
     "fsdp1": benchmark.wrap_fsdp1,
     "fsdp2": benchmark.wrap_fsdp2,
@@ -52,7 +52,7 @@ CONTENDERS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
 
 
 class Contender:
-    """One implementation in training; knows its time and memory, others may be in the process."""
+    """One implementation in training. Measures its time and memory beside other contenders."""
 
     def __init__(self, name: str, preset: Preset, device: torch.device) -> None:
         before = allocated(device)
@@ -76,7 +76,7 @@ class Contender:
         self.optimizer.zero_grad()
 
     def turn(self) -> dict[str, Any]:
-        """Seconds of a step on the device and on the host, and the peak of memory."""
+        """Train some steps; returns seconds per step on device and host, and peak memory."""
         gc.collect()
         at_start = allocated(self.device)
         if self.clock.is_cuda:
@@ -88,7 +88,7 @@ class Contender:
         last = self.clock.now()
         self.clock.wait()
         begin = time.perf_counter()
-        self.step()  # alone: a full queue of kernels would hold the host up
+        self.step()  # only one step, because a full queue of kernels would delay the host
         host_seconds = time.perf_counter() - begin
         self.clock.wait()
         peak = None
@@ -109,7 +109,7 @@ def allocated(device: torch.device) -> int:
 def preset_for(device: torch.device) -> Preset:
     if device.type == "cpu":
         return benchmark.PRESETS["tiny"]
-    # All contenders are there at once, the plain one whole.
+    # All contenders are in GPU memory at the same time, and the plain model is not sharded.
     fits = torch.cuda.get_device_properties(device).total_memory > 60 << 30
     return BILLION if fits else benchmark.PRESETS["gpt-120m"]
 
@@ -119,11 +119,12 @@ def part_fake(place: Place, args: argparse.Namespace) -> Outcome:
     preset = preset_for(device)
     deadline = time.monotonic() + 0.8 * args.limit
     simulate(device, FAKE_RANKS)
-    warnings.simplefilter("ignore")  # the other wrappers' deprecations
+    warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
     contenders, missing = build_contenders(preset, device)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for first in range(ROUNDS):
-        # Each takes each place in the order: whoever follows a busy one may be slowed by it.
+        # Rotate the order, because a contender may be slow after a contender that uses much memory
+        # or keeps the GPU busy.
         names = list(contenders)
         for name in names[first % len(names) :] + names[: first % len(names)]:
             turns[name].append(contenders[name].turn())
@@ -133,7 +134,7 @@ def part_fake(place: Place, args: argparse.Namespace) -> Outcome:
     lines = [f"{preset.layers} layers of width {preset.width}, rank 0 of {FAKE_RANKS}"]
     lines += [describe_row(name, row) for name, row in rows.items()]
     lines += [f"{name}: {why}" for name, why in missing.items()]
-    # Only the plain model may be too large.
+    # Only the plain model may be too large for the GPU.
     failed = set(missing) - {"plain"}
     return Outcome(FAIL if failed else PASS, "\n".join(lines), {"rows": rows, "missing": missing})
 
@@ -141,7 +142,7 @@ def part_fake(place: Place, args: argparse.Namespace) -> Outcome:
 def build_contenders(
     preset: Preset, device: torch.device
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Those that run, and why the others do not. The largest one comes last."""
+    """Build all contenders, the largest last; returns them, and errors of the missing ones."""
     contenders, missing = {}, {}
     for name in CONTENDERS:
         try:

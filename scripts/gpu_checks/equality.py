@@ -1,4 +1,4 @@
-"""nccl, gloo: training on real ranks equals the unwrapped model."""
+"""Parts `nccl` and `gloo`: training on real ranks gives the results of the unwrapped model."""
 
 import argparse
 import contextlib
@@ -23,19 +23,20 @@ from gpu_checks.training import SMALL, loss_of
 
 STEPS = 5
 LEARNING_RATE = 1e-3
-# Larger than rounding: AdamW would scale gradients that are zero but for that, such as those of a
-# key's bias, up to whole steps, and no two summation orders would agree.
+# AdamW's epsilon, larger than rounding errors. Some gradients, such as the gradient of a key's
+# bias, are zero except for rounding. With a smaller epsilon, AdamW would scale these gradients up
+# to whole steps, and results would depend on the order of summation.
 EPSILON = 1e-5
-MAX_NORM = 0.5  # smaller than the norms here, so that clipping changes something
+MAX_NORM = 0.5  # smaller than the gradients' norms, so that clipping has an effect
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a training run may be from the unwrapped model's."""
+    """Largest difference allowed between a training run and the unwrapped model's run."""
 
-    loss: float  # relative
-    norm: float  # of the gradients, relative
-    distance: float  # of the parameters, relative to how far training moved them
+    loss: float  # relative difference of the losses
+    norm: float  # relative difference of the gradients' norms
+    distance: float  # distance of the parameters, relative to their change in training
 
 
 LIMITS = {"fp32": Limits(1e-5, 1e-4, 1e-3), "bf16": Limits(2e-3, 1e-2, 5e-2)}
@@ -60,7 +61,7 @@ class Case:
 
 VARIANTS = ("plain", "no_sync", "checkpoint", "unused", "fixed_order", "disk")
 OFFLOAD = ("offload", "offload_optimizer")
-"""Variants for accelerators alone."""
+"""Variants that run only on accelerators."""
 
 
 def cases(ranks: int, quick: bool, is_cuda: bool) -> list[Case]:
@@ -72,7 +73,7 @@ def cases(ranks: int, quick: bool, is_cuda: bool) -> list[Case]:
 
 
 class Model(GPT):
-    """The benchmark's GPT, with checkpoints, and a layer that not every rank needs."""
+    """The benchmark's GPT, with activation checkpoints and a layer that a rank may leave unused."""
 
     def __init__(self, preset: Preset, checkpointed: bool = False) -> None:
         super().__init__(preset)
@@ -111,8 +112,8 @@ class Trained:
 def train_plain(case: Case, ranks: int, device: torch.device) -> Trained:
     """Train the unwrapped model on the batches of all ranks.
 
-    At once, where no rank differs from the others and rounding to bf16 does not depend on whose
-    gradients are added up before it.
+    In fp32, if all ranks use the same layers, the batches are joined into one. In bf16, each rank's
+    batch has a separate backward, because rounding depends on which gradients are added up first.
     """
     model = make_model(device)
     optimizer = make_optimizer(model)
@@ -139,7 +140,7 @@ def train_plain(case: Case, ranks: int, device: torch.device) -> Trained:
 
 
 def train_sharded(case: Case, rank: int, device: torch.device) -> Trained:
-    """Train the wrapped model on this rank's batches; losses are averaged over the ranks."""
+    """Train the wrapped model on this rank's batches. Returned losses are averages over ranks."""
     mode = "fixed_order" if case.variant == "fixed_order" else "auto"
     dtype = None if case.precision == "fp32" else torch.bfloat16
     model = ShardedWrapper(
@@ -176,7 +177,7 @@ def train_sharded(case: Case, rank: int, device: torch.device) -> Trained:
 
 
 def compare(actual: Trained, expected: Trained, start: dict[str, Tensor]) -> Limits:
-    """How far a run is from another one, in the terms of ``Limits``."""
+    """Differences between two runs, as ``Limits``."""
 
     def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
         ours_, theirs_ = (torch.stack([x.cpu() for x in one]).double() for one in (ours, theirs))
@@ -195,7 +196,7 @@ def compare(actual: Trained, expected: Trained, start: dict[str, Tensor]) -> Lim
 
 
 def any_rank(is_so: bool, device: torch.device) -> bool:
-    """Whether it is so on some rank."""
+    """Whether ``is_so`` is True on any rank. Collective."""
     told = torch.tensor(float(is_so), device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return bool(told.item())
@@ -204,11 +205,12 @@ def any_rank(is_so: bool, device: torch.device) -> bool:
 def check_cases(
     rank: int, device: torch.device, place: Place, quick: bool, seconds: float
 ) -> list[list[Any]]:
-    """The names of all cases that begin within so many seconds, and on rank 0 their deviations.
+    """Train the cases that can begin within ``seconds``.
 
-    Or what went wrong: a case that fails on all ranks is no reason to leave out the others.
+    Returns name, precision and outcome of each case. The outcome is the deviations on rank 0, or
+    the text of an error. After a case that fails on all ranks, the next case runs.
     """
-    os.environ["LOCAL_WORLD_SIZE"] = str(max(place.ranks // 2, 1))  # HYBRID_SHARD: two nodes
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(place.ranks // 2, 1))  # two nodes for HYBRID_SHARD
     found = []
     end = time.monotonic() + seconds
     for case in cases(place.ranks, quick, device.type == "cuda"):
@@ -220,7 +222,7 @@ def check_cases(
         except Exception as error:
             traceback.print_exc()
             problem = one_line(error)
-        # Where some ranks failed alone, the others wait until the group's timeout ends this part.
+        # If only some ranks failed, the other ranks wait until the group's timeout ends this part.
         if any_rank(problem is not None, device):
             outcome: Any = problem or "another rank failed"
         elif rank == 0 and actual is not None:
@@ -229,7 +231,7 @@ def check_cases(
             outcome = dataclasses.asdict(deviations)
         else:
             outcome = {}
-        if rank == 0:  # for the log: a part that is ended has got so far
+        if rank == 0:  # if the part is killed, the log shows the finished cases
             print(f"{case}: {outcome}", flush=True)
         found.append([str(case), case.precision, outcome])
     return found
@@ -246,10 +248,10 @@ def part_ranks(place: Place, args: argparse.Namespace) -> Outcome:
             wrong.append(f"{name}: {deviations}")
             continue
         limits, so_far = dataclasses.asdict(LIMITS[precision]), dataclasses.asdict(worst[precision])
-        # Written so that NaN is wrong, too.
+        # `not x <= limit` also finds NaN.
         wrong += [f"{name}: {k} {x:.1e}" for k, x in deviations.items() if not x <= limits[k]]
         worst[precision] = Limits(**{k: max(x, so_far[k]) for k, x in deviations.items()})
-    late = "" if len(found) == all_of_them else f" of {all_of_them}, the others would be late"
+    late = "" if len(found) == all_of_them else f" of {all_of_them}, no time for the others"
     text = f"{place.describe()}: {len(found)} cases{late}; " + "; ".join(
         f"{precision} loss {one.loss:.0e}, norm {one.norm:.0e}, parameters {one.distance:.0e}"
         for precision, one in worst.items()

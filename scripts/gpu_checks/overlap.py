@@ -1,4 +1,4 @@
-"""overlap: of kernels in a profile."""
+"""Part `overlap`: how long NCCL's kernels overlap with other kernels, from a profile."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def profile_step(rank: int, device: torch.device, place: Place, path: str) -> No
 
 
 def kernels(trace: dict[str, Any]) -> tuple[list[Span], list[Span]]:
-    """When, in microseconds, the collectives' kernels ran, and when all others did."""
+    """Times, in microseconds, at which the kernels of collectives ran, and all other kernels."""
     collectives, others = [], []
     for event in trace["traceEvents"]:
         if event.get("cat") == "kernel":
@@ -47,7 +47,7 @@ def kernels(trace: dict[str, Any]) -> tuple[list[Span], list[Span]]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same times in spans that do not touch, sorted."""
+    """Join spans that touch or overlap; returns sorted spans."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -62,7 +62,7 @@ def length(spans: Sequence[Span]) -> float:
 
 
 def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """How long both go on at once."""
+    """Total time that is in both lists of spans."""
     first, second = union(first), union(second)
     return length(first) + length(second) - length(union([*first, *second]))
 
@@ -75,9 +75,11 @@ def part_overlap(place: Place, args: argparse.Namespace) -> Outcome:
         in_ranks(profile_step, place, path)
         collectives, others = kernels(json.loads(Path(path).read_text()))
     if not place.is_cuda:
-        return Outcome(SKIP, f"{NO_GPU} whose kernels overlap; the profiled step itself ran")
+        return Outcome(SKIP, f"{NO_GPU}, so there are no kernels to overlap; the step itself ran")
     if not collectives or not others:
-        return Outcome(FAIL, f"{len(collectives)} kernels of NCCL, {len(others)} others in a step")
+        return Outcome(
+            FAIL, f"{len(collectives)} kernels of NCCL and {len(others)} other kernels in a step"
+        )
     busy, shared = length(union(collectives)), overlap(collectives, others)
     figures = {
         "collectives_us": busy,
@@ -91,5 +93,5 @@ def part_overlap(place: Place, args: argparse.Namespace) -> Outcome:
         f"with computation ({figures['compute_us'] / 1000:.1f} ms)"
     )
     if place.shares_gpu:
-        text += "; the ranks take turns on the GPU, so NCCL's time holds waiting"
+        text += "; the ranks take turns on the GPU, so NCCL's time includes waiting"
     return Outcome(PASS if shared > 0 else FAIL, text, figures)

@@ -1,4 +1,4 @@
-"""Where a part of `gpu_check.py` runs, on which ranks, and what it says in the end."""
+"""Places and outcomes of the parts of `gpu_check.py`: device, backend, ranks and result."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ FAKE_RANKS = 8
 
 @dataclass
 class Outcome:
-    """A part's line in the table, and its figures in the JSON file."""
+    """Result of a part: its line in the table, and its figures in the JSON file."""
 
     result: str
     text: str
@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part runs: how many ranks, on which kind of device, over which backend."""
+    """Kind of device, backend and number of ranks on which a part runs."""
 
     device: str
     backend: str
@@ -67,23 +67,24 @@ def join(place: Place, rank: int, store: str) -> torch.device:
 
 
 def simulate(device: torch.device, world_size: int) -> None:
-    """Make this process rank 0 of several whose collectives move nothing."""
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # has the backend
+    """Make this process rank 0 of ``world_size`` simulated ranks. Collectives move nothing."""
+    # This import registers torch's backend "fake".
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # A store that works, for real groups beside it.
+    # Use a store that works, because real groups are created beside the fake group.
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
 
 
 def group_without_cpu(device: torch.device) -> dist.ProcessGroup:
-    """A simulated group that cannot send what lies on the CPU, like one of NCCL."""
+    """A simulated group without a backend for CPU tensors, like a group of NCCL."""
     group = dist.new_group(backend=f"{device.type}:fake")
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def in_ranks(run: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
-    """What ``run(rank, device, place, *args)`` returns on every rank, as JSON carries it."""
+    """Call ``run(rank, device, place, *args)`` on every rank; returns the results, through JSON."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         mp.spawn(_one_rank, (run, place, store, args), nprocs=place.ranks)
@@ -99,7 +100,7 @@ def _one_rank(
 
 
 def one_line(error: BaseException) -> str:
-    """The last line: of a rank's failure the message follows its traceback."""
+    """An error in one line. If a rank failed, the last line: the message follows a traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     said = lines[-1] if isinstance(error, mp.ProcessRaisedException) else lines[0]
     return f"{type(error).__name__}: {said.strip()}"[:400]

@@ -1,4 +1,4 @@
-"""Collectives of one rank that stand in for those of several."""
+"""Collectives of a single process that simulate the collectives of several ranks."""
 
 import contextlib
 import time
@@ -24,7 +24,7 @@ def sleep(device: torch.device) -> None:
 
 
 class Queued:
-    """What NCCL returns of a collective: streams wait for it, the host does not."""
+    """Work like NCCL's: `wait` makes the current stream wait, and not the host."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()
@@ -38,7 +38,7 @@ class Queued:
 
 
 class Threaded:
-    """The same without streams: it runs on a thread, late; the host waits."""
+    """Work on a device without streams: a thread runs it late, and `wait` blocks the host."""
 
     def __init__(self, thread: ThreadPoolExecutor, work: Callable[[], object]) -> None:
         self._run = thread.submit(self._late, work)
@@ -57,12 +57,12 @@ class Threaded:
 
 
 def under_way(_: object, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-    """What a transport says of a work; of those that move nothing it would say that it is over."""
+    """Replaces `NativeTransport._under_way`, which would report fake collectives as finished."""
     return AsyncWork([work], op_name, kept, **more)
 
 
 class Finished:
-    """A collective that was over when it began."""
+    """Work of a collective that has already finished."""
 
     def wait(self) -> None: ...
 
@@ -71,7 +71,7 @@ class Finished:
 
 
 class Together:
-    """Several works as one."""
+    """Joins several works into one work."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self.works = works
@@ -85,12 +85,12 @@ class Together:
 
 
 class SimulatedCollectives:
-    """Collectives over ranks that all have what this one, rank 0, has; on a stream of their own."""
+    """Collectives on a separate stream, over ranks that all have the same data as rank 0."""
 
     def __init__(self, device: torch.device, slow: bool = False) -> None:
         self.slow = slow
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1)  # they run in order, as on a stream
+        self.thread = ThreadPoolExecutor(1)  # one thread runs collectives in order, as a stream
         self.really_reduce = dist.all_reduce
 
     def queue(self, work: Callable[[], object]) -> Queued | Threaded | Finished:
@@ -124,14 +124,16 @@ class SimulatedCollectives:
     def all_reduce(self, tensor: Tensor, *args: Any, **keywords: Any) -> Any:
         if not keywords.get("async_op"):
             return self.really_reduce(tensor, *args, **keywords)
-        return self.queue(lambda: tensor.mul_(2).div_(2))  # the average, and it is written
+        # All ranks have the same data, so the average equals the input. Write it nevertheless, as
+        # a real all-reduce does.
+        return self.queue(lambda: tensor.mul_(2).div_(2))
 
     def exchange(self, out: Tensor, whole: Tensor, **keywords: Any) -> Any:
         return self.all_gather(out, whole.chunk(keywords["group"].size())[0], **keywords)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In the place of torch's, which move nothing."""
+        """Replace the collectives of torch's fake backend, which move nothing."""
         inside = flatshard.comm.transports.native
         with contextlib.ExitStack() as stack:
             for owner, name, function in (
@@ -146,7 +148,7 @@ class SimulatedCollectives:
 
 
 class SingleRankCollectives(SimulatedCollectives):
-    """The same of a backend's own, in each of which this rank is the only one."""
+    """Simulates ranks by a backend's real collectives over a group of only this rank."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -156,13 +158,13 @@ class SingleRankCollectives(SimulatedCollectives):
         self.alone, self.device = group, device
         self.gather = flatshard.comm.transports.native.all_gather_single
         self.reduce = flatshard.comm.transports.native._reduce_scatter_single
-        # Of one rank both are the same, and gloo has no average.
+        # Over one rank, sum and average are equal. gloo has no average.
         self.op = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
 
     def all_gather(
         self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        if out.device != self.device:  # what ranks say to one another
+        if out.device != self.device:  # numbers that ranks exchange on the host
             return super().all_gather(out, shard, group, async_op)
         parts = out.chunk(group.size())
         works = [self.gather(part, shard, group=self.alone, async_op=async_op) for part in parts]
@@ -170,7 +172,7 @@ class SingleRankCollectives(SimulatedCollectives):
 
     def begun(self, works: Sequence[Any]) -> Any:
         together = Together(works)
-        if self.stream is None:  # gloo's works do not say that they are over
+        if self.stream is None:  # `is_completed` of gloo's works stays False until `wait`
             together.wait()
             return Finished()
         return together

@@ -1,4 +1,4 @@
-"""streams, single: who waits for whom, without other ranks."""
+"""Parts `streams` and `single`: whether streams wait for one another correctly, on one rank."""
 
 import argparse
 import functools
@@ -28,7 +28,7 @@ from gpu_checks.simulated import SimulatedCollectives, SingleRankCollectives, sl
 
 
 class Sleep(torch.autograd.Function):
-    """The GPU pauses, forwards and backwards."""
+    """Makes the GPU pause in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def train_simulated(
     slow_computation: bool = False,
     mode: str = "auto",
 ) -> list[Tensor]:
-    """This rank's shards before and after some steps."""
+    """Train some steps; returns this rank's shards before and after."""
     width = 1024 if device.type == "cuda" else 8
     torch.manual_seed(0)
     layers = nn.Sequential(*(Layer(width, slow_computation) for _ in range(6))).to(device)
@@ -78,7 +78,8 @@ def train_simulated(
             coalesce_bytes=0,
         )
         start = parts_of(model)
-        # Steps that bfloat16 does not round away: parameters of before must make a difference.
+        # With this learning rate, bfloat16 does not round the steps away. So a forward that used
+        # parameters from before a step would give other results.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         for _ in range(4):
             (model(batch).float().square().sum() / len(batch)).backward()
@@ -89,7 +90,7 @@ def train_simulated(
 
 
 def parts_of(model: nn.Module) -> list[Tensor]:
-    """Copies of what this rank holds; with NO_SHARD, parameters are plain ones."""
+    """Copies of this rank's shards; with NO_SHARD, of the plain parameters."""
     return [
         getattr(p, "to_local", p.detach)().detach().flatten().clone() for p in model.parameters()
     ]
@@ -113,7 +114,7 @@ def name_of(strategy: str, offload: CPUOffload | None, *more: str) -> str:
 
 
 def judge(figures: dict[str, float | str], place: Place) -> Outcome:
-    """What became of training runs: how far each came from where it should be, or what failed."""
+    """Outcome of a part from each case's relative distance or error text."""
     wrong = [
         f"{case}: {x}" if isinstance(x, str) else f"{case}: {x:.1e} apart"
         for case, x in figures.items()
@@ -124,14 +125,17 @@ def judge(figures: dict[str, float | str], place: Place) -> Outcome:
         return Outcome(FAIL, text, figures)
     if not place.is_cuda:
         return Outcome(
-            SKIP, f"{NO_GPU} with streams; the steps themselves ran, with threads for them", figures
+            SKIP, f"{NO_GPU} with streams; the steps ran, with threads instead of streams", figures
         )
     worst = max(float(x) for x in figures.values())
     return Outcome(PASS, f"{len(figures)} cases, the worst {worst:.0e} apart", figures)
 
 
 def distance(reference: Callable[[], list[Tensor]], run: Callable[[], list[Tensor]]) -> float | str:
-    """How far a run ends from where another one ended, in terms of how far that went."""
+    """Distance between the results of two runs, relative to the change that `reference` made.
+
+    Returns the text of the error if a run raises.
+    """
     try:
         (start, expected), (_, actual) = reference(), run()
         return float((actual - expected).norm() / (expected - start).norm())
@@ -151,7 +155,7 @@ def part_streams(place: Place, args: argparse.Namespace) -> Outcome:
                 ("computation", SimulatedCollectives(device), True),
             ):
                 if slow_computation and not place.is_cuda:
-                    continue  # the host computes: nothing goes on meanwhile
+                    continue  # on the CPU, nothing runs in parallel to the computation
                 case = name_of(strategy, offload, f"slow {kind}")
                 reference = functools.partial(train, SimulatedCollectives(device))
                 run = functools.partial(train, slow, slow_computation)
@@ -172,5 +176,6 @@ def part_single(place: Place, args: argparse.Namespace) -> Outcome:
                 reference = functools.partial(train, SimulatedCollectives(device))
                 figures[case] = distance(reference, functools.partial(train, real))
                 print(f"{case}: {figures[case]}", flush=True)
-    dist.destroy_process_group(real.alone)  # has threads, which the process would wait for
+    # Destroy the group, because the process would wait for the group's threads at its end.
+    dist.destroy_process_group(real.alone)
     return judge(figures, place)

@@ -1,4 +1,4 @@
-"""What several parts train, and how they time it."""
+"""Models, training steps and clocks that several parts use."""
 
 import time
 from typing import Any
@@ -19,7 +19,7 @@ WARMUP = 2
 
 
 def build_gpt(preset: Preset, device: torch.device) -> GPT:
-    """Made where it trains: a CPU would take long to draw a billion numbers."""
+    """Build the model directly on `device`: a CPU would take long to draw a billion numbers."""
     torch.manual_seed(0)
     with device:
         return GPT(preset)
@@ -30,7 +30,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Clock:
-    """Moments of a step on the device; on CUDA events, which do not hold the step up."""
+    """Takes times on the device. On CUDA it records events, which do not delay the step."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
@@ -51,7 +51,7 @@ class Clock:
 
 
 class Stepper:
-    """A wrapped GPT that can be trained a step at a time."""
+    """A wrapped GPT, trained one step per call of `step`."""
 
     def __init__(
         self, preset: Preset, rank: int, device: torch.device, group: dist.ProcessGroup | None

@@ -1,4 +1,4 @@
-"""sync: the host runs ahead of the GPU."""
+"""Part `sync`: no operation of a step makes the host wait for the GPU."""
 
 import argparse
 import contextlib
@@ -39,7 +39,7 @@ def sync_debug_mode(device: torch.device, mode: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def places_of_warnings(containing: str) -> Iterator[list[str]]:
-    """Where in the code such warnings come from, each place once."""
+    """Yields a list of the places in the code that warn with this text, each place once."""
     places: list[str] = []
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -54,7 +54,7 @@ def places_of_warnings(containing: str) -> Iterator[list[str]]:
 
 
 def place_of(stack: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost line of flatshard's; without one, the innermost of all."""
+    """Innermost line of flatshard in a stack; if there is none, the innermost line."""
     frames = [frame for frame in stack if Path(frame.filename).name != "warnings.py"]
     package = Path(flatshard.__file__).parent
     ours = [frame for frame in frames if package in Path(frame.filename).parents]
@@ -63,7 +63,7 @@ def place_of(stack: Iterable[traceback.FrameSummary]) -> str:
 
 
 def find_syncs(rank: int, device: torch.device, place: Place, simulated: bool) -> list[str]:
-    """Where a step made the host wait: every place that warned, and the one that raised."""
+    """Places where a step made the host wait: all places that warned, and the place that raised."""
     stepper = Stepper(SMALL, rank, device, group_without_cpu(device) if simulated else None)
     for _ in range(WARMUP + 1):
         stepper.step()
@@ -92,7 +92,7 @@ def part_sync(place: Place, args: argparse.Namespace) -> Outcome:
     else:
         found, where = in_ranks(find_syncs, place, False)[0], place.describe()
     if not place.is_cuda:
-        return Outcome(SKIP, f"{NO_GPU} to wait for; the steps themselves ran")
+        return Outcome(SKIP, f"{NO_GPU} for which the host could wait; the steps themselves ran")
     if found:
         return Outcome(FAIL, f"{where}: the host waits at " + "; ".join(found), found)
     return Outcome(PASS, f"{where}: the host waits nowhere in forward, backward, clip and step")

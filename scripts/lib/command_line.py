@@ -1,4 +1,4 @@
-"""How scripts read their options: a bad option is one line, and exit status 2."""
+"""Options of scripts. A bad option ends a script with one line and exit status 2."""
 
 import argparse
 import math
@@ -13,14 +13,17 @@ LARGEST = 2**31 - 1
 
 
 def stop(message: str) -> NoReturn:
-    """Ends this rank with exit status 2; one rank per machine says why."""
+    """Ends this rank with exit status 2. One rank per machine prints `message`."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):
-    """Describes a script by its docstring, and ends in one line on a bad option."""
+    """Argument parser that ends the script in one line on a bad option.
+
+    `--help` prints the script's docstring.
+    """
 
     def __init__(self, description: str | None) -> None:
         super().__init__(
@@ -57,7 +60,7 @@ def input_file(text: str) -> Path:
 
 
 def directory(text: str) -> Path:
-    """A directory in which temporary files can be made."""
+    """A directory in which this user can create temporary files."""
     if not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"not a directory: {text}")
     try:

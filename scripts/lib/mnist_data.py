@@ -1,4 +1,4 @@
-"""The data of train_mnist.py: MNIST where its files are, else scikit-learn's digits."""
+"""Data of train_mnist.py: MNIST if its files are present, otherwise scikit-learn's digits."""
 
 import argparse
 import functools
@@ -23,7 +23,7 @@ MNIST_FILES = [
 
 
 class DataError(Refused):
-    """What keeps the data from being used."""
+    """The data cannot be used."""
 
 
 class Data(NamedTuple):
@@ -42,7 +42,7 @@ def import_mnist() -> Any:
 
 
 def prepare_mnist(root: Path, download: bool) -> None:
-    """Puts MNIST's files where torchvision reads them."""
+    """Downloads or unpacks MNIST's files to the folder from which torchvision reads."""
     raw = root / "MNIST" / "raw"
     try:
         if download:
@@ -62,13 +62,13 @@ def prepare_mnist(root: Path, download: bool) -> None:
 def looked_for(root: Path) -> str:
     return (
         f"Looked for {MNIST_FILES[0]} and three others, packed (.gz) or not, in "
-        f"{root / 'MNIST' / 'raw'}: --data-root says where they are, --download fetches them, "
-        "--data digits does without"
+        f"{root / 'MNIST' / 'raw'}. Pass the files' folder with --data-root, fetch the files with "
+        "--download, or train on other data with --data digits"
     )
 
 
 def choose_data(args: argparse.Namespace) -> tuple[str, str]:
-    """Returns which data to load, and where they come from or why they were taken."""
+    """Returns the data to load ("mnist" or "digits"), and their source or the reason for them."""
     source = ""
     if args.data != "digits":
         try:
@@ -80,14 +80,15 @@ def choose_data(args: argparse.Namespace) -> tuple[str, str]:
             source = f": {error}"
     if importlib.util.find_spec("sklearn") is None:
         raise DataError(
-            "scikit-learn, whose digits are the data without MNIST, is not installed: "
+            "without MNIST, the data are scikit-learn's digits, and scikit-learn is not installed: "
             'pip install ".[examples]"'
         )
     return "digits", source
 
 
 def load_mnist(root: Path, train: bool) -> TensorDataset:
-    # As tensors, once: decoding and normalising sample by sample costs more than the training.
+    # Convert all samples to tensors once: decoding and normalising sample by sample would take
+    # longer than the training.
     mnist = import_mnist()(root, train=train)
     images = (mnist.data.float() / 255 - 0.1307) / 0.3081
     return TensorDataset(images.unsqueeze(1), mnist.targets)
@@ -108,8 +109,9 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def load_data(args: argparse.Namespace) -> Data:
-    # Rank 0 looks, unpacks and downloads, and the others take its answer: each looking for itself,
-    # they might train on different data, or read what is half written.
+    # Only rank 0 looks for the files, unpacks and downloads, and the other ranks take its answer.
+    # If each rank looked for itself, ranks could train on different data, or read a file that
+    # another rank is still writing.
     look = functools.partial(choose_data, args) if dist.get_rank() == 0 else lambda: None
     answer: list[Any] = [on_all_ranks(look)]
     dist.broadcast_object_list(answer)

@@ -1,4 +1,7 @@
-"""What scripts write: files, tried before the work and whole after it, and colours of figures."""
+"""Output files of scripts, and the colours of figures.
+
+A script checks an output path before its work, and writes the file completely or not at all.
+"""
 
 import argparse
 import contextlib
@@ -12,10 +15,10 @@ from typing import Any
 
 
 def output_file(text: str) -> Path:
-    """A path that can be written, which is tried now rather than after hours of work."""
+    """A path that can be written. Checked now, so that hours of work do not end with an error."""
     path = Path(text)
     if os.path.islink(path):
-        path = Path(os.path.realpath(text))  # what it leads to is replaced
+        path = Path(os.path.realpath(text))  # replace the link's target, not the link
     if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
     if os.path.exists(path) and not os.path.isfile(path):  # a device, a pipe
@@ -37,16 +40,17 @@ def part_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which takes the place of the regular file `path` at the end.
+    """Yields a path to write to. At the end, the written file replaces the regular file `path`.
 
-    It does so when all went well. Whenever the process is killed, nothing else is left.
+    If the block raises, `path` stays as it was. If the process is killed, no partly written file is
+    left.
     """
     part = part_of(path)
     part.unlink(missing_ok=True)
     try:
-        # Without a name until all is written.
+        # The file has no name until it is complete, so the system removes it with the process.
         file = os.open(path.parent, os.O_RDWR | os.O_TMPFILE, 0o666)
-    except (AttributeError, OSError):  # not every system has that, nor every file system
+    except (AttributeError, OSError):  # not every system or file system has O_TMPFILE
         file = None
     try:
         if file is None:
@@ -54,7 +58,9 @@ def replacing(path: Path) -> Iterator[Path]:
         else:
             nameless = Path(f"/proc/self/fd/{file}")
             yield nameless
-            os.link(nameless, part, src_dir_fd=file)  # without the last, Python links the link
+            # With `src_dir_fd`, Python links the file. Without it, Python would link the symbolic
+            # link in /proc.
+            os.link(nameless, part, src_dir_fd=file)
         os.replace(part, path)
     finally:
         if file is not None:
@@ -64,17 +70,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """The same; where the path cannot be written, this ends the script in one line."""
+    """Like `replacing`, but ends the script in one line if the path cannot be written."""
     try:
         with replacing(path) as part:
             yield part
-    except OSError as error:  # the disk is full, say
+    except OSError as error:  # for example, the disk is full
         print(f"error: cannot write {path}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 
 def write_json(path: Path | None, figures: Any, indent: int | None = 2) -> None:
-    """Writes figures to the path of an option that may not be given."""
+    """Writes `figures` as JSON to `path`, the value of an option; None: the option is not given."""
     if path is not None:
         with writing(path) as part:
             part.write_text(json.dumps(figures, indent=indent, default=str) + "\n")
@@ -83,18 +89,18 @@ def write_json(path: Path | None, figures: Any, indent: int | None = 2) -> None:
 # ---------------------------------------------------------------- figures
 
 COLOURS = {
-    # What a rank holds.
+    # Memory of a rank.
     "this rank's parameters": "#1f77b4",
     "optimizer state": "#ff7f0e",
     "gradients": "#2ca02c",
     "unsharded parameters": "#d62728",
     "activations": "#9467bd",
-    # What a rank does.
+    # Work of a rank.
     "forward": "#7f7f7f",
     "backward": "#c7c7c7",
     "all-gather": "#e377c2",
     "reduce-scatter": "#17becf",
-    # What trains the model.
+    # Implementations.
     "DDP": "#8c564b",
     "flatshard": "#111111",
     "flatshard, sockets": "#4d4d4d",
@@ -104,7 +110,7 @@ COLOURS = {
     "DeepSpeed ZeRO-3": "#9edae5",
     "no communication": "#c49c94",
 }
-"""Of all figures, docs/step.svg included: one colour means one thing everywhere."""
+"""Colours in all figures, docs/step.svg included. A colour has the same meaning everywhere."""
 
 PEAK = {"color": "#ececec", "hatch": "///", "edgecolor": "#8a8a8a", "linewidth": 0}
-"""What a step needs on top of persistent memory, where it is not told apart."""
+"""Style of memory that a step needs on top of persistent memory, if not divided further."""

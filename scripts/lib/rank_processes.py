@@ -1,8 +1,8 @@
 """Starts ranks on this machine: `launch` for notebooks, `Ranks` for tests with a time limit.
 
-`Ranks` are processes that run one function after another on gloo ranks, under a hard time limit.
-A process that hangs or dies is an outcome here, not an error: `run` says so, and the next call gets
-new processes. They are forked from a server that has loaded torch and the given modules.
+`Ranks` are processes that run functions on gloo ranks, one after another, with a hard time limit.
+If a process hangs or dies, `run` returns this as an outcome and raises no error. The next call gets
+new processes. The processes are forked from a server that has imported torch and the given modules.
 """
 
 from __future__ import annotations
@@ -54,13 +54,19 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int = 2) -> dict[int
 
 CALLS_PER_PROCESS = 200
 THREADS_PER_PROCESS = 60
-"""Groups that something still holds keep their threads, which wake up all the time."""
+"""A process with more threads is replaced. A process group that is still referenced keeps its
+threads, which wake up all the time."""
 OTHERS_SECONDS = 12.0
-"""After a rank has raised, it ends, as its program would; after as long again, so have others."""
+"""Seconds after the first failure until ranks that have raised are killed, as if their programs had
+ended. After the same time again, `run` stops waiting for the other ranks."""
 
 
 class Said(NamedTuple):
-    """Of one rank: "returned" a value, "raised", "died" (exit code), "hangs" (stack)."""
+    """Outcome of one rank.
+
+    `what` is the value for "returned", a `Raised` for "raised", the exit code for "died" and the
+    stack for "hangs".
+    """
 
     outcome: str
     what: Any
@@ -75,7 +81,7 @@ class Raised(NamedTuple):
 
 
 class Ranks:
-    """Up to ``number`` processes, which are ranks of one call after another."""
+    """Processes that serve as ranks in one call after another; at least ``number`` processes."""
 
     def __init__(self, number: int, preload: Sequence[str] = ()) -> None:
         self._number = number
@@ -89,9 +95,10 @@ class Ranks:
     def run(
         self, function: Callable[..., Any], world: int, *arguments: Any, seconds: float
     ) -> list[Said]:
-        """What each rank says of ``function(*arguments)``, called in a new process group.
+        """Call ``function(*arguments)`` on each rank in a new process group; returns the outcomes.
 
-        The function is named, not pickled: it is at the top of a module that can be imported.
+        The function must be at the top level of a module that can be imported, because the ranks
+        get the function's name.
         """
         if self._num_calls % CALLS_PER_PROCESS == 0 or any(map(_has_many_threads, self._ranks)):
             self.stop()
@@ -109,7 +116,7 @@ class Ranks:
         said = self._collect(ranks, time.monotonic() + seconds)
         with contextlib.suppress(OSError):
             os.remove(store)
-        # What is left of a failure must not meet the next call.
+        # After a failure, end all ranks, so that no leftover state disturbs the next call.
         if any(one.outcome != "returned" for one in said):
             self.stop()
         return said
@@ -146,10 +153,11 @@ class Ranks:
         ours, theirs = self._context.Pipe()
         stacks = f"{self._folder.name}/stack-{len(self._ranks)}"
         process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
-        # Python 3.11's fork server does not take over sys.path before it preloads.
+        # In Python 3.11, the fork server preloads modules before it takes over sys.path. So pass
+        # sys.path as PYTHONPATH.
         path = os.pathsep.join(filter(None, sys.path))
-        # Ctrl-C is for the script, which ends its ranks: the server, and ranks after it, inherit
-        # this mask.
+        # On Ctrl-C, the script ends its ranks. Block SIGINT here, because the fork server and the
+        # ranks inherit this mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with mock.patch.dict(os.environ, PYTHONPATH=path):
@@ -170,13 +178,13 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_over = True
-        if kind is KeyboardInterrupt:  # threads may wait for it
+        if kind is KeyboardInterrupt:  # other threads may be waiting for the fork server
             _end_server()
         self.stop()
         self._folder.cleanup()
 
     def stop(self) -> None:
-        """End all ranks; the next call starts others."""
+        """End all ranks. The next call starts new ranks."""
         for process, _ in self._ranks:
             process.kill()
         for process, pipe in self._ranks:
@@ -187,12 +195,12 @@ class Ranks:
 
 @atexit.register
 def _end_server() -> None:
-    """Else it would first load all that it was told to, for nobody, before it ends."""
+    """Kill the fork server: otherwise it would first finish its imports, and then end."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()  # waits
+        server._stop()  # waits for the end of the process
 
 
 def _has_many_threads(rank: tuple[Any, Any]) -> bool:
@@ -207,16 +215,18 @@ def _serve(pipe: Any, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    tempfile.tempdir = os.path.dirname(stacks)  # it is removed; a rank is killed
+    # The parent removes this folder. A rank is killed, and cannot remove its temporary files.
+    tempfile.tempdir = os.path.dirname(stacks)
     silent = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(silent, descriptor)
-    warnings.simplefilter("ignore")  # of checkpoints without gradients, and of slow settings
+    # Ignore warnings about checkpoints without gradients, and about slow settings.
+    warnings.simplefilter("ignore")
     with open(stacks, "w") as file, contextlib.suppress(EOFError, ConnectionError):
         faulthandler.register(signal.SIGUSR1, file)
         faulthandler.enable(file)
         while True:
-            gc.freeze()  # a collection in a call need not look at what was there before
+            gc.freeze()  # garbage collections in the call skip older objects, and take less time
             pipe.send(_call(*pipe.recv()))
 
 
@@ -229,7 +239,7 @@ def _call(
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    # Its own limit is longer: what hangs is to be seen hanging.
+    # The group's timeout is longer than `seconds`, so that the caller sees a rank that hangs.
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),

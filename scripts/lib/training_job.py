@@ -1,7 +1,8 @@
-"""What the training scripts beside this one share: options, ranks, checkpoints and logs.
+"""Code of the training scripts: options, ranks, checkpoints and logs.
 
-A script reads its options with a `Parser`, and hands them and a function to `start`, which runs
-`function(args, device)` on every rank: on those that torchrun has started, or on its own.
+A script reads its options with a `Parser`, and passes the options and a function to `start`.
+`start` runs `function(args, device)` on every rank. Either torchrun has started the ranks, or
+`start` starts them on this machine.
 """
 
 import argparse
@@ -35,47 +36,66 @@ Job = Callable[[argparse.Namespace, torch.device], None]
 
 def add_ways(add: Callable[..., Any]) -> None:
     """Adds the options of ranks, strategy and transport."""
-    add("--world-size", type=at_least(1), help="ranks to start here (one per GPU, or 1)")
-    add("--strategy", choices=[one.name for one in ShardingStrategy], default="FULL_SHARD")
-    add("--ddp", action="store_true", help="replicate with DistributedDataParallel instead")
+    add(
+        "--world-size",
+        type=at_least(1),
+        help="number of ranks to start on this machine (default: one per GPU, or 1)",
+    )
+    add(
+        "--strategy",
+        choices=[one.name for one in ShardingStrategy],
+        default="FULL_SHARD",
+        help="sharding strategy (default: FULL_SHARD)",
+    )
+    add("--ddp", action="store_true", help="train with DistributedDataParallel instead")
     add(
         "--collectives",
         choices=["auto", "sockets", "native"],
         default="auto",
-        help="transport (auto: shared memory for ranks on one host where possible)",
+        help="transport on gloo (default: auto, shared memory for ranks on one host if possible)",
     )
 
 
 def add_files(add: Callable[..., Any]) -> None:
     """Adds the options of checkpoints and logs."""
     path = {"type": output_file, "metavar": "PATH"}
-    add("--save", **path, help="write model, optimizer and progress there")
+    add("--save", **path, help="after training, write model, optimizer and progress to PATH")
     add(
         "--resume",
         type=input_file,
         nargs="?",
         const=LATEST,
         metavar="PATH",
-        help="resume with any world size: from a file of --save, else from the last checkpoint",
+        help="resume, with any world size, from a file of --save; without PATH, from the last "
+        "checkpoint in --checkpoint-dir",
     )
-    add("--checkpoint-dir", type=directory, metavar="DIR", help="save checkpoints there")
-    add("--checkpoint-every", type=at_least(1), default=100, metavar="N", help="steps (100)")
-    add("--log-file", **path, help="write lines of JSON there; --resume appends")
-    add("--progress", action="store_true", help="show the progress bar also outside a terminal")
+    add("--checkpoint-dir", type=directory, metavar="DIR", help="save checkpoints in DIR")
+    add(
+        "--checkpoint-every",
+        type=at_least(1),
+        default=100,
+        metavar="N",
+        help="save a checkpoint every N steps (default: 100)",
+    )
+    add("--log-file", **path, help="write lines of JSON to PATH; with --resume, append")
+    add("--progress", action="store_true", help="show the progress bar even outside a terminal")
 
 
 LATEST = True
-"""What `--resume` is without a file: from the last checkpoint."""
+"""Value of `--resume` without a path: resume from the last checkpoint."""
 
 
 def set_world_size(args: argparse.Namespace) -> None:
-    """Sets the number of ranks."""
+    """Sets `args.world_size` to the number of ranks."""
     if args.resume == LATEST and not args.checkpoint_dir:
         stop("--resume: needs a file, or --checkpoint-dir")
     if "LOCAL_RANK" in os.environ:  # torchrun has started the ranks
         world_size = int(os.environ["WORLD_SIZE"])
         if args.world_size not in (None, world_size):
-            stop(f"--world-size {args.world_size}, but torchrun has started {world_size} ranks")
+            stop(
+                f"--world-size {args.world_size}, but torchrun has started {world_size} ranks: "
+                "remove --world-size"
+            )
         args.world_size = world_size
     elif args.world_size is None:
         args.world_size = max(1, torch.cuda.device_count())
@@ -85,14 +105,17 @@ def set_world_size(args: argparse.Namespace) -> None:
 
 
 class Refused(Exception):
-    """The job's options or files do not allow it."""
+    """The job cannot run with these options or files."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())  # one line
 
 
 def on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Returns what each rank's own work does; refused on one rank, it ends all. Collective."""
+    """Runs `work` on every rank, and returns each rank's own result. Collective.
+
+    If `work` raises `Refused` on one rank, ends all ranks.
+    """
     result, refusal = None, None
     try:
         result = work()
@@ -106,7 +129,7 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 
 
 def say(thing: object, show: Callable[..., None] = print) -> None:
-    """Prints on rank 0 alone, at once also into a pipe."""
+    """Prints on rank 0 only, and flushes, so that a pipe gets the line at once."""
     if dist.get_rank() == 0:
         show(thing, flush=True)
 
@@ -118,9 +141,10 @@ def connect(init_method: str) -> torch.device:
     )
     group: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if os.environ.get("GROUP_WORLD_SIZE") == "1" and init_method == "env://":
-        # torchrun's store outlives a restart, and has the addresses of ranks that are gone: those
-        # who read one before it is overwritten would hang. (On several hosts restarts are counted
-        # apart; see docs/checkpoints.md.)
+        # torchrun's store outlives a restart, and still has the addresses of ranks that have ended.
+        # A rank that reads such an address before it is overwritten would hang. So use a separate
+        # prefix for each restart. (On several hosts each torchrun counts restarts separately; see
+        # docs/checkpoints.md.)
         store, *_ = next(dist.rendezvous(init_method))
         restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
         group["store"] = dist.PrefixStore(f"restart-{restarts}", store)
@@ -136,7 +160,7 @@ def connect(init_method: str) -> torch.device:
 
 
 def about_ranks(device: torch.device) -> str:
-    """Returns a line: how many there are, and where."""
+    """Returns a line of text: the number of ranks, their device and backend."""
     if device.type == "cuda":
         return f"{dist.get_world_size()} on GPUs, NCCL"
     gpus, needed = torch.cuda.device_count(), os.environ["LOCAL_WORLD_SIZE"]
@@ -145,7 +169,7 @@ def about_ranks(device: torch.device) -> str:
 
 
 def held_bytes(tensors: Iterable[Any]) -> int:
-    """Returns the bytes that this rank holds of them: of a sharded one, its own part."""
+    """Returns the bytes of `tensors` on this rank; a sharded tensor counts with its local part."""
     parts = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -155,7 +179,7 @@ def held_bytes(tensors: Iterable[Any]) -> int:
 
 @contextlib.contextmanager
 def log_to(args: argparse.Namespace) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields what writes a line of JSON; on rank 0 alone it does."""
+    """Yields a function that writes a line of JSON on rank 0, and does nothing on other ranks."""
     if args.log_file is None or dist.get_rank() != 0:
         yield lambda line: None
         return
@@ -164,23 +188,22 @@ def log_to(args: argparse.Namespace) -> Iterator[Callable[[dict[str, Any]], None
         def log(line: dict[str, Any]) -> None:
             try:
                 print(json.dumps(line, default=str), file=file, flush=True)
-            except OSError as error:  # the disk is full, say
+            except OSError as error:  # for example, the disk is full
                 refuse_alone(f"--log-file: cannot write {args.log_file}: {error.strerror}")
 
         yield log
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model whose names are the unwrapped model's."""
+    """Returns the model whose parameters have the names of the unwrapped model."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def save(path: Path, model: nn.Module, optimizer: Any, **progress: Any) -> None:
     """Writes full tensors by name, so that any world size can resume. Collective.
 
-    Rank 0 alone holds them, in host memory.
-
-    Where it cannot be written, this ends all ranks.
+    Only rank 0 holds the full tensors, in host memory. If the file cannot be written, ends all
+    ranks.
     """
     plain = unwrapped(model)
     state = {
@@ -194,32 +217,35 @@ def save(path: Path, model: nn.Module, optimizer: Any, **progress: Any) -> None:
             try:
                 with replacing(path) as part:
                     torch.save(state, part)
-            except (OSError, RuntimeError) as error:  # torch's own, where the disk is full
+            # If the disk is full, torch raises RuntimeError.
+            except (OSError, RuntimeError) as error:
                 raise Refused(f"--save: cannot write {path}: {error}") from error
 
     on_all_ranks(write)
 
 
 def read_checkpoint(path: Path, *progress: str) -> dict[str, Any]:
-    """Returns what `save` has written.
+    """Reads a file of `save`.
 
     Raises:
-        Refused: the file cannot be read, or is no checkpoint with this progress.
+        Refused: the file cannot be read, or is not a checkpoint with the entries of `progress`.
     """
     try:
         state = torch.load(path, map_location="cpu")
-    except Exception as error:  # a broken file can break the reader in any way
+    except Exception as error:  # with a damaged file, `torch.load` may raise any exception
         raise Refused(f"--resume: {path} cannot be read ({type(error).__name__})") from error
     needed = ("model", "optimizer", *progress)
     missing = [key for key in needed if not isinstance(state, dict) or key not in state]
     if missing:
-        raise Refused(f"--resume: {path} is no checkpoint of this script: it has no {missing[0]!r}")
+        raise Refused(f"--resume: {path} is not a checkpoint of this script: no {missing[0]!r}")
     for key, kind in {"model": dict, "optimizer": dict, "sizes": dict}.items():
         if not isinstance(state.get(key, {}), kind):
-            raise Refused(f"--resume: {path} is no checkpoint of this script: {key!r} is no dict")
+            raise Refused(
+                f"--resume: {path} is not a checkpoint of this script: {key!r} is not a dict"
+            )
     for key in progress:
         if key != "sizes" and not (type(state[key]) is int and state[key] >= 0):
-            raise Refused(f"--resume: {path}: {key!r} is no number of steps: {state[key]!r}")
+            raise Refused(f"--resume: {path}: {key!r} is not a number of steps: {state[key]!r}")
     return state
 
 
@@ -227,7 +253,7 @@ def check_fits(path: Path, state: dict[str, Any], plain: nn.Module) -> None:
     """Compares a checkpoint with the unwrapped model.
 
     Raises:
-        Refused: it is another model's.
+        Refused: the checkpoint is from another model.
     """
     there, here = (
         {
@@ -238,14 +264,17 @@ def check_fits(path: Path, state: dict[str, Any], plain: nn.Module) -> None:
     )
     for name in (*here, *there):
         if there.get(name) != here.get(name):
-            shapes = f"{name} is {there.get(name, 'missing')}, here {here.get(name, 'missing')}"
-            raise Refused(f"--resume: {path} is of another model: {shapes}")
+            shapes = (
+                f"{name} is {there.get(name, 'missing')} in the file and "
+                f"{here.get(name, 'missing')} in the model"
+            )
+            raise Refused(f"--resume: {path} is from another model: {shapes}")
 
 
 def resume(path: Path, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
     """Gives every rank its part of a checkpoint. Collective.
 
-    Where it is not this optimizer's, this ends all ranks.
+    If the checkpoint is from another optimizer, ends all ranks.
     """
     plain = unwrapped(model)
     plain.load_state_dict(state["model"])
@@ -255,15 +284,15 @@ def resume(path: Path, model: nn.Module, optimizer: Any, state: dict[str, Any]) 
             ShardedWrapper.optim_state_dict_to_load(
                 plain, optimizer, state["optimizer"], load_directly=True
             )
-        # All ranks have read the same, and refuse the same.
+        # All ranks have read the same file, so all ranks raise here.
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Refused(f"--resume: {path} is of another optimizer: {error!r}") from error
+            raise Refused(f"--resume: {path} is from another optimizer: {error!r}") from error
 
     on_all_ranks(load)
 
 
 class Checkpoints:
-    """Saves the job every `--checkpoint-every` steps, and once where SIGTERM asks for its end."""
+    """Saves the job every `--checkpoint-every` steps, and once more when SIGTERM arrives."""
 
     def __init__(
         self, args: argparse.Namespace, model: nn.Module, optimizer: Any, scheduler: Any = None
@@ -272,14 +301,15 @@ class Checkpoints:
         self.every, self.resumes = args.checkpoint_every, args.resume == LATEST
         self.training = model, optimizer
         self.scheduler, self.is_stopping, self.is_asked = scheduler, False, False
-        if self.folder:  # as preempted machines, and torchrun for them, ask
+        # A machine that is preempted, or torchrun on the machine, sends SIGTERM.
+        if self.folder:
             signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, *_: Any) -> None:
         self.is_asked = True
 
     def resume(self) -> dict[str, Any]:
-        """Continues from the last checkpoint; returns what was saved beside. Collective."""
+        """Resumes from the last checkpoint, and returns the checkpoint's `extra`. Collective."""
         path = checkpoint.latest(self.folder) if self.folder and self.resumes else None
         if path is None:
             return {}
@@ -289,13 +319,13 @@ class Checkpoints:
             stop(" ".join(str(error).split()))
 
     def until_next(self, steps: range) -> range:
-        """Returns those of the steps that come before the next checkpoint."""
+        """Returns the first of `steps`, up to the next checkpoint."""
         return steps[: self.every - steps.start % self.every] if self.folder else steps
 
     def must_stop(self) -> bool:
-        """Whether a rank was asked to end; all ranks hear of it at the same step. Collective."""
+        """Whether any rank has received SIGTERM; equal on all ranks. Collective."""
         if self.folder and not self.is_stopping:
-            # On the device that the group communicates with.
+            # NCCL can reduce only tensors on a GPU.
             asked = torch.tensor(self.is_asked, dtype=torch.int32)
             asked = asked.to("cuda") if dist.get_backend() == "nccl" else asked
             dist.all_reduce(asked, dist.ReduceOp.MAX)
@@ -303,7 +333,7 @@ class Checkpoints:
         return self.is_stopping
 
     def after_step(self, step: int, **extra: Any) -> None:
-        """Saves when it is time to; ends the job where a rank was asked to. Collective."""
+        """Saves if a checkpoint is due; ends the job if a rank has received SIGTERM. Collective."""
         must_stop = self.must_stop()
         if self.folder and (must_stop or step % self.every == 0):
             path = self.folder / f"step-{step:08d}"
@@ -327,28 +357,29 @@ class Checkpoints:
 
 
 def start(job: Job, args: argparse.Namespace) -> None:
-    """Does the job: as a rank that torchrun has started, or on ranks of this machine."""
+    """Runs the job, on the ranks that torchrun has started or on new ranks of this machine."""
     if "LOCAL_RANK" in os.environ:
         take_part(job, args, "env://")
     launch(job, args)
 
 
 def take_part(job: Job, args: argparse.Namespace, init_method: str) -> NoReturn:
-    """Does the job as one of the ranks."""
+    """Runs the job on this rank, and ends the process."""
     status = 0
     device = connect(init_method)
     try:
         job(args, device)
-    except SystemExit as stopped:  # by `stop`, on all ranks alike
+    except SystemExit as stopped:  # from `stop`, on all ranks
         status = stopped.code
-    # Whoever started the ranks ends the others when the first is gone: not before all is said.
+    # After the first rank has ended, the launcher may kill the other ranks. Wait until all ranks
+    # have printed everything.
     dist.barrier()
     dist.destroy_process_group()
     leave(status)
 
 
 def refuse_alone(message: str) -> NoReturn:
-    """`stop` of one rank, which does not wait for the others: those wait for it elsewhere."""
+    """Stops this rank without waiting for the other ranks, which wait in another collective."""
     try:
         stop(message)
     finally:
@@ -356,13 +387,13 @@ def refuse_alone(message: str) -> NoReturn:
 
 
 def leave(status: Any) -> NoReturn:
-    """Ends this rank, whose work is done and written.
+    """Ends this rank after its work is done and its files are written.
 
-    Without the interpreter's own end, in which a backend's thread that still wants the interpreter
-    is killed, and with it, now and then, the whole process ("terminate called without an active
-    exception").
+    Skips the shutdown of the Python interpreter. In the shutdown, Python kills a backend's thread
+    that still needs the interpreter, which sometimes ends the process with SIGABRT ("terminate
+    called without an active exception").
     """
-    atexit._run_exitfuncs()  # what Python's own modules put there, such as giving semaphores back
+    atexit._run_exitfuncs()  # Python's own modules need these, for example to free semaphores
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -376,7 +407,7 @@ def run_rank(rank: int, job: Job, args: argparse.Namespace, init_method: str) ->
 
 
 def launch(job: Job, args: argparse.Namespace) -> None:
-    """Starts the ranks on this machine."""
+    """Starts the ranks on this machine, and waits until they have ended."""
     threads = max(1, (os.cpu_count() or 1) // args.world_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     with tempfile.TemporaryDirectory() as folder:
@@ -384,13 +415,14 @@ def launch(job: Job, args: argparse.Namespace) -> None:
 
 
 def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int) -> None:
-    """Runs `work(rank, *arguments)` as so many processes.
+    """Runs `work(rank, *arguments)` in `world_size` processes.
 
-    When one dies, ends the others and this one, and says which it was.
+    If a rank dies, ends the other ranks and this process, and prints the number of the rank.
     """
-    # That it ends the others, too: here is said why.
+    # Hide torch's log of the ranks that it ends, because this function prints the reason.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    # Ctrl-C reaches all of the terminal's processes: it is for this one to end the ranks.
+    # Ctrl-C reaches all processes of the terminal. Let the ranks ignore it, because this process
+    # ends the ranks.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ranks = mp.spawn(work, arguments, nprocs=world_size, join=False)
     signal.signal(signal.SIGINT, handler)
@@ -400,7 +432,7 @@ def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int
     except mp.ProcessRaisedException as error:
         sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
     except mp.ProcessExitedException as error:
-        if error.exit_code == 2:  # the rank has said why
+        if error.exit_code == 2:  # the rank has printed the reason
             sys.exit(2)
         how = error.signal_name or f"exit status {error.exit_code}"
         sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
@@ -409,5 +441,5 @@ def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int
             process.kill()
         raise
     finally:
-        for file in ranks.error_files:  # the tracebacks of ranks that others made fail
+        for file in ranks.error_files:  # ranks that failed after the first rank leave tracebacks
             Path(file).unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""Measures saving and loading a model and its AdamW state, beside the disk's own speed.
+"""Measures saving and loading of a model and its AdamW state, beside the speed of the disk.
 
     python scripts/measure/checkpoints.py --world-size 2 --folder /tmp
 
-flatshard.checkpoint (also with verify=False: unverified), FSDP1 and FSDP2 (both by
-torch.distributed.checkpoint, sharded) and torch.save of an unwrapped model on rank 0 take turns, on
-this machine's CPU (gloo). `dd` writes as many bytes and syncs them. Files are dropped from the page
-cache before they are loaded. Prints the fastest run's seconds and GB/s, the CPU seconds of all
-ranks, the collectives of a save, and the peak RSS above the RSS before.
+These implementations take turns on this machine's CPU (gloo): flatshard.checkpoint (`unverified`:
+with verify=False), FSDP1 and FSDP2 (both with sharded torch.distributed.checkpoint), and torch.save
+of an unwrapped model on rank 0. `dd` writes and syncs the same number of bytes. Files are dropped
+from the page cache before they are loaded. Prints seconds and GB/s of the fastest run, the CPU
+seconds of all ranks, the collectives of a save, and how much the peak RSS is above the RSS before.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import measuring  # first: it may end this
+import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from construction import build_flatshard, build_fsdp1, build_fsdp2
@@ -103,7 +103,7 @@ WAYS: dict[str, Way] = {
 
 
 def evict(path: Path) -> None:
-    """Drop written files from the page cache, so that they are read from the disk."""
+    """Drop files from the page cache, so that the next read comes from the disk."""
     for one in path.rglob("*") if path.is_dir() else [path]:
         if one.is_file():
             with one.open("rb") as file:
@@ -111,7 +111,10 @@ def evict(path: Path) -> None:
 
 
 def measured(work: Callable[..., None], *given: Any) -> dict[str, float]:
-    """Seconds of the slowest rank, and the peak RSS of the rank above that before."""
+    """Run ``work``; returns seconds of the slowest rank, and this rank's CPU seconds and peak RSS.
+
+    The peak RSS is the increase over the RSS before.
+    """
     dist.barrier()
     reset_peak()
     before, start, cpu = resident_bytes("VmRSS"), time.perf_counter(), time.process_time()
@@ -124,7 +127,7 @@ def measured(work: Callable[..., None], *given: Any) -> dict[str, float]:
 
 
 def run_dd(path: Path, num_bytes: int) -> dict[str, dict[str, float]]:
-    """What dd takes to write and sync so many bytes, and to read them, on rank 0."""
+    """Figures of `dd` on rank 0, for writing and syncing ``num_bytes``, and for reading them."""
 
     def run(*arguments: str) -> None:
         if dist.get_rank() == 0:
@@ -141,7 +144,7 @@ def run_dd(path: Path, num_bytes: int) -> dict[str, dict[str, float]]:
 
 
 def count_calls(work: Callable[..., None], *given: Any) -> dict[str, int]:
-    """How often `work` calls the collectives of torch.distributed, and flatshard's recorder."""
+    """Number of calls of each collective in ``work``, of torch.distributed and in the recorder."""
     calls: Counter[str] = Counter()
     names = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "broadcast", "gather")
     names += ("reduce_scatter_tensor", "scatter", "all_to_all_single", "all_gather", "barrier")
@@ -163,7 +166,7 @@ def count_calls(work: Callable[..., None], *given: Any) -> dict[str, int]:
 
 
 def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
-    warnings.simplefilter("ignore")  # the other wrappers' deprecations
+    warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
     folder = args.folder / "flatshard-measured"
     sides: dict[str, tuple[nn.Module, Any]] = {}
     for build in {WAYS[name][0] for name in args.impl}:
@@ -175,7 +178,8 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
             for param in model.parameters():
                 param.normal_(std=0.02)
         optimizer = torch.optim.AdamW(model.parameters())
-        # Random state: zeros would be pages that do not exist.
+        # Use random gradients, so that the state is not zeros. Pages of zeros might not exist in
+        # memory.
         for param in model.parameters():
             param.grad = torch.zeros_like(param).normal_()
         optimizer.step()
@@ -186,8 +190,8 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
         name: [] for name in ["dd", *args.impl]
     }
     calls: dict[str, dict[str, int]] = {}
-    for repeat in range(args.repeat + 1):  # the first one warms up
-        # Whoever comes first finds another page cache: each does, in turn.
+    for repeat in range(args.repeat + 1):  # the first round is a warm-up
+        # Rotate the order, because the first implementation of a round finds another page cache.
         names = args.impl
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             build, save, load = WAYS[name]
@@ -224,7 +228,7 @@ def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
     num_bytes = ranks[0]["bytes"]
     title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, fastest of {args.repeat}"
     made = measuring.table(
-        title, "way", *("save s", "GB/s", "CPU s", "MiB"), *("load s", "GB/s", "CPU s", "MiB")
+        title, "", *("save s", "GB/s", "CPU s", "MiB"), *("load s", "GB/s", "CPU s", "MiB")
     )
     for name, own in ranks[0]["figures"].items():
         row: list[str] = []
@@ -246,13 +250,27 @@ def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
-    add("--layers", type=at_least(1), default=10)
-    add("--width", type=at_least(16), default=1024)
-    add("--world-size", type=at_least(2), default=2)
-    add("--repeat", type=at_least(1), default=5, help="how often; the fastest counts (5)")
-    add("--folder", type=directory, default=Path("."), help="on the disk to measure (here)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write the figures there")
+    add(
+        "--impl",
+        default=",".join(WAYS),
+        help=f"implementations, separated by commas (default: {','.join(WAYS)})",
+    )
+    add("--layers", type=at_least(1), default=10, help="number of blocks (default: 10)")
+    add("--width", type=at_least(16), default=1024, help="width of the model (default: 1024)")
+    add("--world-size", type=at_least(2), default=2, help="ranks to start (default: 2)")
+    add(
+        "--repeat",
+        type=at_least(1),
+        default=5,
+        help="number of rounds; the fastest counts (default: 5)",
+    )
+    add(
+        "--folder",
+        type=directory,
+        default=Path("."),
+        help="folder on the disk to measure (default: the current folder)",
+    )
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     measuring.require_proc(parser)

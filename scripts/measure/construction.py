@@ -2,10 +2,11 @@
 
     python scripts/measure/construction.py --layers 24 --width 1792 --world-size 2
 
-A decoder of transformer blocks is made on the meta device and wrapped, a unit per block, by
-flatshard and by torch's FSDP1 and FSDP2, each in fresh processes on this machine's CPU (gloo).
-Prints the seconds from the meta model to a model that can train, and the peak RSS above the RSS
-before. The shards and one unit are the least that any way needs.
+Builds a decoder of transformer blocks on the meta device, and wraps it with one unit per block, by
+flatshard and by torch's FSDP1 and FSDP2. Each run has new processes on this machine's CPU (gloo).
+Prints the seconds from the meta model to a model that can train, and how much the peak RSS is above
+the RSS before wrapping. Every implementation needs at least the memory of its shards and of one
+unit.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import measuring  # first: it may end this
+import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from benchmark import Block
@@ -69,8 +70,8 @@ WAYS: dict[str, Callable[[Decoder], nn.Module]] = {
 
 
 def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    warnings.simplefilter("ignore")  # the other wrappers' deprecations
-    # A wrapper imports modules and starts threads once: that is not counted.
+    warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
+    # Wrap a tiny model first, so that imports and new threads do not count.
     with torch.device("meta"):
         tiny = Decoder(1, 16, 16)
     WAYS[way](tiny)
@@ -101,7 +102,7 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of the rank with the highest peak."""
+    """Measure one implementation; returns the figures of the rank with the highest peak."""
     ranks = measuring.figures_of_ranks(measure_rank, args.world_size, way, args)
     return max(ranks, key=lambda figures: figures["peak"])
 
@@ -118,28 +119,39 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits with 2 on a bad one."""
+    """Read the command line. Exits with status 2 if an option is wrong."""
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
-    add("--world-size", type=int, default=2, help="ranks to start on this machine (2)")
-    add("--layers", type=int, default=4, help="blocks (4)")
-    add("--width", type=int, default=512, help="of the model (512)")
-    add("--vocabulary", type=int, default=8192, help="tokens (8192)")
-    add("--dtype", choices=DTYPES, default="float32", help="of the parameters (float32)")
-    add("--rounds", type=int, default=1, help="how often; the fastest counts (1)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures, in bytes")
+    add(
+        "--impl",
+        default=",".join(WAYS),
+        help=f"implementations, separated by commas (default: {','.join(WAYS)})",
+    )
+    add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
+    add("--layers", type=int, default=4, help="number of blocks (default: 4)")
+    add("--width", type=int, default=512, help="width of the model (default: 512)")
+    add("--vocabulary", type=int, default=8192, help="tokens in the vocabulary (default: 8192)")
+    add("--dtype", choices=DTYPES, default="float32", help="parameters' dtype (default: float32)")
+    add("--rounds", type=int, default=1, help="number of runs; the fastest counts (default: 1)")
+    add(
+        "--json",
+        type=measuring.output_file,
+        metavar="PATH",
+        help="write all figures, in bytes, to PATH",
+    )
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     if min(args.world_size, args.layers, args.width, args.vocabulary, args.rounds) < 1:
-        parser.error("numbers must be at least 1")
+        parser.error(
+            "--world-size, --layers, --width, --vocabulary and --rounds must be at least 1"
+        )
     measuring.require_proc(parser)
     return args
 
 
 if __name__ == "__main__":
     args = parse_args()
-    # Interleaved, so that a busy machine is busy for all of them.
+    # Alternate between implementations, so that other load on the machine affects all of them.
     runs = [[measure(way, args) for way in args.impl] for _ in range(args.rounds)]
     rows = [min(of_way, key=lambda run: run["seconds"]) for of_way in zip(*runs, strict=True)]
     show(rows)

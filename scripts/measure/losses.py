@@ -1,16 +1,17 @@
-"""Prints the losses of short trainings to the last bit, a line for each way to shard.
+"""Prints the losses of short trainings to the last bit, one line for each setting.
 
 torchrun --standalone --nproc-per-node 2 scripts/measure/losses.py > losses.txt
 
-Two commits that compute the same print the same: `diff` their files. A small transformer is trained
-in float32 with SGD and momentum, for each strategy, transport, precision and policy below.
+To check that two commits compute the same, run the script in both and compare the files with
+`diff`. The script trains a small transformer in float32 with SGD and momentum, for each strategy,
+transport, precision and policy.
 """
 
 import functools
 import os
 import warnings
 
-import measuring  # first: it may end this
+import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from lib.command_line import stop
@@ -24,7 +25,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Block(nn.TransformerEncoderLayer):
-    """One layer, without dropout."""
+    """A transformer layer without dropout, which is one unit."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
@@ -100,9 +101,10 @@ def _loss(model: nn.Module, words: Tensor) -> Tensor:
 def main() -> None:
     measuring.Parser(__doc__).parse_args()
     if "RANK" not in os.environ:
-        stop("start it with torchrun --standalone --nproc-per-node 2")
+        stop("start this script with torchrun --standalone --nproc-per-node 2")
     dist.init_process_group("gloo")
-    os.environ["LOCAL_WORLD_SIZE"] = str(max(1, dist.get_world_size() // 2))  # nodes for HYBRID
+    # HYBRID strategies take half of the ranks for a node.
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(1, dist.get_world_size() // 2))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name, settings in WAYS.items():

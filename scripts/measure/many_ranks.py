@@ -1,12 +1,14 @@
-"""Trains on many ranks of this machine, and resumes from their checkpoint on a few.
+"""Trains on many ranks of this machine, and resumes from their checkpoint on a few ranks.
 
     python scripts/measure/many_ranks.py --ranks 32 --resume-on 3
 
-A small model in float64 is wrapped on gloo ranks, trained with SGD and momentum, saved, and trained
-further. Then as many other ranks as --resume-on says load the checkpoint and train the same steps.
-Every step has the same rows, divided over the ranks. All losses must be the losses of the unwrapped
-model in one process that trains on all rows. Prints a line for each way to shard: the seconds of
-the slowest rank, and the largest difference of a loss. Exits with 1 if a way fails.
+Wraps a small model in float64 on gloo ranks, trains it with SGD and momentum, saves it, and
+continues the training. Then `--resume-on` other ranks load the checkpoint and train the same steps.
+Every step has the same rows, divided over the ranks. All losses must equal the losses of the
+unwrapped model, which one process trains on all rows.
+
+Prints a line for each setting, with the seconds of the slowest rank and the largest difference of a
+loss. The exit status is 1 if a setting fails.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import measuring  # noqa: F401  (first: it may end this)
+import measuring  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser, at_least, positive_number
@@ -30,9 +32,9 @@ from flatshard import ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 
 WIDTH, LAYERS = 24, 6
-SAVED, STEPS = 3, 6  # steps before the checkpoint, and all
-TOLERANCE = 1e-10  # of losses in float64; sums over ranks have another order
-RANKS_PER_NODE = 8  # for HYBRID strategies: as if so many shared a host
+SAVED, STEPS = 3, 6  # number of steps before the checkpoint, and of all steps
+TOLERANCE = 1e-10  # for losses in float64; the order of sums depends on the number of ranks
+RANKS_PER_NODE = 8  # HYBRID strategies take 8 ranks for a node
 WAYS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
     "FULL_SHARD, sockets": {"collectives": "sockets"},
@@ -43,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    """A residual layer with a buffer that all ranks must agree on."""
+    """A residual layer with a buffer, whose values must be the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ def new_model() -> nn.Module:
 
 
 def rows_of(step: int, num_rows: int) -> Tensor:
-    """The inputs of a step, on all ranks together."""
+    """Inputs of a step for all ranks together."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(num_rows, WIDTH, generator=generator, dtype=torch.float64)
 
@@ -79,7 +81,7 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def expected_losses(num_rows: int) -> list[float]:
-    """The losses of the unwrapped model."""
+    """Train the unwrapped model on all rows; returns the losses."""
     model = new_model()
     optimizer = new_optimizer(model)
     return [train(model, optimizer, rows_of(step, num_rows)) for step in range(STEPS)]
@@ -92,7 +94,8 @@ def run_rank(way: str, folder: str, num_rows: int, resumes: bool) -> dict[str, A
     """Train on this rank's rows; returns the mean losses of all ranks, and seconds."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seconds: dict[str, float] = {}
-    settings = {"coalesce_bytes": 0, **WAYS[way]}  # or so small a model would be one unit
+    # Without coalescing, because coalescing would make this small model a single unit.
+    settings = {"coalesce_bytes": 0, **WAYS[way]}
     if resumes and size % RANKS_PER_NODE:
         settings.pop("sharding_strategy", None)  # a checkpoint loads into any strategy
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)
@@ -122,7 +125,7 @@ def run_rank(way: str, folder: str, num_rows: int, resumes: bool) -> dict[str, A
 
 
 def run_ranks(ranks: Ranks, size: int, limit: float, *arguments: Any) -> list[dict[str, Any]]:
-    """What every rank returns; raises RuntimeError for the first rank that does not."""
+    """Run `run_rank` on all ranks; raises RuntimeError for the first rank that did not return."""
     said = ranks.run(run_rank, size, *arguments, seconds=limit)
     for rank, one in enumerate(said):
         if one.outcome != "returned":
@@ -131,8 +134,8 @@ def run_ranks(ranks: Ranks, size: int, limit: float, *arguments: Any) -> list[di
 
 
 def check(way: str, ranks: Ranks, options: Any) -> str:
-    """Run one way; returns a line about it. Raises RuntimeError if it fails."""
-    # As many rows for each rank of both runs.
+    """Check one setting; returns a line of text. Raises RuntimeError if the check fails."""
+    # A number of rows that both numbers of ranks divide.
     num_rows = math.lcm(options.ranks, options.resume_on)
     expected, worst = expected_losses(num_rows), 0.0
     slowest: dict[str, float] = {}
@@ -151,19 +154,29 @@ def check(way: str, ranks: Ranks, options: Any) -> str:
                     key = f"{name} on {size}" if resumes else name
                     slowest[key] = max(seconds, slowest.get(key, 0.0))
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in slowest.items())
-    return f"{way}: {STEPS} losses right to {worst:.0e}; {times}"
+    return f"{way}: {STEPS} losses correct to {worst:.0e}; {times}"
 
 
 def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--ranks", type=at_least(2), default=32, help="that train and save (32)")
-    add("--resume-on", type=at_least(1), default=3, help="ranks that load the checkpoint (3)")
-    add("--way", nargs="+", choices=WAYS, default=list(WAYS), help="which (all)")
-    add("--timeout", type=positive_number, default=300.0, help="seconds for a run (300)")
+    add("--ranks", type=at_least(2), default=32, help="ranks that train and save (default: 32)")
+    add(
+        "--resume-on",
+        type=at_least(1),
+        default=3,
+        help="ranks that load the checkpoint and continue (default: 3)",
+    )
+    add("--way", nargs="+", choices=WAYS, default=list(WAYS), help="settings to try (default: all)")
+    add(
+        "--timeout",
+        type=positive_number,
+        default=300.0,
+        help="time limit of a run in seconds (default: 300)",
+    )
     options = parser.parse_args()
     if options.ranks % RANKS_PER_NODE:
-        parser.error(f"--ranks: a multiple of {RANKS_PER_NODE}, for HYBRID strategies")
+        parser.error(f"--ranks must be a multiple of {RANKS_PER_NODE}, for HYBRID strategies")
     failed = 0
     with Ranks(options.ranks, preload=["many_ranks", "torch.distributed.checkpoint"]) as ranks:
         for way in options.way:

@@ -1,4 +1,4 @@
-"""What the scripts beside this one share: options, ranks that write figures, memory and tables."""
+"""Code that the measuring scripts share: options, ranks that return figures, memory and tables."""
 
 import importlib.util
 import json
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-# The scripts one folder up: their options, their way to start ranks, their models.
+# Import from the folder above: its options, its code that starts ranks, and its models.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from benchmark import resident_bytes
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def choose(parser: Parser, option: str, given: str, known: Iterable[str]) -> list[str]:
-    """The names in ``given``, with commas between; exits with 2 where one is unknown."""
+    """Split a list of names at commas. Exits with status 2 if a name is unknown."""
     names = given.split(",")
     if unknown := set(names) - set(known):
         parser.error(f"{option}: {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
@@ -50,16 +50,16 @@ def choose(parser: Parser, option: str, given: str, known: Iterable[str]) -> lis
 
 def require_proc(parser: Parser) -> None:
     if not Path("/proc/self/clear_refs").exists():
-        parser.error("this needs Linux's /proc to measure RSS")
+        parser.error("this script needs Linux's /proc to measure RSS")
 
 
 def reset_peak() -> None:
-    """Make ``resident_bytes("VmHWM")`` the peak from now on."""
+    """Reset the peak, so that ``resident_bytes("VmHWM")`` is the peak from now on."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def join(rank: int, world_size: int, folder: str) -> None:
-    """Make this process a rank on gloo, with one thread."""
+    """Make this process a rank on gloo with one CPU thread."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -68,7 +68,7 @@ def join(rank: int, world_size: int, folder: str) -> None:
 def figures_of_ranks(
     measure: Callable[..., dict[str, Any]], world_size: int, *arguments: Any
 ) -> list[dict[str, Any]]:
-    """What ``measure(*arguments)`` returns on each rank, in processes of their own."""
+    """Call ``measure(*arguments)`` on new ranks; returns each rank's figures."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_run_rank, (measure, world_size, folder, arguments), world_size)
         return [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(world_size)]
@@ -83,13 +83,14 @@ def _run_rank(
 ) -> None:
     join(rank, world_size, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(measure(*arguments)))
-    # The first rank to end would take the store's file from the others.
+    # Wait for all ranks: the first rank that ends removes the store's file, which the other ranks
+    # still need.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table whose first column is text and whose others are numbers."""
+    """An empty table. The first column is text, and the other columns are numbers."""
     made = Table(title=title)
     for position, column in enumerate(columns):
         made.add_column(column, justify="right" if position else "left")

@@ -2,18 +2,18 @@
 
     python scripts/measure/offload.py --layers 16 --width 768 --world-size 2
 
-A decoder of transformer blocks, a unit per block, is made on the meta device, wrapped, and trained
-by AdamW on this machine's CPU (gloo), each way in fresh processes:
+Builds a decoder of transformer blocks on the meta device, wraps it with one unit per block, and
+trains it by AdamW on this machine's CPU (gloo). Each kind of offload has new processes:
 
     none    shards, gradients and optimizer state in memory
     state   optimizer state in files
     all     shards, gradients and optimizer state in files
-    early   the same, and every unit is stepped in backward
+    early   as `all`, and the optimizer steps every unit in backward
 
-Prints the RSS of the rank with the highest, above its RSS before the model was made: the peak, and
-between two steps. The state is 16 bytes per parameter over the ranks (4 for it, 4 for its gradient,
-8 for Adam). `allowed` is a third of that: with `--check` the script fails if the peak of `all` or
-`early` is higher.
+Prints how much the RSS is above the RSS before the model was built, at the peak and between two
+steps, for the rank with the highest peak. The state of a parameter is 16 bytes, divided over the
+ranks: 4 for the parameter, 4 for its gradient and 8 for Adam. `allowed` is a third of the state.
+With `--check`, the script fails if the peak of `all` or `early` is higher.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measuring  # first: it may end this
+import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 
-STATE_BYTES = 16  # of a parameter: itself, its gradient, Adam's two averages
+STATE_BYTES = 16  # bytes per parameter: the parameter, its gradient and Adam's two averages
 WAYS = ("none", "state", "all", "early")
 HEADS = 8
 
@@ -77,7 +77,7 @@ def optimize(model: ShardedWrapper, way: str) -> torch.optim.Optimizer:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, steps: int
 ) -> list[float]:
-    """The losses of some steps."""
+    """Train some steps; returns their losses."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps):
@@ -91,7 +91,7 @@ def train(
 
 
 def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    # A first model imports modules and starts threads: that is not counted.
+    # Train a tiny model first, so that imports and new threads do not count.
     torch.manual_seed(0)
     tiny = build(way, args, 1, 16)
     train(tiny, optimize(tiny, way), args, 2)
@@ -104,7 +104,7 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
     building = resident_bytes("VmHWM") - before
     numel = sum(p.numel() for p in model.parameters())
     optimizer = optimize(model, way)
-    losses = train(model, optimizer, args, 1)  # makes the state
+    losses = train(model, optimizer, args, 1)  # the first step creates the optimizer state
     first = resident_bytes("VmHWM") - before
     between = resident_bytes("VmRSS") - before
     reset_peak()
@@ -126,7 +126,10 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of the rank with the highest peak, and the losses of all."""
+    """Measure one kind of offload.
+
+    Returns the figures of the rank with the highest peak, and the losses of all ranks.
+    """
     ranks = measuring.figures_of_ranks(measure_rank, args.world_size, way, args)
     worst = max(ranks, key=lambda figures: figures["peak"])
     return {**worst, "losses": sorted(figures["losses"] for figures in ranks)}
@@ -134,7 +137,9 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     numel, formula = rows[0]["numel"], rows[0]["formula"] / 2**20
-    title = f"{numel:,} parameters, {formula:,.0f} MiB of state a rank, allowed {formula / 3:,.0f}"
+    title = (
+        f"{numel:,} parameters, {formula:,.0f} MiB of state per rank, allowed {formula / 3:,.0f}"
+    )
     columns = ("building", "first step", "peak", "between steps")
     table = measuring.table(title, "offload", *columns, "steps a minute")
     for row in rows:
@@ -144,25 +149,39 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits with 2 on a bad one."""
+    """Read the command line. Exits with status 2 if an option is wrong."""
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add("--offload", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
+    add(
+        "--offload",
+        default=",".join(WAYS),
+        help=f"kinds of offload, separated by commas (default: {','.join(WAYS)})",
+    )
     add("--path", type=Path, default=Path(tempfile.gettempdir()), help="directory for the files")
-    add("--world-size", type=int, default=2, help="ranks to start on this machine (2)")
-    add("--layers", type=int, default=4, help="blocks (4)")
-    add("--width", type=int, default=512, help=f"of the model, a multiple of {HEADS} (512)")
-    add("--vocabulary", type=int, default=512, help="tokens (512)")
-    add("--rows", type=int, default=2, help="of a batch (2)")
-    add("--length", type=int, default=32, help="of a row (32)")
-    add("--steps", type=int, default=3, help="to time (3)")
+    add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
+    add("--layers", type=int, default=4, help="number of blocks (default: 4)")
+    add(
+        "--width",
+        type=int,
+        default=512,
+        help=f"width of the model, a multiple of {HEADS} (default: 512)",
+    )
+    add("--vocabulary", type=int, default=512, help="tokens in the vocabulary (default: 512)")
+    add("--rows", type=int, default=2, help="rows of a batch (default: 2)")
+    add("--length", type=int, default=32, help="tokens of a row (default: 32)")
+    add("--steps", type=int, default=3, help="number of timed steps (default: 3)")
     add("--check", action="store_true", help="fail if the peak is more than allowed")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures, in bytes")
+    add(
+        "--json",
+        type=measuring.output_file,
+        metavar="PATH",
+        help="write all figures, in bytes, to PATH",
+    )
     args = parser.parse_args(arguments)
     args.offload = measuring.choose(parser, "--offload", args.offload, WAYS)
     sizes = (args.world_size, args.layers, args.width, args.vocabulary, args.rows, args.length)
     if min(*sizes, args.steps) < 1:
-        parser.error("numbers must be at least 1")
+        parser.error("all numbers must be at least 1")
     if args.width % HEADS:
         parser.error(f"--width: must be a multiple of {HEADS}, got {args.width}")
     if not args.path.is_dir():
@@ -176,7 +195,7 @@ if __name__ == "__main__":
     rows = [measure(way, args) for way in args.offload]
     show(rows)
     if any(row["losses"] != rows[0]["losses"] for row in rows):
-        sys.exit("error: the losses differ")
+        sys.exit("error: the losses differ between the kinds of offload")
     measuring.write_json(args.json, rows)
     over = [r["way"] for r in rows if r["way"] in WAYS[2:] and r["peak"] > r["formula"] / 3]
     if args.check and over:

@@ -1,11 +1,11 @@
-"""Traces one plain training step: which files, functions and lines of flatshard it executes.
+"""Traces one plain training step, and counts the files, functions and lines that it executes.
 
     torchrun --standalone --nproc-per-node 2 scripts/measure/plain_step.py native|sockets|auto
 
-Four blocks train under FULL_SHARD with AdamW and gradient clipping. The fourth step is traced, on
-rank 0 and in all threads, since caches are filled by then. Functions are those that `def` defines,
-without lambdas and comprehensions. No file of the package is left out.
-`scripts/measure/structure.py --step` starts this program and prints what it finds.
+Four blocks train under FULL_SHARD with AdamW and gradient clipping. The program traces the fourth
+step, when all caches are filled, on rank 0 and in all threads. Only functions that `def` defines
+count, without lambdas and comprehensions. All files of the package count.
+`scripts/measure/structure.py --step` starts this program and prints its figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser
@@ -35,7 +35,7 @@ TRACED_STEP = 3
 
 
 class Executed(NamedTuple):
-    """What a step executes of one file."""
+    """Numbers of functions and lines of one file that a step executes."""
 
     functions: int
     lines: int
@@ -82,7 +82,7 @@ class Tracer:
         return self._trace
 
     def executed(self) -> dict[str, Executed]:
-        """For each file, by its path in the package, what was executed of it."""
+        """Numbers of executed functions and lines, keyed by the file's path in the package."""
         names = sorted(self._functions.keys() | self._lines.keys())
         return {
             name: Executed(len(self._functions.get(name, ())), len(self._lines.get(name, ())))
@@ -91,11 +91,11 @@ class Tracer:
 
 
 def executed_in_a_step(transport: str) -> dict[str, Executed]:
-    """Train in this process's group of ranks; for each file, what one step executed of it."""
+    """Train on this process's group of ranks, and trace one step. See `Tracer.executed`."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 10))
     policy = ModuleWrapPolicy({Block})
-    # Without coalescing each block is a unit, as blocks of a usual size are.
+    # Without coalescing, each block is a unit, as blocks of a usual size would be.
     sharded = ShardedWrapper(
         model, auto_wrap_policy=policy, collectives=transport, coalesce_bytes=0
     )
@@ -116,7 +116,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("transport", choices=TRANSPORTS)
+    parser.add_argument("transport", choices=TRANSPORTS, help="transport of the collectives")
     transport = parser.parse_args().transport
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

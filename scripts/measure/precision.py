@@ -2,12 +2,11 @@
 
     python scripts/measure/precision.py --world-sizes 2,3,4 --steps 30 --json figures.json
 
-Starts its own ranks on this machine's CPU (gloo) and trains a small transformer, from the same
-weights and on the same batches, in several precisions: the unwrapped fp32 model in one process on
-all ranks' rows, flatshard in fp32 and with bf16 policies, torch's FSDP2 with the same policies.
-Prints the difference of each loss from the unwrapped model's; the bytes that a step all-gathers and
-reduces; and whether two runs, and runs over different transports, end bitwise equal.
-Nothing is timed.
+Starts ranks on this machine's CPU (gloo), and trains a small transformer from the same weights and
+on the same batches in several precisions: the unwrapped fp32 model in one process on all ranks'
+rows, and flatshard and torch's FSDP2 in fp32 and with bf16 policies. Prints the difference of each
+loss from the unwrapped model's loss, and the bytes that a step all-gathers and reduces. Also prints
+whether two runs, and runs over different transports, end bitwise equal. Measures no times.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import measuring  # first: it may end this
+import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,9 +29,9 @@ from train_transformer import Block, Transformer
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 
-ROWS, LENGTH = 4, 32  # of a rank's batch
+ROWS, LENGTH = 4, 32  # shape of a rank's batch
 VOCABULARY, HEADS = 256, 4
-BATCHES = 4  # that are repeated, so that there is something to learn
+BATCHES = 4  # number of different batches, which are repeated so that the model learns something
 LEARNING_RATE = 1e-3
 BF16, FP32 = torch.bfloat16, torch.float32
 TRANSPORTS = ("auto", "sockets", "native")
@@ -46,7 +45,7 @@ def build(args: argparse.Namespace) -> Transformer:
 
 
 def text(step: int, world_size: int) -> Tensor:
-    """All ranks' rows of a step."""
+    """Rows of a step for all ranks."""
     generator = torch.Generator().manual_seed(step % BATCHES)
     return torch.randint(VOCABULARY, (ROWS * world_size, LENGTH + 1), generator=generator)
 
@@ -58,7 +57,7 @@ POLICIES = {
     "bf16, reduced in fp32": (BF16, FP32),
     "bf16": (BF16, BF16),
 }
-"""By name: ``param_dtype`` and ``reduce_dtype``."""
+"""``param_dtype`` and ``reduce_dtype``, keyed by the name in the tables."""
 
 
 def flatshard(
@@ -87,7 +86,7 @@ IMPLEMENTATIONS: dict[str, Callable[[argparse.Namespace, str], nn.Module]] = {
 
 
 def train(model: nn.Module, steps: int, rows: slice, world_size: int) -> list[float]:
-    """The loss of every step, on these rows."""
+    """Train on the given rows of each step's batch; returns the loss of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for step in range(steps):
@@ -102,7 +101,7 @@ def train(model: nn.Module, steps: int, rows: slice, world_size: int) -> list[fl
 
 
 def train_rank(model: nn.Module, steps: int) -> list[float]:
-    """The same on this rank's rows; the losses are averages over ranks. Collective."""
+    """Train on this rank's rows; returns losses averaged over the ranks. Collective."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = train(model, steps, slice(ROWS * rank, ROWS * (rank + 1)), world_size)
     losses = torch.tensor(mine, dtype=torch.float64)
@@ -127,7 +126,7 @@ def measure_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Bytes that a step all-gathers and reduces, as the recorder counts them."""
+    """Bytes that a step all-gathers and reduces, counted by ``record_steps``."""
     rows = []
     for policy in POLICIES:
         model = flatshard(args, policy)
@@ -142,7 +141,7 @@ def measure_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_determinism(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Weights after training twice by each transport: their digests."""
+    """Digests of the weights after two trainings over each transport."""
     rows = []
     for policy in POLICIES:
         for reduce_mode in ("auto", "fixed_order"):
@@ -221,8 +220,8 @@ TABLES = (losses_table, bytes_table, determinism_table)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures. Collective."""
-    warnings.simplefilter("ignore")  # FSDP2's deprecations
+    """Measure everything; returns all figures. Collective."""
+    warnings.simplefilter("ignore")  # deprecation warnings of FSDP2
     return {
         "world_size": dist.get_world_size(),
         "losses": measure_losses(args),
@@ -241,11 +240,16 @@ def world_sizes(value: str) -> list[int]:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add("--world-sizes", default="2", metavar="N,...", help="ranks to start, one run for each (2)")
-    add("--width", type=int, default=64, help="of the model; a multiple of 4 (64)")
-    add("--depth", type=int, default=2, help="its blocks (2)")
-    add("--steps", type=int, default=30, help="to train (30)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures there")
+    add(
+        "--world-sizes",
+        default="2",
+        metavar="N,...",
+        help="numbers of ranks, separated by commas; each has a run (default: 2)",
+    )
+    add("--width", type=int, default=64, help="width of the model, a multiple of 4 (default: 64)")
+    add("--depth", type=int, default=2, help="number of blocks (default: 2)")
+    add("--steps", type=int, default=30, help="steps to train (default: 30)")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
     args = parser.parse_args(arguments)
     try:
         args.world_sizes = world_sizes(args.world_sizes)

@@ -2,9 +2,9 @@
 
     python scripts/measure/strategies.py --world-size 4 --ranks-per-node 2 --json figures.json
 
-Starts its own ranks on this machine's CPU (gloo) and treats every `--ranks-per-node` of them as a
-node. Prints, for every strategy: the collectives of a step and their volume; persistent memory,
-peak memory, and memory while gradients accumulate. Nothing is timed.
+Starts ranks on this machine's CPU (gloo), and treats every `--ranks-per-node` ranks as a node. For
+each strategy, prints the collectives of a step and their volume, persistent memory, peak memory,
+and memory while gradients accumulate. Measures no times.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import measuring  # first: it may end this
+import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from flatshard.module.sharding import handles_in
 from flatshard.wrap import ModuleWrapPolicy
 
 MICRO_BATCHES = 4
-ROWS, LENGTH = 2, 16  # of a rank's batch
+ROWS, LENGTH = 2, 16  # shape of a rank's batch
 VOCABULARY, HEADS = 512, 4
 
 # ------------------------------------------------------------------------------------------- model
@@ -64,17 +64,17 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """A strategy, in the terms of the formulas.
+    """A strategy, described by the variables of the formulas.
 
     Attributes:
-        name: for the tables.
-        keywords: of ``ShardedWrapper``.
-        shards: the group over which parameters, gradients and optimizer state are split.
-        forward: the group of the all-gathers in forward; None: there are none.
-        backward: the same for backward.
-        across: the kind of collective that reduces gradients across nodes.
-        once: parameters are all-gathered (between nodes, if there is an ``across``) once after
-            each optimizer step.
+        name: name in the tables.
+        keywords: keywords of ``ShardedWrapper``.
+        shards: group over which parameters, gradients and optimizer state are split.
+        forward: group of the all-gathers in forward; None if forward has no all-gathers.
+        backward: group of the all-gathers in backward; None if backward has no all-gathers.
+        across: kind of collective that reduces gradients across nodes.
+        once: whether parameters are all-gathered only once after each optimizer step. If there is
+            an ``across``, this holds for the all-gathers between nodes.
     """
 
     name: str
@@ -110,15 +110,15 @@ def _way(name: str, shards: str, forward: str | None, backward: str | None, **mo
 
 @dataclass(frozen=True)
 class Sizes:
-    """The variables of the formulas: bytes, except for counts.
+    """Variables of the formulas.
 
     Attributes:
-        psi: all parameters.
-        root: those of the root unit, which stays unsharded between forward and backward.
-        block: those of every other unit.
-        num_units: units, the root included.
-        num_ranks: N.
-        per_node: S.
+        psi: bytes of all parameters.
+        root: bytes of the root unit, which stays unsharded between forward and backward.
+        block: bytes of every other unit.
+        num_units: number of units, with the root.
+        num_ranks: number of ranks, N.
+        per_node: ranks per node, S.
     """
 
     psi: int
@@ -137,32 +137,34 @@ class Sizes:
         )
 
     def of_group(self, group: str) -> int:
-        """Ranks in a group."""
+        """Number of ranks in a group."""
         sizes = {"none": 1, "all": self.num_ranks, "node": self.per_node}
         return sizes[group] if group in sizes else self.num_ranks // self.per_node
 
 
 WEIGHTS = {"gather": 1, "reduce": 1, "all_reduce": 2}
-"""Volume as in the ZeRO paper: an all-reduce is a reduce-scatter and an all-gather."""
+"""Weights of volume, as in the ZeRO paper: an all-reduce counts as a reduce-scatter and an
+all-gather."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind in one group: how many, and their volume in bytes."""
+    """Number and volume in bytes of the collectives of one kind in one group."""
 
     count: int
     volume: float
 
 
 Flow = dict[tuple[str, str], Traffic]
-"""Traffic by (group, kind)."""
+"""Traffic, keyed by (group, kind)."""
 
 
 def expected_traffic(way: Way, sizes: Sizes, micro_batches: int, mode: str) -> Flow:
-    """The collectives of ``micro_batches`` iterations and one optimizer step.
+    """Expected collectives of ``micro_batches`` iterations and one optimizer step.
 
-    ``mode``: "each" micro-batch reduces gradients, "last" only the last one does, or
-    "replicas": each reduces them within its group, the last one across nodes.
+    With ``mode`` "each", every micro-batch reduces gradients. With "last", only the last
+    micro-batch reduces. With "replicas", every micro-batch reduces within a node, and the last
+    micro-batch also across nodes.
     """
     units, psi = sizes.num_units, sizes.psi
     part = psi / sizes.per_node
@@ -193,7 +195,7 @@ def expected_traffic(way: Way, sizes: Sizes, micro_batches: int, mode: str) -> F
 
 
 def expected_between_steps(way: Way, sizes: Sizes) -> dict[str, float]:
-    """Persistent memory of a rank in bytes, including AdamW's two tensors."""
+    """Persistent memory of a rank in bytes, with AdamW's two state tensors."""
     shard = sizes.psi / sizes.of_group(way.shards)
     stays = sizes.psi if way.once and not way.across else 0
     node_part = sizes.psi / sizes.per_node if way.across and way.once else 0
@@ -207,14 +209,16 @@ def expected_between_steps(way: Way, sizes: Sizes) -> dict[str, float]:
 
 
 def expected_peaks(way: Way, sizes: Sizes) -> dict[str, float]:
-    """Peak memory of each kind in a step; an upper bound for gradients."""
+    """Peak memory of each kind in a step. For gradients, an upper bound."""
     if way.shards == "none":
         return {"gathered": 0, "gradients": sizes.psi, "secondary": 0}
-    # Backward of one block ends, that of the next begins, and the one after is on its way.
+    # Three blocks are unsharded at once: backward of a block ends, backward of the next block
+    # begins, and the block after it is being all-gathered.
     gathered = sizes.root + 3 * sizes.block if way.backward else sizes.psi
-    # The reduction of the first block has begun, which takes its gradients twice, those to send
-    # and those that come, and the one before it is not yet over. The other blocks' results are
-    # there. (More only where a peer keeps a reduction waiting for a second.)
+    # At the peak, the reduction of the first block has begun, and the reduction before it has not
+    # finished. A reduction takes a block's gradients twice, to send and to receive. The results of
+    # the other blocks are present. (More memory is used only if a rank delays a reduction for a
+    # second.)
     within = sizes.per_node if way.across else sizes.num_ranks
     under_way = 4 * sizes.block + 2 * sizes.block / within
     others = sizes.psi - sizes.root - 2 * sizes.block
@@ -228,7 +232,7 @@ def expected_peaks(way: Way, sizes: Sizes) -> dict[str, float]:
 
 
 def whole_units(sizes: Sizes, max_bytes: int) -> int:
-    """Bytes of the smallest units that together fit into ``max_bytes``."""
+    """Total bytes of the smallest units, as many as fit into ``max_bytes``."""
     kept = 0
     for unit in sorted([sizes.root] + [sizes.block] * (sizes.num_units - 1)):
         kept += unit if kept + unit <= max_bytes else 0
@@ -236,7 +240,7 @@ def whole_units(sizes: Sizes, max_bytes: int) -> int:
 
 
 def expected_accumulated(way: Way, sizes: Sizes, max_bytes: int) -> dict[str, float]:
-    """Bytes of gradients that a rank holds after a backward, for each way to accumulate."""
+    """Expected bytes of gradients on a rank after a backward, for each mode of accumulation."""
     shard = sizes.psi / sizes.of_group(way.shards)
     kept = whole_units(sizes, max_bytes)
     held = {
@@ -246,7 +250,7 @@ def expected_accumulated(way: Way, sizes: Sizes, max_bytes: int) -> dict[str, fl
         "replicas": sizes.psi if way.shards == "none" else shard,
     }
     if way.across:
-        # What is reduced within the node, and a copy of this rank's shard of it in `.grad`.
+        # The gradients reduced within the node, and a copy of this rank's shard in `.grad`.
         held["replicas"] = sizes.psi / sizes.per_node + shard
     return held
 
@@ -259,7 +263,7 @@ def no_sync_keywords(max_bytes: int) -> dict[str, dict[str, Any]]:
 
 
 class Job:
-    """A strategy's model and optimizer in training on this rank."""
+    """Trains a model with one strategy on this rank."""
 
     def __init__(self, way: Way, args: argparse.Namespace) -> None:
         self.args = args
@@ -275,7 +279,7 @@ class Job:
         self.loss().backward()
 
     def accumulate(self, micro_batches: int, mode: str) -> None:
-        """Forward and backward so often, then a step."""
+        """Run forward and backward for each micro-batch, then one optimizer step."""
         if mode == "each":
             for _ in range(micro_batches - 1):
                 self.backward()
@@ -292,7 +296,7 @@ class Job:
 
 
 def measured_traffic(job: Job, micro_batches: int, mode: str) -> tuple[Flow, list[Event]]:
-    """The collectives of one step; second, those that carry no tensors."""
+    """Run one step; returns its collectives of tensors, and its other collectives."""
     with record() as events:
         job.accumulate(micro_batches, mode)
     flow: Flow = {}
@@ -313,11 +317,11 @@ def group_name(ranks: tuple[int, ...], args: argparse.Namespace) -> str:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct memory behind tensors; of a sharded one, of this rank's part."""
+    """Bytes of memory of tensors, each storage once. Of a sharded tensor, this rank's part."""
     memory = {}
     for tensor in tensors:
         storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
-        with contextlib.suppress(RuntimeError):  # of a unit that is resharded: it has no memory
+        with contextlib.suppress(RuntimeError):  # the tensor of a resharded unit has no memory
             memory[storage.data_ptr()] = storage.nbytes()
     return sum(memory.values())
 
@@ -326,7 +330,7 @@ BUFFERS_IN = ("flatshard.engine.grad_buffer", "flatshard.engine.gather")
 
 
 def tensors_in(thing: Any) -> Iterator[Tensor]:
-    """Tensors among an object's attributes, and those of the library's objects among them."""
+    """Tensors among the attributes of an object, and of its attributes from ``BUFFERS_IN``."""
     for value in vars(thing).values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, Tensor):
@@ -336,7 +340,7 @@ def tensors_in(thing: Any) -> Iterator[Tensor]:
 
 
 def held(job: Job) -> dict[str, int]:
-    """Bytes in this rank's memory now."""
+    """Bytes that this rank holds now, by kind."""
     handles = handles_in(job.model)
     gradients = [tensor for handle in handles for tensor in tensors_in(handle.grad_buffer)]
     published = [p.grad for p in job.model.parameters() if p.grad is not None]
@@ -350,8 +354,9 @@ def held(job: Job) -> dict[str, int]:
 
 
 def gathered(handles: list[Any]) -> dict[str, int]:
-    """Bytes of parameters beside the shards."""
-    # Where the shard is the unsharded buffer, that one counts as having no bytes.
+    """Bytes of unsharded parameters and secondary shards."""
+    # If the shard itself is the unsharded buffer, `buffer_bytes` is 0, and the buffer does not
+    # count.
     buffers = [handle.buffer.untyped_storage() for handle in handles if handle.buffer_bytes]
     return {
         "gathered": sum(storage.nbytes() for storage in buffers),
@@ -362,11 +367,11 @@ def gathered(handles: list[Any]) -> dict[str, int]:
 
 
 def all_tensors() -> int:
-    """Bytes behind every tensor that Python can reach, whoever holds it."""
+    """Bytes of all tensors that Python's garbage collector finds."""
     found, before = -1, -2
-    while (
-        found != before
-    ):  # a thread that moves bytes wakes who waits for them, and then drops them
+    # Repeat until the number is stable: a transport's thread may still hold tensors for a moment
+    # after a collective has ended.
+    while found != before:
         time.sleep(0.05)
         gc.collect()
         tensors = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
@@ -377,8 +382,8 @@ def all_tensors() -> int:
 class Peaks(TorchDispatchMode):
     """Measures this rank's memory after every operation, and keeps the peaks.
 
-    Only a local variable may hold a buffer that is being reduced. So gradients are counted as the
-    flat tensors that appear in backward and are alive.
+    Gradients count as the flat tensors that are created in backward and still exist, because a
+    buffer that is being reduced may be held only by a local variable.
     """
 
     def __init__(self, job: Job) -> None:
@@ -391,7 +396,8 @@ class Peaks(TorchDispatchMode):
         self._gradients: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def begin_backward(self) -> None:
-        # From here on parameters are only shown anew, and gathered into storage that stays.
+        # The storages of parameters exist by now. Later storages with a gradient's size are
+        # gradients.
         self._known = {key_of(tensor) for one in self._handles for tensor in tensors_in(one)}
 
     def __torch_dispatch__(
@@ -413,12 +419,12 @@ class Peaks(TorchDispatchMode):
 
 
 def key_of(tensor: Tensor) -> int:
-    """The same for all tensors over one storage, whether or not it has memory now."""
+    """Key of a tensor's storage, equal for all tensors over the storage, even without memory."""
     return tensor.untyped_storage()._cdata
 
 
 def measured_peaks(job: Job) -> dict[str, int]:
-    """Peak memory of each kind in a step, on the rank with the highest. Collective."""
+    """Peak memory of each kind in a step; the maximum over ranks. Collective."""
     with Peaks(job) as peaks:
         loss = job.loss()
         peaks.begin_backward()
@@ -431,7 +437,7 @@ def measured_peaks(job: Job) -> dict[str, int]:
 
 
 def measured_accumulated(job: Job, max_bytes: int) -> dict[str, int]:
-    """Bytes of gradients after a backward, for each way to accumulate."""
+    """Measured bytes of gradients after a backward, for each mode of accumulation."""
     job.backward()
     found = {"each": held(job)["gradients"]}
     job.step()
@@ -445,10 +451,10 @@ def measured_accumulated(job: Job, max_bytes: int) -> dict[str, int]:
 
 
 def measure_way(way: Way, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one strategy, each beside its formula. Collective."""
+    """Measured and expected figures of one strategy. Collective."""
     before = all_tensors()
     job = Job(way, args)
-    for _ in range(2):  # the first steps also agree on an order
+    for _ in range(2):  # in the first steps, ranks also agree on an execution order
         job.accumulate(1, "each")
     steps = []
     for micro_batches, mode in ((1, "each"), *((MICRO_BATCHES, m) for m in ("each", "last"))):
@@ -498,7 +504,7 @@ def measure_step(job: Job, way: Way, sizes: Sizes, micro_batches: int, mode: str
 
 
 def padding(model: ShardedWrapper) -> int:
-    """Bytes that alignment and equal shards add to the parameters."""
+    """Bytes of padding in the flat parameters."""
     return 4 * sum(handle.layout.padding_numel for handle in handles_in(model))
 
 
@@ -546,7 +552,7 @@ def total(rows: list[dict[str, Any]], column: str) -> float:
 
 
 def count_cell(rows: list[dict[str, Any]]) -> str:
-    """How many collectives of a kind, by group; the formula's number only where it differs."""
+    """Number of collectives of a kind, by group. Adds the formula's number only if it differs."""
     parts = []
     for row in rows:
         wrong = row["count"] != row["count_expected"]
@@ -623,8 +629,8 @@ TABLES = (traffic_table, between_table, peaks_table, accumulated_table)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures. Collective."""
-    # The nodes that HYBRID strategies go by.
+    """Measure all strategies; returns all figures. Collective."""
+    # HYBRID strategies take this number of ranks for a node.
     os.environ["LOCAL_WORLD_SIZE"] = str(args.ranks_per_node)
     sizes = Sizes.of(build(args), args)
     return {
@@ -639,8 +645,8 @@ def show(figures: dict[str, Any]) -> None:
     sizes = figures["sizes"]
     print(
         f"Psi: {sizes['psi'] // 4:,} elements, {sizes['psi']:,} bytes; {sizes['num_units']} "
-        f"units, the root {sizes['root'] / sizes['psi']:.3f} Psi, the others "
-        f"{sizes['block'] / sizes['psi']:.3f} Psi each"
+        f"units: the root has {sizes['root'] / sizes['psi']:.3f} Psi, each other unit "
+        f"{sizes['block'] / sizes['psi']:.3f} Psi"
     )
     for make in TABLES:
         rich_print(make(figures))
@@ -649,18 +655,29 @@ def show(figures: dict[str, Any]) -> None:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add("--world-size", type=int, default=4, help="ranks to start on this machine (4)")
-    add("--ranks-per-node", type=int, default=2, help="how many of them make a node (2)")
-    add("--width", type=int, default=128, help="of the model; a multiple of 8, at least 96 (128)")
-    add("--depth", type=int, default=5, help="its blocks, at least 4 (5)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures, in bytes")
+    add("--world-size", type=int, default=4, help="ranks to start on this machine (default: 4)")
+    add("--ranks-per-node", type=int, default=2, help="ranks that count as a node (default: 2)")
+    add(
+        "--width",
+        type=int,
+        default=128,
+        help="width of the model, a multiple of 8 and at least 96 (default: 128)",
+    )
+    add("--depth", type=int, default=5, help="number of blocks, at least 4 (default: 5)")
+    add(
+        "--json",
+        type=measuring.output_file,
+        metavar="PATH",
+        help="write all figures, in bytes, to PATH",
+    )
     args = parser.parse_args(arguments)
     nodes, rest = divmod(args.world_size, max(args.ranks_per_node, 1))
     if rest or nodes < 2 or args.ranks_per_node < 2:
         parser.error("--ranks-per-node must divide --world-size into at least 2 nodes of 2 ranks")
-    # Narrower, the root would be the largest unit, and the formulas of the peaks others.
+    # In a narrower model, the root would be the largest unit, and the formulas of peak memory would
+    # be wrong.
     if args.width < 96 or args.width % 8 or args.depth < 4:
-        parser.error("--width must be a multiple of 8 from 96 on, --depth at least 4")
+        parser.error("--width must be a multiple of 8 and at least 96, --depth at least 4")
     return args
 
 

@@ -1,10 +1,10 @@
-"""Prints the size of the package, and what one step executes of it.
+"""Prints the size of the package, and the number of lines that one step executes.
 
     python scripts/measure/structure.py [--repo DIR] [--step native|sockets|auto] [--json PATH]
 
-Sizes are lines of code: comments, docstrings and blank lines are not counted. The core is all but
-the extras, the checkpoints and the integrations. Sizes are read from the source of any checkout,
-which is not imported. `--step` runs `plain_step.py` on two ranks.
+Sizes are lines of code, without comments, docstrings and blank lines. The core is the package
+without extras, checkpoints and integrations. The script reads the source of any checkout and does
+not import it. `--step` runs `plain_step.py` on two ranks.
 """
 
 import ast
@@ -24,12 +24,12 @@ from lib.command_line import Parser
 from lib.output import output_file, write_json
 
 BESIDE = ("extras", "checkpoint", "integrations")
-"""What is beside the core."""
+"""Packages that are not part of the core."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A module: its path below the package's folder, its lines, its tree."""
+    """A module: its path below the package's folder, its text and its syntax tree."""
 
     name: str
     text: str
@@ -37,19 +37,19 @@ class Source:
 
     @property
     def package(self) -> str:
-        """First part of the path: a folder, or the name of a module that users import."""
+        """First part of the path: a folder, or the name of a top-level module."""
         return self.name.partition("/")[0].removesuffix(".py")
 
     @property
     def part(self) -> str:
-        """The package, or the single extra."""
+        """The package; for a module of an extra, the extra."""
         first, *rest = self.name.split("/")
         return "/".join((first, *rest[:-1][:1])) if first == "extras" else self.package
 
 
 @dataclass
 class Size:
-    """Lines of code and modules; comments, which cost nothing, are counted apart."""
+    """Numbers of modules and of lines. Lines with comments count separately."""
 
     modules: int = 0
     code_lines: int = 0
@@ -73,7 +73,7 @@ def read(repo: Path) -> list[Source]:
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """Lines of strings that stand alone: docstrings, and what is said below an attribute."""
+    """Lines of docstrings, also of the strings below attributes."""
     return {
         line
         for node in ast.walk(tree)
@@ -131,7 +131,7 @@ def strict_zips(tree: ast.Module) -> int:
 
 
 def trace_step(repo: Path, transport: str) -> dict[str, tuple[int, int]]:
-    """For each file that one plain step passes, the functions and lines that it executes."""
+    """Numbers of functions and lines that one plain step executes, by file."""
     program = Path(__file__).with_name("plain_step.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -170,14 +170,18 @@ def show_step(transport: str, executed: dict[str, tuple[int, int]]) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     here = Path(__file__).resolve().parents[2]
-    parser.add_argument("--repo", type=Path, default=here, help="the checkout (this one)")
     parser.add_argument(
-        "--step", choices=("native", "sockets", "auto"), help="what one step over it executes"
+        "--repo", type=Path, default=here, help="checkout to read (default: this checkout)"
     )
-    parser.add_argument("--json", type=output_file, metavar="PATH", help="write figures there")
+    parser.add_argument(
+        "--step",
+        choices=("native", "sockets", "auto"),
+        help="also count the lines that one step over this transport executes",
+    )
+    parser.add_argument("--json", type=output_file, metavar="PATH", help="write figures to PATH")
     args = parser.parse_args()
     if not (args.repo / "flatshard").is_dir():
-        parser.error(f"--repo: there is no flatshard in {args.repo}")
+        parser.error(f"--repo: there is no folder flatshard in {args.repo}")
     size = measure_size(args.repo)
     show_size(size)
     executed = trace_step(args.repo, args.step) if args.step else {}

@@ -1,14 +1,16 @@
-"""Measures what grows with the number of ranks: rank 0 of a world that is only claimed.
+"""Measures how time and memory grow with the number of ranks, by simulating rank 0.
 
     python scripts/measure/world_size.py --world-sizes 64,1024,4096,16384 --impl flatshard,fsdp2
 
-The process group is torch's "fake" one: its collectives move nothing to anybody, so one process
-does all that one rank of so many does, and waits for nobody. Each row is a fresh process, which
-wraps a decoder of transformer blocks, a unit per block, and trains it with SGD. Prints CPU seconds
-to wrap the model, of the first step and of a later step (the median), and the peak RSS. The columns
-"torch" are torch's own part: the seconds in which torch makes as many process groups, and runs the
-collectives of a later step, whose fake form copies a chunk for each rank. "before" is the RSS
-before the model is wrapped.
+The process group has torch's "fake" backend, whose collectives move nothing. So a single process
+does the work of one rank of many, and waits for no other rank. Each row is measured in a new
+process, which wraps a decoder of transformer blocks with one unit per block, and trains it with
+SGD.
+
+Prints the CPU seconds to wrap the model, of the first step and of a later step (the median), and
+the peak RSS. The columns "torch" are the time that torch itself needs: to create as many process
+groups, and to run the collectives of a later step (the fake backend copies a chunk for each rank).
+"before" is the RSS before the model is wrapped.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import measuring  # first: it may end this
+import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from benchmark import Block
@@ -33,12 +35,12 @@ from measuring import mib, resident_bytes
 from offload import Decoder
 from rich import print as rich_print
 from torch import nn
-from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the backend)
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
 from flatshard import ShardedWrapper, ShardingStrategy, collectives
 from flatshard.wrap import ModuleWrapPolicy
 
-TOKENS = 16  # a step of little arithmetic: the rest is what this measures
+TOKENS = 16  # few tokens, so that a step has little arithmetic beside the measured overhead
 RANKS_PER_NODE = 8
 
 
@@ -72,16 +74,16 @@ WAYS: dict[str, Callable[[Decoder, str], nn.Module]] = {
 
 
 def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of rank 0 of so many, with a decoder wrapped in one way."""
+    """Wrap and train a decoder as rank 0 of ``world_size`` ranks; returns the figures."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of names that are older than others
+    warnings.simplefilter("ignore")  # deprecation warnings
     torch.manual_seed(0)
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)  # for HYBRID strategies
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     model = Decoder(args.layers, args.width, args.vocabulary)
     numel = sum(parameter.numel() for parameter in model.parameters())
     tokens = torch.randint(args.vocabulary, (1, TOKENS))
-    # What torch imports and allocates once is not counted.
+    # Train an unwrapped model first, so that torch's imports and first allocations do not count.
     warm_up = Decoder(1, args.width, args.vocabulary)
     step(warm_up, tokens, torch.optim.SGD(warm_up.parameters(), lr=1e-3, momentum=0.9))
     before = resident_bytes("VmRSS")
@@ -120,7 +122,7 @@ def timed(work: Callable[..., Any], *given: Any, **keywords: Any) -> tuple[Any, 
 
 
 def replay(events: list[collectives.Event]) -> float:
-    """Seconds in which torch alone runs such collectives."""
+    """Seconds that torch needs to run the recorded collectives, without flatshard."""
     groups = {
         ranks: dist.new_group(list(ranks), use_local_synchronization=True)
         for ranks in {event.ranks for event in events}
@@ -167,18 +169,36 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; exits with 2 on a bad one."""
+    """Read the command line. Exits with status 2 if an option is wrong."""
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add("--world-sizes", default="64,1024,4096", help="with commas between (64,1024,4096)")
-    add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
+    add(
+        "--world-sizes",
+        default="64,1024,4096",
+        help="numbers of ranks, separated by commas (default: 64,1024,4096)",
+    )
+    add(
+        "--impl",
+        default=",".join(WAYS),
+        help=f"implementations, separated by commas (default: {','.join(WAYS)})",
+    )
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_OP")
-    add("--strategy", choices=strategies, default="FULL_SHARD", help="of flatshard (FULL_SHARD)")
-    add("--layers", type=at_least(1), default=24, help="blocks (24)")
-    add("--width", type=at_least(8), default=256, help="of the model (256)")
-    add("--vocabulary", type=at_least(1), default=256, help="tokens (256)")
-    add("--steps", type=at_least(1), default=10, help="after the first one (10)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures")
+    add(
+        "--strategy",
+        choices=strategies,
+        default="FULL_SHARD",
+        help="sharding strategy (default: FULL_SHARD)",
+    )
+    add("--layers", type=at_least(1), default=24, help="number of blocks (default: 24)")
+    add("--width", type=at_least(8), default=256, help="width of the model (default: 256)")
+    add(
+        "--vocabulary",
+        type=at_least(1),
+        default=256,
+        help="tokens in the vocabulary (default: 256)",
+    )
+    add("--steps", type=at_least(1), default=10, help="steps after the first step (default: 10)")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     try:

@@ -1,15 +1,15 @@
-"""What DistributedDataParallel users write, run with flatshard and torch's FSDP: right or not?
+"""Runs idioms of DistributedDataParallel users with flatshard and torch's FSDP.
 
     python scripts/tables/conformance.py --page docs/evidence.md
     python scripts/tables/conformance.py --idiom tied --impl ddp "flatshard FULL_SHARD"
     python scripts/tables/conformance.py --list
 
-Each idiom (`conformance_idioms/`) runs in processes of its own, on gloo ranks, and prints
-nothing. What it returns on each rank (losses, gradients, the state dict at the end) has to be
-what DistributedDataParallel returns on that rank; where that raises or is known to be wrong, an
-unwrapped model whose gradients are averaged after each backward takes its place. A cell of the
-table is *right*, *raises* (an error on some rank), *wrong* (other numbers, and no error),
-*crashes* (the process ends without a Python error) or *hangs* (no end within the limit).
+Each idiom (`conformance_idioms/`) runs in separate processes on gloo ranks. Its results on each
+rank (losses, gradients, the final state dict) must equal the results under DistributedDataParallel
+on the same rank. If DistributedDataParallel raises or is known to be wrong, the results must equal
+those of an unwrapped model whose gradients are averaged after each backward. A cell of the table is
+*right*, *raises* (an error on some rank), *wrong* (other numbers, and no error), *crashes* (the
+process ends without a Python error) or *hangs* (no end within the limit).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import table_cells  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
 from conformance_idioms import IDIOMS, Idiom
 from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
@@ -59,7 +59,7 @@ PRELOAD = ("conformance_idioms", "torch.distributed.fsdp", "torch.distributed.ch
 
 
 def judge(said: list[Said], expected: list[Said]) -> Cell:
-    """What became of an idiom, given what the oracle's ranks returned."""
+    """Compare the outcomes of an idiom with the expected outcomes, rank by rank."""
     if failed := failure(said):
         return failed
     if any(one.outcome != "returned" for one in expected):
@@ -71,7 +71,7 @@ def judge(said: list[Said], expected: list[Said]) -> Cell:
 
 
 def _difference(ours: Any, oracle: Any, where: str = "") -> str:
-    """What differs, in words; nothing if nothing does."""
+    """The first difference in words; an empty text if the results are equal."""
     if isinstance(oracle, dict):
         if list(ours) != list(oracle):
             return f"{where}names {list(ours)} instead of {list(oracle)}"
@@ -102,7 +102,10 @@ def _first(texts: Iterable[str]) -> str:
 def run_table(
     idioms: list[Idiom], implementations: list[str], world: int, seconds: float, jobs: int = 1
 ) -> dict[str, dict[str, Cell]]:
-    """The cells by idiom and implementation, ``jobs`` at a time. DDP runs in any case."""
+    """Run all cells, ``jobs`` at a time; returns them by idiom and implementation.
+
+    DistributedDataParallel always runs, because the other results are compared with it.
+    """
     table: dict[str, dict[str, Cell]] = {idiom.name: {} for idiom in idioms}
     expected: dict[str, list[Said]] = {}
     ranks_of_thread = threading.local()
@@ -124,12 +127,13 @@ def run_table(
         def start() -> None:
             ranks_of_thread.ranks = stack.enter_context(Ranks(world, preload=PRELOAD))
 
-        # Much of the time is spent waiting: for ranks that hang, and for the ends of those left.
+        # Run several cells at a time, because a cell mostly waits: for ranks that hang, and for
+        # the end of other ranks.
         threads = stack.enter_context(ThreadPoolExecutor(jobs, initializer=start))
         try:
             for idiom, cell in zip(idioms, threads.map(run_oracle, idioms), strict=True):
                 table[idiom.name]["ddp"] = cell
-            # One implementation after the other: what is warm for it stays so.
+            # Run all idioms of one implementation before the next, so that its modules stay loaded.
             for implementation in (name for name in implementations if name not in ORACLES):
                 found = threads.map(partial(run, implementation=implementation), idioms)
                 pairs = zip(idioms, found, strict=True)
@@ -153,7 +157,7 @@ def _progress(items: Iterable[Any], title: str, total: int) -> Iterator[Any]:
 
 
 def _joined(cells: dict[str, Cell], notes: Notes) -> str:
-    """The cells of all strategies: one word if they agree."""
+    """Join the cells of all strategies; a single word if all strategies agree."""
     alike = collections.defaultdict(list)
     for implementation, cell in cells.items():
         alike[cell.verdict].append((implementation.removeprefix("flatshard "), cell))
@@ -165,7 +169,7 @@ def _joined(cells: dict[str, Cell], notes: Notes) -> str:
 
 
 def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str:
-    """The tables; the strategies of flatshard share a column."""
+    """All tables in Markdown. The strategies of flatshard share a column."""
     present = next(iter(table.values()))
     ours = [name for name in FLATSHARD if name in present]
     others = [name for name in present if name not in ours]
@@ -193,7 +197,7 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
 
 
 def _marked(text: str, name: str, implementation: str) -> str:
-    """The cell's text, with a star where the implementation does not promise the idiom."""
+    """The cell's text, with a star if the implementation does not promise the idiom."""
     is_ruled_out = name in RULED_OUT.get(implementation, ()) and text != "right"
     return text.replace(" ", "\\* ", 1) if is_ruled_out else text
 
@@ -223,19 +227,37 @@ def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--idiom", nargs="+", choices=IDIOMS, metavar="NAME", default=list(IDIOMS))
+    parser.add_argument(
+        "--idiom",
+        nargs="+",
+        choices=IDIOMS,
+        metavar="NAME",
+        default=list(IDIOMS),
+        help="idioms to run (default: all); --list prints their names",
+    )
     parser.add_argument(
         "--impl",
         nargs="+",
         choices=IMPLEMENTATIONS,
         metavar="NAME",
         default=[name for name in IMPLEMENTATIONS if name not in ORACLES],
-        help=f"of {', '.join(IMPLEMENTATIONS)}",
+        help=f"implementations to run, of {', '.join(IMPLEMENTATIONS)} (default: all)",
     )
-    parser.add_argument("--world-size", type=at_least(1), default=2)
-    parser.add_argument("--timeout", type=positive_number, default=20.0, help="seconds, at most")
-    parser.add_argument("--jobs", type=at_least(1), default=3, help="idioms that run at once")
-    parser.add_argument("--page", type=page_file, help="write into this page instead")
+    parser.add_argument(
+        "--world-size", type=at_least(1), default=2, help="number of ranks (default: 2)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=20.0,
+        help="time limit of a cell in seconds (default: 20)",
+    )
+    parser.add_argument(
+        "--jobs", type=at_least(1), default=3, help="number of cells at a time (default: 3)"
+    )
+    parser.add_argument(
+        "--page", type=page_file, help="write the table into this page instead of printing it"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the idioms")
     options = parser.parse_args()
     if options.list:

@@ -1,12 +1,12 @@
-"""Frameworks' own training loops on a sharded model, beside their DistributedDataParallel.
+"""Compares training loops of frameworks on a sharded model with their DistributedDataParallel.
 
     python scripts/tables/frameworks.py --page docs/frameworks.md
     python scripts/tables/frameworks.py --only lightning
 
 Each program takes twenty steps on two gloo ranks, with the framework's DistributedDataParallel,
-with flatshard, and with the framework's FSDP1 and FSDP2 where it runs them on CPUs; the table has
-the largest difference of the losses of a rank, and of the weights at the end. Frameworks that are
-not installed are left out: `pip install ".[accelerate,lightning,transformers]"`.
+with flatshard, and with the framework's FSDP1 and FSDP2 if the framework runs them on CPUs. The
+table has the largest difference of a rank's losses, and of the final weights. Frameworks that are
+not installed are skipped: `pip install ".[accelerate,lightning,transformers]"`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import table_cells  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser
@@ -35,7 +35,7 @@ SIDES = {"ddp": "DDP", "flatshard": "flatshard", "fsdp1": "FSDP1", "fsdp2": "FSD
 
 
 class Seen(NamedTuple):
-    """What a training left: on rank 0, the losses and the full weights; what wrapped the model."""
+    """Result of a training: rank 0's losses, the full weights, and the wrapper's name."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -223,7 +223,7 @@ def fabric(side: str, folder: Path) -> Seen:
 
 
 def _wrapper_of(outer: nn.Module, inner: nn.Module) -> str:
-    """FSDP2 changes the class of a module, and puts nothing around it."""
+    """Name of the wrapper of a module. FSDP2 has no wrapper, and changes the module's class."""
     name = type(inner).__name__
     return name if name.startswith("FSDP") else type(outer).__name__
 
@@ -266,7 +266,7 @@ PROGRAMS = {
 
 
 def cell(seen: Seen | str, side: str, reference: Seen) -> str:
-    """The largest differences of losses and of weights, or why there are none."""
+    """The largest differences of losses and of weights, or the reason why there are none."""
     if isinstance(seen, str):
         return f"raises `{seen}`"
     if side != "ddp" and seen.wrapper == reference.wrapper:
@@ -281,7 +281,7 @@ def cell(seen: Seen | str, side: str, reference: Seen) -> str:
 
 
 def run_in_ranks(name: str, side: str, folder: Path) -> Seen | str:
-    """What rank 0 saw, or the class of the error that ended the ranks."""
+    """Result of rank 0, or the class of the error that ended the ranks."""
     own = folder / f"{name}-{side}"
     own.mkdir()
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -322,8 +322,12 @@ def table(names: list[str]) -> str:
 
 def main() -> None:
     parser = Parser(__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PROGRAMS, help="these programs")
-    parser.add_argument("--page", type=page_file, help="write into this page instead")
+    parser.add_argument(
+        "--only", nargs="+", choices=PROGRAMS, help="programs to run (default: all)"
+    )
+    parser.add_argument(
+        "--page", type=page_file, help="write the table into this page instead of printing it"
+    )
     for hidden in ("--program", "--side", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,18 +1,18 @@
-"""Prints what happens when one rank alone calls something that all ranks must call.
+"""Prints what happens if only one rank makes a call that all ranks must make.
 
     python scripts/tables/lone_calls.py [--only TEXT...] [--sample]
 
-Each cell is a program of its own on two or three gloo ranks: two steps as usual, then one rank
-makes a call, as under `if rank == 0:`, and all ranks proceed to the same next thing. A cell is
-*right* if values and weights are those of the unwrapped model on every rank. A cell *raises* if
-every rank ends with an error that flatshard names, or, where a rank waits in a collective of the
-program, with an error that flatshard's log explains. Everything else (wrong weights, a wait of
-more than SECONDS, an abort) is a failure, and the exit status is 1. All 864 cells take about ten
-minutes on two cores.
+Each cell is a separate program on two or three gloo ranks. The ranks train two steps, then one rank
+makes a call, as under `if rank == 0:`, and all ranks continue with the same next call. A cell is
+*right* if values and weights equal those of the unwrapped model on every rank. A cell *raises* if
+every rank ends with a named error of flatshard or, for a rank that waits in a collective of the
+program, with an error that flatshard's log explains. Everything else (wrong weights, a wait of more
+than SECONDS, an abort) is a failure, and the exit status is 1. All 864 cells take about ten minutes
+on two cores.
 
-`--sample` takes few cells, in which each pair of values meets; `--share 3` takes every third of the
-chosen cells. `--quick` looks for deadlocks ten times sooner. Ranks run what is registered with
-atexit, and end without the rest of the interpreter's end, which would take a second.
+`--sample` runs few cells, such that each pair of values occurs. `--share 3` runs every third of the
+chosen cells. `--quick` looks for deadlocks ten times sooner. Ranks run atexit's handlers and skip
+the rest of the interpreter's shutdown, which would take a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import table_cells  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch._dynamo  # torch loads it when it makes the first optimizer
 import torch.distributed as dist
@@ -78,7 +78,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 class Run:
-    """A model in training: sharded, or unwrapped on the rows of all ranks."""
+    """Trains a sharded model, or an unwrapped model on the rows of all ranks."""
 
     def __init__(self, model: nn.Module, ranks: Sequence[int], folder: Path) -> None:
         self.model: Any = model
@@ -173,7 +173,7 @@ WORLDS = (2, 3)
 
 
 class Setting(NamedTuple):
-    """What a cell combines."""
+    """The values that a cell combines."""
 
     call: str
     then: str
@@ -194,7 +194,7 @@ def all_settings() -> list[Setting]:
 
 
 def sample() -> list[Setting]:
-    """Few settings in which each pair of values of two axes meets."""
+    """A small set of settings in which each pair of values of two axes occurs."""
     left = {
         (one, two, a, b)
         for one, two in combinations(range(len(AXES)), 2)
@@ -330,7 +330,7 @@ def warm_up() -> None:
 
 
 class Outcome(NamedTuple):
-    """What became of a cell."""
+    """Outcome of a cell."""
 
     cell: Cell
     seconds: float
@@ -364,7 +364,7 @@ _exit_codes: dict[int, int] = {}
 
 
 def _ended(processes: dict[int, int]) -> dict[int, int] | None:
-    """The exit code of each rank; None while one runs."""
+    """Exit codes of all ranks; None if a rank still runs."""
     for process in processes.values():
         if process not in _exit_codes:
             done, status = os.waitpid(process, os.WNOHANG)
@@ -419,7 +419,7 @@ GOOD = {"right", "raises"}
 
 
 def table(found: dict[Setting, Outcome]) -> list[str]:
-    """Rows of calls, columns of what comes next: verdicts, and the slowest error in seconds."""
+    """Table with a row per call and a column per next call: verdict, slowest error in seconds."""
     lines = [f"| | {' | '.join(NEXT)} |", f"|---|{'---|' * len(NEXT)}"]
     notes = Notes("programs", longest=600)
     for call in CALLS:
@@ -439,11 +439,17 @@ def table(found: dict[Setting, Outcome]) -> list[str]:
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="words that a cell's values contain")
-    parser.add_argument("--sample", action="store_true", help="the fewest cells with all pairs")
-    parser.add_argument("--share", type=positive_number, default=1, help="take one cell in so many")
-    parser.add_argument("--quick", action="store_true", help="look for deadlocks sooner")
-    parser.add_argument("--at-once", type=positive_number, default=6, help="cells at a time")
+    parser.add_argument("--only", nargs="+", default=[], help="run cells with these words")
+    parser.add_argument(
+        "--sample", action="store_true", help="run few cells, such that each pair of values occurs"
+    )
+    parser.add_argument(
+        "--share", type=positive_number, default=1, help="run one of this number of cells"
+    )
+    parser.add_argument("--quick", action="store_true", help="look for deadlocks ten times sooner")
+    parser.add_argument(
+        "--at-once", type=positive_number, default=6, help="number of cells at a time (default: 6)"
+    )
     options = parser.parse_args()
     settings = [
         setting

@@ -1,13 +1,13 @@
-"""Architectures with flatshard and FullyShardedDataParallel: is their training DDP's?
+"""Trains many architectures with flatshard and FSDP1, and compares them with DDP.
 
     python scripts/tables/models.py --page docs/evidence.md
     python scripts/tables/models.py --model timm/test_vit transformers/LlamaForCausalLM
     python scripts/tables/models.py --list
 
-Each model of the zoo (`model_zoo/`) trains three steps with SGD and momentum on two gloo
-ranks, without dropout, in float64 where it runs in that. Losses on each rank and the state dict
-have to be those under DistributedDataParallel. A cell is *right*, *raises* (an error on some rank),
-*wrong* (other numbers, and no error), *crashes* or *hangs* (no end within the limit).
+Each model of the zoo (`model_zoo/`) trains three steps with SGD and momentum on two gloo ranks,
+without dropout, in float64 if the model can run in float64. Losses on each rank and the final state
+dict must equal those under DistributedDataParallel. A cell is *right*, *raises* (an error on some
+rank), *wrong* (other numbers, and no error), *crashes* or *hangs* (no end within the limit).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-import table_cells  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
 from lib.command_line import Parser, positive_number
 from lib.rank_processes import Ranks, Said
@@ -34,7 +34,7 @@ PRELOAD = ("torch.distributed.fsdp",)
 
 
 class Row(NamedTuple):
-    """What became of a model; without ``cells`` DistributedDataParallel does not train it."""
+    """Results of a model. No ``cells``: DistributedDataParallel could not train the model."""
 
     name: str
     policy: str
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def judge(said: list[Said]) -> Cell:
-    """What became of a training, given what its ranks say."""
+    """Cell for the outcomes of a training."""
     if failed := failure(said):
         return failed
     why = next((one.what.difference for one in said if one.what.difference), "")
@@ -100,20 +100,27 @@ def markdown(rows: list[Row], sides: list[str], command: str) -> str:
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--model", nargs="+", metavar="NAME", help="these alone; see --list")
-    parser.add_argument("--policy", choices=POLICIES, help="for all models, instead of by turns")
-    parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds, at most")
-    parser.add_argument("--page", type=page_file, help="write into this page instead")
-    parser.add_argument("--list", action="store_true", help="print the names of the models")
+    add = parser.add_argument
+    families = list(FAMILIES)
+    add("--family", nargs="+", choices=FAMILIES, default=families, help="libraries (default: all)")
+    add("--model", nargs="+", metavar="NAME", help="models to train (default: all); see --list")
+    add("--policy", choices=POLICIES, help="wrap policy of all models (default: by turns)")
+    add("--side", nargs="+", choices=SIDES, default=list(SIDES), help="wrappers (default: all)")
+    add(
+        "--timeout",
+        type=positive_number,
+        default=120.0,
+        help="time limit of a training in seconds (default: 120)",
+    )
+    add("--page", type=page_file, help="write the table into this page instead of printing it")
+    add("--list", action="store_true", help="print the names of the models")
     options = parser.parse_args()
     names = [name for family in options.family for name in models_of(family)]
     if options.list:
         print("\n".join(names))
         return 0
     if unknown := sorted(set(options.model or ()) - set(names)):
-        parser.error(f"--model: there is no {unknown[0]}; see --list")
+        parser.error(f"--model: unknown model {unknown[0]}; see --list")
     rows: list[Row] = []
     wanted: list[Any] = options.model or names
     with Ranks(WORLD, preload=(*PRELOAD, *options.family)) as ranks:

@@ -1,9 +1,9 @@
-"""Runs the scripts in tutorials/ and writes what they show beside them, as notebooks.
+"""Runs the scripts in tutorials/, and writes them with their outputs as notebooks.
 
     python scripts/tables/notebooks.py [NAME...]
 
 Each tutorials/NAME.py is the source of tutorials/NAME.ipynb, in jupytext's percent format. Without
-a name, all are run. It needs `pip install -e ".[tutorials]"`.
+a NAME, the script runs all of them. Needs `pip install -e ".[tutorials]"`.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Any:
-    """The notebook of one script, without outputs."""
+    """Convert a script into a notebook without outputs."""
     import jupytext
 
     notebook = jupytext.read(FOLDER / f"{name}.py")
@@ -47,7 +47,7 @@ def read(name: str) -> Any:
 
 
 def execute(name: str, timeout: float | None = None) -> Any:
-    """The notebook with its outputs.
+    """Run a script as a notebook; returns the notebook with its outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
@@ -59,11 +59,11 @@ def execute(name: str, timeout: float | None = None) -> Any:
         notebook,
         timeout=timeout,
         resources={"metadata": {"path": str(FOLDER)}},
-        extra_arguments=["--log-level=ERROR"],  # it warns of TCP on this machine
+        extra_arguments=["--log-level=ERROR"],  # the kernel would warn about TCP
     )
     client.execute()
     for cell in notebook.cells:
-        cell["metadata"] = {}  # when it ran
+        cell["metadata"] = {}  # remove the times of the run
         if cell.cell_type == "code":
             cell["outputs"] = joined(cell.outputs)
     notebook.metadata["language_info"] = {"name": "python"}
@@ -71,9 +71,9 @@ def execute(name: str, timeout: float | None = None) -> Any:
 
 
 def joined(outputs: list[Any]) -> list[Any]:
-    """Outputs with pieces of one stream put together: where it is cut is a matter of time.
+    """Join consecutive outputs of a stream, because their boundaries depend on timing.
 
-    Left out is what other libraries log.
+    Drops logs of other libraries.
     """
     found: list[Any] = []
     for output in outputs:
@@ -82,13 +82,13 @@ def joined(outputs: list[Any]) -> list[Any]:
             found[-1]["text"] += output["text"]
         else:
             found.append(output)
-    # What other libraries warn of depends on what is installed beside them.
+    # Drop warnings of other libraries, because they depend on the installed packages.
     return [one for one in found if one.get("name") != "stderr" or "flatshard" in one["text"]]
 
 
 def end_kernels() -> None:
-    """Ends them at once, with the ranks that they have started."""
-    import psutil  # ipykernel has it
+    """Kills all kernels and the ranks that they have started."""
+    import psutil  # a dependency of ipykernel
 
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -98,8 +98,12 @@ def end_kernels() -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="where to write (tutorials/)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"tutorials, of {', '.join(names())}"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, help="folder of the notebooks (default: tutorials/)"
+    )
     args = parser.parse_args()
     missing = [one for one in NEEDED if importlib.util.find_spec(one) is None]
     if missing:
@@ -107,15 +111,15 @@ def main() -> None:
     if unknown := sorted(set(args.names) - set(names())):
         parser.error(f"{unknown[0]}: choose from {', '.join(names())}")
     if not args.out.is_dir():
-        parser.error(f"--out: there is no folder {args.out}")
+        parser.error(f"--out: no such folder: {args.out}")
     import nbformat
 
-    # Warnings of tools that run the notebook are no part of it.
+    # Hide warnings of the tools that run the notebook.
     os.environ["PYTHONWARNINGS"] = "ignore:::zmq,ignore:::ipykernel"
-    # nbclient takes Ctrl-C for itself where it can, which it cannot in a thread.
+    # Run nbclient in a thread: in the main thread, it would handle Ctrl-C itself.
     thread = ThreadPoolExecutor(1)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder  # kernels that are killed leave files
+        os.environ["TMPDIR"] = tempfile.tempdir = folder  # killed kernels leave files
         try:
             for name in args.names or names():
                 start = time.perf_counter()
@@ -132,5 +136,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("interrupted: no notebook was written that was not complete", file=sys.stderr)
-        os._exit(1)  # not for the thread's end, nor with what nbclient does at the end
+        print("interrupted: only complete notebooks were written", file=sys.stderr)
+        os._exit(1)  # do not wait for the thread, and skip nbclient's exit handlers

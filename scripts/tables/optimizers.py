@@ -1,16 +1,16 @@
-"""Optimizers of several packages on a sharded model: the numbers of the unwrapped model or not?
+"""Compares optimizers of several packages on a sharded model with the unwrapped model.
 
     python scripts/tables/optimizers.py --page docs/evidence.md
     python scripts/tables/optimizers.py --only Muon SOAP --impl flatshard fsdp2 --world-size 4
     python scripts/tables/optimizers.py --strategies --page docs/evidence.md
 
-Each takes five steps on gloo ranks, in processes of its own. All ranks have the same rows, so that
-the averaged gradients are, bit for bit, those of the unwrapped model: what differs is the
-optimizer's. A cell is *right*, *raises*, *wrong* (other numbers, and no error), *crashes* or
-*hangs*. With `--strategies` the table is of flatshard alone, by strategy and number of ranks; on
-three it is in float64, as a mean of three equal numbers is rounded. Optimizers whose package is
-not installed are left out: the page was made with `pip install ".[models,optimizers]" bitsandbytes
-torchao`.
+Each optimizer takes five steps on gloo ranks, in separate processes. All ranks have the same rows,
+so the averaged gradients equal the unwrapped model's gradients bit by bit, and every difference
+comes from the optimizer. A cell is *right*, *raises*, *wrong* (other numbers, and no error),
+*crashes* or *hangs*. With `--strategies`, the table has only flatshard, by strategy and number of
+ranks. On three ranks it trains in float64, because a mean of three equal numbers is rounded.
+Optimizers whose package is not installed are skipped. The page was made with
+`pip install ".[models,optimizers]" bitsandbytes torchao`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import table_cells  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
 from conformance_idioms.side import STRATEGIES, Side
 from lib.command_line import Parser, at_least, positive_number
@@ -38,13 +38,13 @@ DEFAULT = {"lr": 0.01}
 WORLDS = (1, 2, 3, 4)
 
 Cells = dict[tuple[str, str], dict[str, Cell]]
-"""By optimizer and implementation."""
+"""Cells, keyed by optimizer and implementation."""
 
 Make = Callable[[Sequence[nn.Parameter]], list[torch.optim.Optimizer]]
 
 
 def _of(module: str, name: str, **options: Any) -> Make:
-    """One optimizer over all parameters."""
+    """Makes one optimizer for all parameters."""
 
     def make(params: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
         kind = getattr(importlib.import_module(module), name)
@@ -97,7 +97,7 @@ OPTIMIZERS: dict[tuple[str, str], Make] = {("torch", "Muon"): _muon} | {
 
 
 class Model(nn.Module):
-    """Matrices, vectors and a convolution; some have enough elements for 8-bit states."""
+    """A model with matrices, vectors and a convolution, some large enough for 8-bit states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Model(nn.Module):
 def train(
     package: str, name: str, implementation: str, dtype: torch.dtype = torch.float32
 ) -> tuple[float, str]:
-    """The largest difference from the unwrapped model, and how flatshard stepped it."""
+    """The largest difference from the unwrapped model, and how flatshard ran the step."""
     warnings.simplefilter("ignore")
     states: list[dict[str, Tensor]] = []
     side = Side(implementation)
@@ -134,7 +134,7 @@ def train(
 
 @contextlib.contextmanager
 def _in_training(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Some average weights: they say when they show which."""
+    """Switches optimizers that average weights between training and evaluation."""
     for mode in ("train", "eval"):
         for optimizer in optimizers:
             getattr(optimizer, mode, lambda: None)()
@@ -173,7 +173,7 @@ def _step_mode(optimizer: torch.optim.Optimizer) -> str:
 
 
 def judge(said: Sequence[Said]) -> Cell:
-    """A verdict over all ranks, and how it was stepped or why not."""
+    """Verdict over all ranks, and how flatshard ran the step, or the error."""
     if failed := failure(said):
         return failed
     largest = max(one.what[0] for one in said)
@@ -196,7 +196,7 @@ def table(
 
 
 def markdown(cells: Cells, about: str) -> str:
-    """The table, what it is of, and the reasons."""
+    """The table with its title line and the reasons of its cells."""
     implementations = list(next(iter(cells.values())))
     header = ["optimizer", "package", "flatshard steps it on", *map(TITLES.get, implementations)]
     lines = ["| " + " | ".join(map(str, header)) + " |", "|---" * len(header) + "|"]
@@ -211,7 +211,7 @@ def markdown(cells: Cells, about: str) -> str:
 
 
 def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
-    """A table of how many are right with flatshard, by strategy and number of ranks."""
+    """Table of the number of optimizers that are right, by strategy and number of ranks."""
     rows: dict[str, list[str]] = {strategy: [] for strategy in STRATEGIES}
     others: dict[str, list[str]] = {}
     for world in WORLDS:
@@ -244,14 +244,31 @@ def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
 
 def main() -> None:
     parser = Parser(__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="optimizers by name")
-    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
-    parser.add_argument("--world-size", type=at_least(1), default=2)
     parser.add_argument(
-        "--timeout", type=positive_number, default=60.0, help="seconds for one cell"
+        "--only", nargs="+", metavar="NAME", help="optimizers to try (default: all)"
     )
-    parser.add_argument("--strategies", action="store_true", help="flatshard's, on 1 to 4 ranks")
-    parser.add_argument("--page", type=page_file, help="write into this page instead")
+    parser.add_argument(
+        "--impl",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        default=[*IMPLEMENTATIONS],
+        help="implementations to try (default: all)",
+    )
+    parser.add_argument(
+        "--world-size", type=at_least(1), default=2, help="number of ranks (default: 2)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=60.0,
+        help="time limit of a cell in seconds (default: 60)",
+    )
+    parser.add_argument(
+        "--strategies", action="store_true", help="table of flatshard's strategies on 1 to 4 ranks"
+    )
+    parser.add_argument(
+        "--page", type=page_file, help="write the table into this page instead of printing it"
+    )
     args = parser.parse_args()
     names = [key for key in OPTIMIZERS if not args.only or key[1] in args.only]
     if not names:

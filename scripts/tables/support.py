@@ -1,10 +1,10 @@
-"""Prints which strategy does what, tried on gloo ranks: a table of docs/evidence.md.
+"""Tries each feature under each strategy on gloo ranks, and prints a table.
 
     python scripts/tables/support.py [--only NAME...] [--page docs/evidence.md]
 
-Four ranks that say to be two nodes train a small model for three steps under each strategy with
-each feature. A cell is *yes* where weights are those of the unwrapped model on all rows, and
-otherwise *raises* with the error, *wrong*, *crashes* or *hangs*.
+Four ranks, which count as two nodes, train a small model for three steps under each strategy with
+each feature. A cell is *yes* if the weights equal the weights of the unwrapped model trained on all
+rows. Otherwise it is *raises* with the error, *wrong*, *crashes* or *hangs*.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import table_cells  # noqa: F401  (first: it may end this)
+import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -356,11 +356,18 @@ def judge(said: list[Said]) -> Cell:
 
 def main() -> None:
     parser = Parser(__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="features whose names have it")
     parser.add_argument(
-        "--timeout", type=positive_number, default=60.0, help="seconds for one cell"
+        "--only", nargs="+", metavar="NAME", help="features whose names contain NAME"
     )
-    parser.add_argument("--page", type=page_file, help="write into this page instead")
+    parser.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=60.0,
+        help="time limit of a cell in seconds (default: 60)",
+    )
+    parser.add_argument(
+        "--page", type=page_file, help="write the table into this page instead of printing it"
+    )
     args = parser.parse_args()
     names = [name for name in FEATURES if not args.only or any(one in name for one in args.only)]
     if not names:

@@ -1,6 +1,6 @@
-"""What the scripts beside this one share: cells, the notes that explain them, pages.
+"""Cells, footnotes and pages of the scripts that write tables.
 
-A cell is the verdict on a call of several ranks, in one of five words.
+A cell is a verdict on a run of several ranks, in one of five words.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# The scripts one folder up, and what they share.
+# Import from the folder above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import lib.prerequisites  # noqa: F401  (first: it may end this)
+import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 from lib.output import output_file, writing
 from lib.rank_processes import Said
 
@@ -24,14 +24,14 @@ GOOD = {"right", "raises"}
 
 
 class Cell(NamedTuple):
-    """A verdict, of `VERDICTS` unless a table has finer ones, and why it is not "right"."""
+    """A verdict (of `VERDICTS`, unless a table has its own), and the reason if not "right"."""
 
     verdict: str
     why: str = ""
 
 
 def failure(said: Sequence[Said]) -> Cell | None:
-    """What became of ranks that did not all return; None where they did."""
+    """Cell for ranks of which some did not return; None if all ranks returned."""
     for rank, one in enumerate(said):
         if one.outcome == "died":
             return Cell("crashes", f"rank {rank} ends with exit code {one.what}")
@@ -43,9 +43,9 @@ def failure(said: Sequence[Said]) -> Cell | None:
 
 
 class Notes:
-    """Footnotes: the reasons of cells, each once, and no longer than so many characters.
+    """Footnotes with the reasons of cells, each reason once, cut to ``longest`` characters.
 
-    ``subject`` is what the cells are about: a page has the footnotes of several tables.
+    ``subject`` is the subject of the table, because a page has footnotes of several tables.
     """
 
     def __init__(self, subject: str, longest: int) -> None:
@@ -54,7 +54,7 @@ class Notes:
         self._numbers: dict[str, int] = {}
 
     def of(self, cell: Cell) -> str:
-        """The cell with its footnote's number."""
+        """Text of a cell, with the number of its footnote."""
         if not cell.why:
             return cell.verdict
         number = self._numbers.setdefault(self._shortened(cell.why), len(self._numbers) + 1)
@@ -76,21 +76,24 @@ class Notes:
 
 
 def folded(title: str, lines: Sequence[str]) -> list[str]:
-    """A part of a page that opens when the reader selects its title."""
+    """A part of a page that is closed until the reader clicks on its title."""
     head = f'<details markdown="1"><summary>{title}</summary>'
     return [head, "", *lines, "", "</details>", ""]
 
 
 def page_file(text: str) -> Path:
-    """A page that is there, and can be written."""
+    """An existing page that this user can write."""
     path = output_file(text)
     if not path.exists():
-        raise argparse.ArgumentTypeError(f"there is no page {text}")
+        raise argparse.ArgumentTypeError(f"no such page: {text}")
     return path
 
 
 def split_page(page: Path, name: str) -> tuple[str, str, str]:
-    """The page up to a table, the table, and the rest. Two comments with its name enclose it."""
+    """Split a page into the text before a table, the table and the text after it.
+
+    Two comments with the table's name enclose the table.
+    """
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, mark, after = page.read_text().partition(begin)
     table, end_mark, rest = after.partition(end)
@@ -100,7 +103,7 @@ def split_page(page: Path, name: str) -> tuple[str, str, str]:
 
 
 def write_table(page: Path | None, name: str, text: str) -> None:
-    """Put a table in its place on a page; or print the table."""
+    """Write a table into its place on a page; print the table if ``page`` is None."""
     if page is None:
         print(text)
         return

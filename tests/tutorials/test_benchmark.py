@@ -62,7 +62,7 @@ def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
         (["--impl", "ddp,other"], "--impl: other: choose from flatshard, ddp"),
         (["--preset", "huge"], "--preset: invalid choice"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--strategy", "SHARD_OP"], "leave fsdp1 and fsdp2 out"),
+        (["--strategy", "SHARD_OP"], "remove fsdp1 and fsdp2"),
         (["--impl", "ddp,zero3"], "--impl zero3: deepspeed is not installed"),
         (["--json", "missing/out.json"], "not a file in an existing directory: missing"),
         (["--plot", "out.png"], 'matplotlib is not installed: pip install ".[examples]"'),
@@ -116,7 +116,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         status, _, err = script.finish(timeout=100)
     assert status == 1
     assert err.splitlines() == [
-        "error: compute: rank 1 failed: it ended with exit code -9; all others were stopped"
+        "error: compute: rank 1 failed: it ended with exit code -9; all other ranks were stopped"
     ]
     assert not any(command_line(pid) for pid in ranks)
 

@@ -226,7 +226,7 @@ def test_tables(figures: dict[str, Any]) -> None:
     [
         ("--world-size 4 --ranks-per-node 3", "must divide"),
         ("--world-size 4 --ranks-per-node 4", "at least 2 nodes"),
-        ("--width 64", "from 96 on"),
+        ("--width 64", "at least 96"),
     ],
 )
 def test_bad_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

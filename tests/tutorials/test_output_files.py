@@ -48,7 +48,7 @@ def test_pages_that_cannot_be_written(
         module.main()
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "error: argument --page: there is no page" in line
+    assert "error: argument --page: no such page" in line
 
 
 def test_only_a_whole_file_takes_a_files_place(tmp_path: Path) -> None:

@@ -264,10 +264,10 @@ def begin(rank: int, world_size: int, folder: Path) -> list[str]:
 
 
 ODD = (
-    "number is no checkpoint of this script: 'model' is no dict",
-    "words: 'epoch' is no number of steps: 'one'",
-    " is of another optimizer: ",
-    "list is no checkpoint of this script: it has no 'model'",
+    "number is not a checkpoint of this script: 'model' is not a dict",
+    "words: 'epoch' is not a number of steps: 'one'",
+    " is from another optimizer: ",
+    "list is not a checkpoint of this script: no 'model'",
 )
 
 
@@ -280,11 +280,14 @@ def go_on(rank: int, world_size: int, folder: Path) -> None:
 def test_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     (weights, other, smaller, *odd), *others = run_ranks(begin, 2, tmp_path)
     assert others == [[""] * 7]  # one rank of a machine says why
-    assert weights.endswith("weights is no checkpoint of this script: it has no 'model'\n")
+    assert weights.endswith("weights is not a checkpoint of this script: no 'model'\n")
     assert other.endswith(
-        "other is of another model: conv1.weight is missing, here [32, 1, 3, 3]\n"
+        "other is from another model: conv1.weight is missing in the file and [32, 1, 3, 3] in the "
+        "model\n"
     )
-    assert smaller.endswith("smaller is in the middle of an epoch with --batch-size 6, got 12\n")
+    assert smaller.endswith(
+        "smaller was saved in the middle of an epoch with --batch-size 6, got 12\n"
+    )
     for said, message in zip(odd, ODD, strict=True):
         assert message in said
         assert said.count("\n") == 1

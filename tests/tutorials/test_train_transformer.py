@@ -84,7 +84,7 @@ def test_compares_strategies(tmp_path: Path) -> None:
         ("--batch-size 7 --world-size 2", "--batch-size 7 cannot be split over 2 ranks"),
         ("--heads 3", "--width 128 cannot be split into --heads 3"),
         ("--ddp --bf16", "--bf16 is for sharded parameters"),
-        ("--plot x.png", "--plot is for --compare"),
+        ("--plot x.png", "--plot needs --compare"),
         ("--compare --plot x.txt", "--plot: x.txt must end in .pdf, .png or .svg"),
         ("--text missing.txt", "--text: there is no file missing.txt"),
         ("--resume missing.pt", "--resume: there is no file missing.pt"),
