@@ -142,9 +142,7 @@ def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         checkpoint.load(tmp_path / "step-2.incomplete", model)
     with pytest.raises(FileNotFoundError, match=f"step-3 does not exist. {last}"):
         checkpoint.load(tmp_path / "step-3", model)
-    with pytest.raises(
-        ValueError, match=f"but a directory of checkpoints. {last}"
-    ):
+    with pytest.raises(ValueError, match=f"but a directory of checkpoints. {last}"):
         checkpoint.load(tmp_path, model)
     torch.save(model.state_dict(), tmp_path / "net.pt")
     with pytest.raises(ValueError, match=f"json, got the format of torch.save. {last}"):
