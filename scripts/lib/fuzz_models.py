@@ -80,9 +80,9 @@ class Leaf(nn.Module):
         if self.kind == "running":
             if self.training:
                 self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-            # tanh saves a tensor for backward. So a checkpoint computes this layer again, and updates
-            # the mean again. If only weights were saved, flatshard would all-gather the weights,
-            # and the checkpoint would not compute the layer again.
+            # tanh saves a tensor for backward, so a checkpoint computes this layer again, and then
+            # updates the mean again. If only weights were saved, flatshard would all-gather the
+            # weights, and the checkpoint would not compute the layer again.
             return ((x - self.mean) * self.weight).tanh()
         if self.kind == "reassigned":
             if self.training:
