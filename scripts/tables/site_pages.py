@@ -65,7 +65,6 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Links of notebooks, which are right in the repository, as they are on the site."""
     if not page.file.src_uri.startswith("tutorials/"):
         return output
-    output = re.sub(r'<img [^>]*alt="(Open in Colab)"[^>]*>', r"\1", output)  # nothing is fetched
     output = re.sub(r'<a href="\.\./scripts/[^>]*>(.*?)</a>', r"\1", output)  # not on the site
     output = re.sub(r'href="\.\./docs/([\w-]+)\.md', r'href="../\1.html', output)
     return re.sub(r'href="(\w+)\.ipynb"', r'href="\1.html"', output)
