@@ -30,27 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("--key", help="the entry that contains the model, such as app.model")
     one.add_argument("--dtype", help="dtype for floating point tensors, such as bfloat16")
     one.add_argument("--max-shard-size", help="largest size of a safetensors file, such as 5GB")
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    command = options.pop("command")
     try:
-        if options.command == "inspect":
-            print(describe(options.path))
+        if command == "inspect":
+            print(describe(**options))
         else:
-            dtype = getattr(torch, options.dtype or "", None)
-            if options.dtype and not isinstance(dtype, torch.dtype):
-                raise ValueError(f"--dtype: no dtype of torch is called {options.dtype!r}")
-            convert(
-                options.source,
-                options.destination,
-                to=options.to,
-                key=options.key,
-                dtype=dtype,
-                max_shard_size=options.max_shard_size,
-            )
+            if (name := options["dtype"]) is not None:
+                options["dtype"] = getattr(torch, name, None)
+                if not isinstance(options["dtype"], torch.dtype):
+                    raise ValueError(f"--dtype: no dtype of torch is called {name!r}")
+            convert(**options)
     except (ValueError, OSError) as error:
-        print(f"flatshard {options.command}: {error}", file=sys.stderr)
+        print(f"flatshard {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"flatshard {options.command}: interrupted", file=sys.stderr)
+        print(f"flatshard {command}: interrupted", file=sys.stderr)
         return 130  # the status that shells report for an interrupt
     return 0
 
@@ -65,8 +60,8 @@ def describe(path: str) -> str:
     if source.incomplete:
         missing = ", ".join(source.incomplete)
         raise ValueError(f"{path}: incomplete: its files lack values of {missing:.300}")
-    facts = {"format": source.kind, **source.facts}
-    lines = [f"{name}: {value}" for name, value in facts.items()]
+    facts = {"format": source.kind, **source.facts}.items()
+    lines = [f"{name}: {value}" for name, value in facts]
     named = {".".join(names): one for names, one in source.tensors.items()}
     width = max(map(len, named), default=0)
     for name, one in named.items():

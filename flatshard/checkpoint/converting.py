@@ -64,8 +64,7 @@ def convert(
         OSError: a file cannot be read or written.
     """
     final = Path(destination)
-    is_torch = final.suffix in _TORCH_SUFFIXES
-    to = to or ("torch" if is_torch else "safetensors")
+    to = to or ("torch" if final.suffix in _TORCH_SUFFIXES else "safetensors")
     if to not in FORMATS:
         raise ValueError(f"to: expected one of {', '.join(FORMATS)}, got {to!r}")
     if max_shard_size is not None and to != "safetensors":

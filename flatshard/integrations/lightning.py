@@ -145,8 +145,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         folder = Path(checkpoint_path)
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
-        is_fitting = bool(self.optimizers)
-        for number, optimizer in enumerate(self.optimizers if is_fitting else [None]):
+        for number, optimizer in enumerate(self.optimizers or [None]):
             files.load(folder / f"{_FOLDER}_{number}", self.model, optimizer)
         # Lightning's part of the checkpoint, which contains other objects than tensors.
         rest = torch.load(folder / _REST, weights_only=bool(weights_only), map_location="cpu")
@@ -238,15 +237,11 @@ def _by_position(state: dict[str, Any]) -> dict[str, Any]:
     """Key an optimizer's state by position, as an unwrapped optimizer does, instead of by name."""
     if not state:
         return {}
-    names = [name for group in state["param_groups"] for name in group["params"]]
+    groups = state["param_groups"]
+    names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
-    return {
-        "state": {number[name]: value for name, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [number[name] for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    groups = [{**group, "params": [number[n] for n in group["params"]]} for group in groups]
+    return {"state": {number[n]: v for n, v in state["state"].items()}, "param_groups": groups}
 
 
 _DESCRIPTION = "flatshard: fully sharded data parallel"

@@ -157,8 +157,7 @@ class Join(StepExtension):
                     "with a step per batch falls behind without input; load another rank's state."
                 )
         if self._throws and len(self._active) < self._comm.size:
-            missing = sorted({*range(self._comm.size)} - doing.keys())
-            ranks = ranks_text(missing)
+            ranks = ranks_text(sorted({*range(self._comm.size)} - doing.keys()))
             raise RuntimeError(f"join(): throw_on_early_termination: no input on ranks {ranks}.")
         return first
 
