@@ -122,16 +122,14 @@ def check_sum(folder: Path, marker: Marker, name: str, advance: Advance) -> None
         )
 
 
-def check_lengths(
-    folder: Path, lengths: Mapping[str, int], remedy: str, *, seconds: float = 0.0
-) -> None:
-    """Wait at most ``seconds`` until each file has at least its length in bytes.
+def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: float = 0) -> None:
+    """Wait at most ``wait`` seconds until each file has at least its length in bytes.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is too short.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + wait
     for name, expected in lengths.items():
         path = folder / name
         while not path.exists() or path.stat().st_size < expected:
@@ -160,13 +158,13 @@ def incomplete(path: Path) -> Path:
 
 
 def begin(path: Path, keep: int | None) -> None:
-    """Make the folder for a save, and remove incomplete folders of the same series.
+    """Make the folder for a save, and remove incomplete folders that killed saves have left.
 
-    Killed saves leave incomplete folders.
+    Folders of one training have names that differ only in their numbers. Other folders stay.
 
     Raises:
         FileExistsError: ``path`` exists.
-        ValueError: ``keep`` is below 1, or ``path`` has no number to tell the series from.
+        ValueError: ``keep`` is below 1, or the name has no number.
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
@@ -184,12 +182,13 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Turn the written files into the checkpoint ``path``, and delete old checkpoints.
 
-    ``keep`` checkpoints of the series stay.
+    Among the checkpoints whose names differ only in their numbers, the latest ``keep`` stay. None:
+    all stay.
     """
     folder = incomplete(path)
     # The file system of a network may show the files of another host a little later.
     remedy = "Save on a file system that all hosts share."
-    check_lengths(folder, marker.lengths, remedy, seconds=10)
+    check_lengths(folder, marker.lengths, remedy, wait=10)
     with (folder / MARKER).open("w") as file:
         json.dump(asdict(marker), file, indent=1)
         file.flush()

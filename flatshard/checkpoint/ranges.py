@@ -32,7 +32,7 @@ PIECE_BYTES = 16 << 20
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a file. The tensor lies there row by row."""
+    """The place of a tensor in a file, which stores the tensor row by row."""
 
     path: str
     offset: int  # position of the tensor's first byte in the file
@@ -107,7 +107,7 @@ def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, 
     while left:
         count = move(left, at)
         if not count:
-            raise ValueError(f"{place.path} now ends at byte {at}. It was longer before")
+            raise ValueError(f"{place.path} ends at byte {at}, but was longer when it was opened")
         left, at = left[count:], at + count
 
 

@@ -84,7 +84,10 @@ class Plan:
                 file.write(header)
 
     def commit(self) -> None:
-        """Rename the temporary files, whose bytes are all on the disk. Raises OSError."""
+        """Rename the temporary files to their final names. Raises OSError.
+
+        All bytes must be on the disk.
+        """
         index = self.folder / _INDEX
         if self.index:
             self.temporary(_INDEX).write_text(self.index)

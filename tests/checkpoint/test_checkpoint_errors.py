@@ -434,7 +434,7 @@ def test_other_hosts_files_are_missed(tmp_path: Path, monkeypatch: pytest.Monkey
     """Of a file system that the hosts do not share, rank 0 sees its own files alone."""
     monkeypatch.setattr(time, "monotonic", iter(range(0, 1000, 6)).__next__)
     with pytest.raises(FileNotFoundError, match=r"__1_0.distcp is missing, expected 1 bytes. Save"):
-        folder.check_lengths(tmp_path, {"__1_0.distcp": 1}, "Save again.", seconds=10)
+        folder.check_lengths(tmp_path, {"__1_0.distcp": 1}, "Save again.", wait=10)
 
 
 def test_errors_keep_their_type() -> None:

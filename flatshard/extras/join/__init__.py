@@ -351,7 +351,8 @@ class Join(StepExtension):
                 else:
                     group[name] = value
             for param in group["params"]:
-                # This rank has no new gradients of parameters outside of the model.
+                # Do not step parameters outside of the model: without input, this rank has no new
+                # gradients of these parameters.
                 if param not in self._numbers:
                     param.grad = None
         found[0].step()
