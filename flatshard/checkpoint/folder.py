@@ -96,8 +96,7 @@ def _complete_in(directory: Path) -> list[tuple[float, Path]]:
     found: list[tuple[float, Path]] = []
     for folder in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(ValueError):  # loading a damaged checkpoint raises
-            marker = read_marker(folder)
-            if marker is not None:
+            if (marker := read_marker(folder)) is not None:
                 found.append((marker.saved_at, folder))
     return found
 

@@ -37,6 +37,8 @@ class HostRanks:
 
     Attributes:
         rank: this rank's index in the group.
+        size: number of ranks.
+        global_rank: this rank's number in the default group.
         ranks: the ranks' numbers in the default group.
         group: a separate process group for these exchanges; None if this rank is alone.
         gather: returns the value of every rank; see ``HostExchange.gather``.
@@ -48,11 +50,12 @@ class HostRanks:
 
         Collective: all ranks of the group, at the first call for this group.
         """
-        self.rank, self.ranks = 0, [0]
+        self.rank, self.size, self.global_rank, self.ranks = 0, 1, 0, [0]
         self.group: dist.ProcessGroup | None = None
         exchange = HostExchange(None, torch.device("cpu"))
         if group is not None and group.size() > 1 and not is_fake(group):
-            self.rank, self.ranks = group.rank(), dist.get_process_group_ranks(group)
+            self.rank, self.size, self.global_rank = group.rank(), group.size(), dist.get_rank()
+            self.ranks = dist.get_process_group_ranks(group)
             if group not in _exchanges:
                 with named(f"flatshard.checkpoint, rank {self.global_rank}: meeting the ranks"):
                     own = new_group(group, on_host=True)
@@ -60,14 +63,6 @@ class HostRanks:
             exchange = _exchanges[group]
             self.group = exchange.group
         self.gather, self.gather_unless_equal = exchange.gather, exchange.gather_unless_equal
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def global_rank(self) -> int:
-        return self.ranks[self.rank]
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """Run ``work`` and return the result; if ``work`` raises on any rank, all ranks raise.

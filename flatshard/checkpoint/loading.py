@@ -152,8 +152,7 @@ def _targets(
     targets: StateDict = {}
     problems: list[str] = []
     asked = ("model",) if wanted["optimizer"] is None else ("model", "optimizer")
-    incomplete = [key for key in incomplete if key.startswith(asked)]
-    if incomplete:
+    if incomplete := [key for key in incomplete if key.startswith(asked)]:
         raise ValueError(
             f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. When "
             "they were saved, ranks held the state of different parameters. Load another "
@@ -233,8 +232,7 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
     random.setstate(found["python"])
     if "cuda" in found and device.type == "cuda":
         torch.cuda.set_rng_state(found["cuda"], device)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and "numpy" in found:
+    if "numpy" in found and (numpy := sys.modules.get("numpy.random")):
         numpy.set_state(found["numpy"])
 
 
@@ -243,6 +241,5 @@ def _seed_generators(rank: int, found: StateDict) -> None:
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
+    if numpy := sys.modules.get("numpy.random"):
         numpy.seed(seed % 2**32)

@@ -200,8 +200,7 @@ def generators(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
-    numpy = sys.modules.get("numpy.random")  # without an import, nothing has drawn from it
-    if numpy is not None:
+    if numpy := sys.modules.get("numpy.random"):  # without an import, nothing has drawn from it
         kind, key, *rest = numpy.get_state()
         found["numpy"] = (kind, key.tolist(), *rest)
     return found

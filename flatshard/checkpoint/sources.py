@@ -95,8 +95,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
-        folder = _deepspeed_folder(path)
-        if folder is not None:
+        if (folder := _deepspeed_folder(path)) is not None:
             return _deepspeed(folder)
         if not list(path.glob("*.safetensors")):
             held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
@@ -210,8 +209,7 @@ def _dcp(folder: Path) -> Source:
             source.tensors[names] = _meta(entries[name].size, entries[name].properties.dtype)
             if names[0] in _PROGRESS_KEYS and source.tensors[names].numel() == 1:
                 source.facts[names[0]] = source.read(names).item()
-    marker = read_marker(folder)
-    if marker is not None:
+    if (marker := read_marker(folder)) is not None:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
     return source
