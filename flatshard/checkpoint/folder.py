@@ -122,7 +122,7 @@ def check_sum(folder: Path, marker: Marker, name: str, advance: Advance) -> None
 
 
 def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: float = 0) -> None:
-    """Wait at most ``wait`` seconds until each file has at least its length in bytes.
+    """Wait at most ``wait`` seconds until each file exists and has its length in bytes.
 
     Raises:
         FileNotFoundError: a file is missing.

@@ -43,8 +43,10 @@ class Source:
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
     facts: dict[str, object] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
-    incomplete: list[str] = field(default_factory=list)  # tensors without some values
+    # Other names of tied tensors, each with the name in `tensors`.
+    ties: dict[str, str] = field(default_factory=dict)
+    # Names of tensors for which the files do not have all values.
+    incomplete: list[str] = field(default_factory=list)
 
     def model(self, key: str | None = None) -> dict[str, Names]:
         """The model's parameter names, with their keys in ``tensors``.
@@ -67,7 +69,8 @@ class Source:
             raise ValueError(f"which entry is the model? Choose one by its key: {known}")
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
-        for prefix in ("module.", "_orig_mod."):  # of DDP and torch.compile
+        # DistributedDataParallel and torch.compile put these prefixes before all names.
+        for prefix in ("module.", "_orig_mod."):
             if all(name.startswith(prefix) for name in model):
                 model = {name.removeprefix(prefix): names for name, names in model.items()}
         flat = next((name for name in model if name.endswith("_flat_param")), None)

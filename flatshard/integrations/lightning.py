@@ -80,7 +80,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        known = self.model.__dict__  # the wrapper must not become a submodule of its own module
+        # Setting an attribute of the module would make the wrapper a submodule of its own module.
+        known = self.model.__dict__
         if _WRAPPER not in known:
             known[_WRAPPER] = _sharded(self.model, self.root_device, self._ddp_kwargs)
         self.model = known[_WRAPPER]

@@ -62,8 +62,8 @@ def swap_full_in(
 ) -> ExitStack:
     """Replace sharded parameters of an optimizer by full parameters, until the result is closed.
 
-    The full parameters get the state of the sharded parameters. Until then, the optimizer has no
-    further parameters except ``others``.
+    The full parameters get the state of the sharded parameters. Until the result is closed, the
+    optimizer has only the full parameters and ``others``.
     """
     undo = ExitStack()
     kept = {id(param) for param in others}
