@@ -7,8 +7,8 @@ from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.tensor import (
-    elementwise_ops,  # noqa: F401  (they enter their operations)
-    reduction_ops,  # noqa: F401  (they enter their operations)
+    elementwise_ops,  # noqa: F401  (the import registers the operators)
+    reduction_ops,  # noqa: F401  (the import registers the operators)
 )
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor

@@ -1,4 +1,4 @@
-"""``python -m flatshard``: the command line, as the script ``flatshard``."""
+"""``python -m flatshard`` runs the same command line as the script ``flatshard``."""
 
 import sys
 

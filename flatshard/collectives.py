@@ -1,4 +1,4 @@
-"""``record``: lists the collectives that a rank starts."""
+"""``record``: lists the collectives that this rank starts, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ __all__ = ["Event", "record"]
 
 
 class Event(NamedTuple):
-    """One started collective.
+    """One collective that this rank has started.
 
     Attributes:
         kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"all_to_all"``,
-            ``"scalars"`` or ``"broadcast"``.
-        unit_fqn: names the unit; where there is none, the purpose.
-        nbytes: of an all-gather's result, or of every rank's input to a reduction; of an
-            all-reduce in two stages the mean of both, whose dtypes may differ.
-        ranks: the participants, by their ranks in the default group.
+            ``"scalars"`` (a few numbers) or ``"broadcast"``.
+        unit_fqn: name of the unit. For a collective without a unit, the purpose.
+        nbytes: size in bytes of the result of an all-gather, or of each rank's input to a
+            reduction. For an all-reduce that consists of a reduce-scatter and an all-gather, the
+            mean of both sizes, because the dtypes may differ.
+        ranks: the participating ranks, as ranks in the default group.
     """
 
     kind: str
@@ -31,7 +32,9 @@ class Event(NamedTuple):
 
 @contextlib.contextmanager
 def record() -> Iterator[list[Event]]:
-    """List the collectives that this rank starts inside the context, in order.
+    """Record the collectives that this rank starts inside the context, in order.
+
+    The context yields a list of ``Event``s, which grows with each collective.
 
     Example:
         ```python

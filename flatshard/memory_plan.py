@@ -1,4 +1,7 @@
-"""Predicts the memory of a model from its shapes; see ``flatshard.extras.plan``."""
+"""Prediction of a model's memory, under the public name ``flatshard.memory_plan``.
+
+The code is in the extra ``flatshard.extras.plan``. Without the extra, importing this module raises.
+"""
 
 from flatshard.options.extras import extra
 

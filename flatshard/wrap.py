@@ -1,4 +1,7 @@
-"""Policies that choose the units; see ``flatshard.plan.policies``."""
+"""Wrap policies, under the public name ``flatshard.wrap``. A policy chooses the units of a model.
+
+The code is in ``flatshard.plan.policies``.
+"""
 
 from flatshard.plan.policies import (
     CustomPolicy,

@@ -1,7 +1,8 @@
-"""``ShardedWrapper``: the public API. Each method checks its arguments and delegates.
+"""``ShardedWrapper``: the public API. Each method checks its arguments and calls other modules.
 
-Like every ``ModuleProxy``, a wrapper has the attributes of its wrapped module. The wrapper's own
-state is a ``Sharding``, made by ``construction``: the unit, the settings, and the run of the model.
+A wrapper is a ``ModuleProxy``, so it also has the attributes of its wrapped module. The wrapper's
+own state is a ``Sharding``, which ``construction`` makes: the unit, the settings, and the state of
+the model's steps.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from flatshard.tensor.shard_spec import refuse_foreign_wrapper
 
 
 class _NamesMissing(type):
-    """Metaclass: says why a method of torch's wrappers is missing, where the class is asked."""
+    """Metaclass that explains why ``ShardedWrapper`` lacks an attribute of torch's wrappers."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         torch_names = default_extra("torch_names")
@@ -65,8 +66,8 @@ class _NamesMissing(type):
 class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
-    Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
-    just after. ``auto_wrap_policy`` chooses the units; all other parameters belong to the outermost
+    The parameters of a unit are unsharded (all-gathered) just before they are needed, and resharded
+    just after. ``auto_wrap_policy`` chooses the units. All other parameters belong to the outermost
     unit. Optimizers, losses, schedulers and data loaders need no change. Names, shapes and state
     dicts are the same as in the unwrapped module.
 
@@ -90,12 +91,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ``flatshard.wrap``. None: one unit.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. A HYBRID
-            strategy with neither shards within each node; ``LOCAL_WORLD_SIZE`` is the node's size.
+            strategy without a pair or mesh shards within each node; the environment variable
+            ``LOCAL_WORLD_SIZE`` is the number of ranks per node.
         mixed_precision: see ``MixedPrecision``.
         cpu_offload: see ``CPUOffload``.
-        device_id: device on which parameters are kept and trained; an accelerator's index or a
-            device. None: the parameters' present device, or the current accelerator if the process
-            group has no CPU backend.
+        device_id: device on which parameters are kept and trained: an accelerator's index, or a
+            device. None: the device on which the parameters are, or the current accelerator if the
+            process group has no CPU backend.
         sync_module_states: whether all ranks take rank 0's weights. True: other ranks' weights may
             be on the meta device, and rank 0 sends each rank its part. None: take rank 0's weights
             if the ranks' weights differ, and warn. False: keep each rank's weights, and warn if
@@ -110,12 +112,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             at any time.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
             group, replicate group). A module inside may be wrapped by hand with a subset of these
-            ranks: then only these ranks train it, as their expert. Every rank needs a group of the
-                same size for such a module. None: the default group. Without a default group, if no
-                other rank was started, the wrapper runs like the unwrapped module and warns once.
+            ranks: then only these ranks train the module, as their expert. Every rank needs a group
+            of the same size for such a module. None: the default group. Without a default group, if
+            no other rank was started, the wrapper runs like the unwrapped module and warns once.
         device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
-            (replicate, shard). If its dimensions have these names, their order does not matter.
-            Parameters may be DTensors over another dimension (tensor parallelism): their local
+            (replicate, shard). If the dimensions have these names, their order does not matter.
+            Parameters may be DTensors over another dimension (tensor parallelism); then their local
             parts are sharded.
         reshard_after_forward: None: the strategy decides. True or False: reshard parameters between
             forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
@@ -124,15 +126,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ``BackwardPrefetch``; None: when the unit needs it.
         forward_prefetch: start the next unit's all-gather before this unit computes, in the order
             of the last forward. None: yes.
-        limit_all_gathers: accepted; buffers in flight are always bounded.
+        limit_all_gathers: no effect; the number of all-gathers in flight is always limited.
         coalesce_bytes: join neighbouring units of a policy into one as long as their parameters
             have at most this many bytes in total, because small collectives are latency-bound. 0:
             never. None: 4 MiB.
-        ignored_modules: modules whose parameters and buffers are neither sharded nor moved, nor
-            compared or synchronised between ranks; their gradients stay local. A parameter that
-            another module shares is ignored there, too. Modules that are not in ``module`` have no
-            effect, so several wrappers can share one list. Tensors that DistributedDataParallel's
-            attribute ``_ddp_params_and_buffers_to_ignore`` names (under all their names) are
+        ignored_modules: modules whose parameters and buffers are not sharded, moved, compared
+            between ranks or synchronised. Their gradients stay local. A parameter that another
+            module shares is ignored in that module, too. Modules that are not in ``module`` have no
+            effect, so several wrappers can share one list. Tensors that are listed, with all of
+            their names, in DistributedDataParallel's ``_ddp_params_and_buffers_to_ignore`` are
             ignored as well.
         ignored_states: parameters or modules to ignore; not together with ``ignored_modules``.
         broadcast_buffers: broadcast rank 0's buffers before a forward, as in
@@ -158,9 +160,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             rounded to bfloat16 before an all-gather, in the same way on all ranks, and gradients
             before they are sent. Shards, computation and sums keep their own dtypes, and state
             dicts are exact. Ranks on one host then use sockets, too. None: no rounding.
-        others: other keywords of DistributedDataParallel and ``fully_shard`` (``mesh``,
-            ``mp_policy``, ``offload_policy``, ``ignored_params``). A keyword with a meaning here is
-            accepted; other keywords are ignored with one warning, or raise; see docs/migration.md.
+        others: further keywords of DistributedDataParallel and ``fully_shard``, for example
+            ``mesh``, ``mp_policy``, ``offload_policy`` and ``ignored_params``. docs/migration.md
+            lists which keywords work, which are ignored with one warning, and which raise.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
@@ -214,7 +216,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             "ignored_states": ignored_states,
         }
         given, without_effect = own, []
-        if others:  # keywords of torch's wrappers, or a misspelled keyword
+        if others:  # keywords of torch's wrappers, or misspelled keywords
             torch_names = extra("torch_names", f"the keyword {next(iter(others))!r}")
             known = ShardedWrapper.__init__.__annotations__
             given, without_effect = torch_names.read_keywords(others, own, known)
@@ -257,8 +259,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
 
-        The all-gather of this wrapper's unit stays outside of the graph. The graph ends at each
-        unit inside.
+        The all-gather of this wrapper's unit stays outside of the graph. If the module contains
+        units, the graph ends at each of these units.
         """
         self.module.compile(*args, **kwargs)
         surround(self._sharding.hooks, self.module)
@@ -266,12 +268,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False
     ) -> AbstractContextManager[None]:
-        """Accumulate gradients without reducing them, in backwards of forwards begun inside.
+        """Accumulate gradients without reducing them, for forwards that begin inside the context.
 
         The first backward after the context reduces the sum. Until then every rank holds unsharded
-        gradients of every unit. From the second backward on, they are in the parameters' own dtype
-        if the reduce dtype is narrower, because sums are rounded only before they are sent. Two
-        arguments limit this memory.
+        gradients of every unit. From the second backward on, these gradients are in the parameters'
+        own dtype if the reduce dtype is narrower, because sums are rounded only before they are
+        sent. Two arguments limit this memory.
 
         Example:
             ```python
@@ -307,11 +309,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     ) -> Any:
         """Train on uneven inputs, as with DistributedDataParallel's ``join``.
 
-        A rank without inputs left shadows the other ranks with zero gradients: their forwards,
-        backwards, ``model.clip_grad_norm_`` and steps of element-wise optimizers, with their
-        learning rates. So all ranks end with the same model and optimizer state. Buffers come from
-        the highest rank that has input. An operation that cannot be shadowed raises. Each forward
-        costs a small exchange; once a rank has no input, each all-gather costs another exchange.
+        A rank without inputs left repeats the collective calls of the other ranks with zero
+        gradients: forwards, backwards, ``model.clip_grad_norm_``, and steps of element-wise
+        optimizers with the other ranks' learning rates. So all ranks end with the same model and
+        optimizer state. Buffers come from the highest rank that has input. An operation that such a
+        rank cannot repeat raises. Each forward costs a small exchange; once a rank has no input,
+        each all-gather costs another exchange.
 
         Collective: all ranks, at entry and at the end; on the outermost wrapper.
 
@@ -330,7 +333,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             enable: False: do nothing.
             throw_on_early_termination: raise on all ranks once some rank has no input.
             optimizers: optimizers that step inside the context. Needed only if a rank may have no
-                input at all: otherwise a rank knows an optimizer after its first step.
+                input at all, because a rank finds out about an optimizer when the optimizer steps.
 
         Raises:
             NotImplementedError: units with ``allow_divergence``, a process group of their own, a
@@ -345,7 +348,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def free_buffers(self) -> None:
         """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
 
-        A forward without gradients also does this when it begins. No communication.
+        A forward without gradients also releases this memory when it begins. No communication.
         """
         self._sharding.context.give_back()
 
@@ -383,9 +386,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return recording.record_steps(self._sharding, memory)
 
     def step_report(self) -> Any:
-        """Report of this rank's last recorded step, or of the current one so far.
+        """Report of this rank's last recorded step, or of the current step so far.
 
-        ``print`` it for a table. No communication. Raises RuntimeError if no step was recorded.
+        ``print`` the report to see a table. No communication. Raises RuntimeError if no step was
+        recorded.
         """
         recording = extra("recording", "ShardedWrapper.step_report()")
         return recording.last_report(self._sharding.context)
@@ -393,10 +397,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def warn_non_finite(self, enabled: bool = True) -> None:
         """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
 
-        The check reads this rank's gradients before they are averaged, so the value arose on the
-        rank that warns. The check reads each gradient, and on an accelerator waits at the end of
-        each backward; after the warning there is no cost. Overflows under ``GradScaler`` are
-        normal. On an inner wrapper this method acts on the whole model. No communication.
+        The check reads this rank's gradients before they are averaged, so the rank that warns has
+        computed the inf or NaN. Until the warning, the check reads every gradient, and on an
+        accelerator the host waits at the end of each backward; after the warning there is no cost.
+        Overflows under ``GradScaler`` are normal. On an inner wrapper this method acts on the whole
+        model. No communication.
         """
         rank = self._sharding.settings.ranks.world.global_rank
         non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
@@ -446,8 +451,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             TypeError: ``hook`` is not callable, or does not accept these arguments.
             ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state for
                 other ranks than the model's; ranks register different hooks; another rank raised.
-            NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (PowerSGD,
-                quantization and the like), or would be called for a unit of a HYBRID strategy.
+            NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (for example
+                PowerSGD), or would be called for a unit of a HYBRID strategy.
             RuntimeError: a unit has a hook already, or holds gradients of ``no_sync``; this wrapper
                 is inside another one, and a forward has run; a forward or backward of the model is
                 running.
@@ -472,10 +477,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ``optimizer.param_groups`` when backward begins.
 
         The training loop needs no change. ``optimizer.step()`` steps only the remaining parameters:
-        other models' and ignored ones. Until ``optimizer.step()``, ``zero_grad()`` or the next
-        forward, ``.grad`` of a stepped parameter is a consumed gradient, which raises when used:
-        gradients cannot be clipped by norm, unscaled or logged. A parameter's post-accumulate hooks
-        run before its step. The optimizer's step hooks run only in ``optimizer.step()``.
+        ignored parameters, and parameters of other models. Until ``optimizer.step()``,
+        ``zero_grad()`` or the next forward, ``.grad`` of a stepped parameter is a consumed
+        gradient, which raises when used: gradients cannot be clipped by norm, unscaled or logged. A
+        parameter's post-accumulate hooks run before its step. The optimizer's step hooks run only
+        in ``optimizer.step()``.
 
         Some units are stepped only at the end of backward, with the same result but without saving
         memory, because they may get more gradients or be needed again: the root; units whose inputs
@@ -505,7 +511,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             scaler: the scaler of the loss; it must be disabled, since gradients cannot be unscaled.
 
         Returns:
-            A handle, whose ``remove()`` undoes this.
+            A handle. After its ``remove()`` the optimizer no longer steps in backward.
 
         Raises:
             TypeError: not an optimizer.
@@ -541,7 +547,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Args:
             max_norm: the largest norm allowed.
-            norm_type: the order of the norm; any number, ``inf`` and ``-inf`` too.
+            norm_type: the order of the norm: any number, also ``inf`` and ``-inf``.
             error_if_nonfinite: raise if the norm is infinite or NaN; if False, gradients are scaled
                 with this norm.
             foreach: use one kernel for many tensors; None: if supported.
@@ -578,12 +584,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     ) -> AbstractContextManager[None]:
         """Let the modules of ``module`` hold full plain parameters, under the unwrapped names.
 
-        At the end, also after an exception, each rank keeps its own slice of its own values: all
-        ranks must write the same values, or the model becomes inconsistent. Edits of values and
-        ``requires_grad`` are kept, and of gradients with ``with_grads``; hooks and other attributes
-        are lost. Forwards inside the context do not communicate, and compute in the parameters' own
-        dtype. Backwards to the parameters, copies of the model, and a nested summon of the same
-        parameters raise.
+        At the end, also after an exception, each rank keeps its own range of its values. All ranks
+        must write the same values, otherwise the model becomes inconsistent. Edits of values and
+        ``requires_grad`` are kept, and with ``with_grads`` also edits of gradients. Hooks and other
+        attributes that are set inside the context are lost. Forwards inside the context do not
+        communicate, and compute in the parameters' own dtype. Backwards to the parameters, copies
+        of the model, and a nested summon of the same parameters raise.
 
         Collective: all ranks, at entry.
 
@@ -619,10 +625,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Call ``fn`` on all modules of the unwrapped module, children first, but not on wrappers.
 
         ``fn`` sees full plain parameters, and its edits are kept, even if ``fn`` raises. ``fn``
-        must write the same values on all ranks: use the same seed on all ranks if it draws random
-        numbers. Only a unit and the units around it are unsharded at the same time. When ``fn`` is
-        called on a module, nested units are sharded again; edits of their parameters through
-        ``parameters()`` either have the right result or raise.
+        must write the same values on all ranks: if ``fn`` draws random numbers, use the same seed
+        on all ranks. Only a unit and the units around it are unsharded at the same time. When
+        ``fn`` is called on a module, nested units are sharded again: an edit of their parameters
+        through ``parameters()`` either has the right result or raises.
 
         Collective: all ranks.
 
@@ -648,10 +654,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return full tensors under the unwrapped module's names, on every rank.
 
-        As in an unwrapped model, writes into the tensors in place reach the model: at the model's
-        next use, or when the tensors are dropped. This raises RuntimeError if the model has changed
-        since the call. Writes do not reach the model if ``set_state_dict_type`` asks for CPU memory
-        or only rank 0.
+        As with an unwrapped model, in-place writes into the tensors reach the model: at the model's
+        next use, or when the tensors are deleted. If the model has changed since the call, the
+        write raises RuntimeError then. Writes do not reach the model if ``set_state_dict_type``
+        asks for CPU memory or only rank 0.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
@@ -754,7 +760,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             model: a wrapper, a module that contains some, or an unwrapped model.
             optim: an optimizer over its parameters, made before or after wrapping.
             optim_state_dict: the result of ``optim.state_dict()``; None: calls it.
-            group: accepted; units know their ranks.
+            group: no effect, because each unit knows its ranks.
             rank0_only: only rank 0 gets the state, other ranks an empty dict. None: the setting of
                 ``set_state_dict_type``, by default False.
             offload_to_cpu: copy the tensors to CPU memory, unit by unit. None: the setting of
@@ -812,7 +818,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             optim_state_dict: the state, the same on every rank. It is not changed.
             is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
             load_directly: also load the result.
-            group: accepted; units know their ranks.
+            group: no effect, because each unit knows its ranks.
 
         Returns:
             This rank's part of the state, keyed by position.
@@ -851,16 +857,17 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Args:
             module: a wrapper, or any module that contains wrappers. All of them are set.
-            state_dict_type: ``FULL_STATE_DICT``, or ``SHARDED_STATE_DICT`` for
-                ``torch.distributed.checkpoint``, see ``sharded_state_dict``, which takes no
-                communication; torch's enum or its name.
-            state_dict_config: torch's ``FullStateDictConfig`` or ``ShardedStateDictConfig``, as the
-                type is. ``rank0_only``: ``state_dict()``, which all ranks call, is empty on other
-                ranks. ``offload_to_cpu``: tensors are in CPU memory, copied there unit by unit.
-                None: on every rank and device.
-            optim_state_dict_config: torch's ``FullOptimStateDictConfig``, the default of
-                ``optim_state_dict``'s keywords of the same names. None: on every rank, in CPU
-                memory.
+            state_dict_type: a member of torch's ``StateDictType``, or its name. Either
+                ``FULL_STATE_DICT``, or ``SHARDED_STATE_DICT`` for
+                ``torch.distributed.checkpoint``, which needs no communication (see
+                ``sharded_state_dict``).
+            state_dict_config: torch's ``FullStateDictConfig`` or ``ShardedStateDictConfig``,
+                according to the type. ``rank0_only``: all ranks call ``state_dict()``, but the
+                result is empty on all ranks except rank 0. ``offload_to_cpu``: tensors are copied
+                to CPU memory, unit by unit. None: every rank gets the tensors, on its device.
+            optim_state_dict_config: torch's ``FullOptimStateDictConfig``. Its fields are the
+                defaults of the keywords of ``optim_state_dict`` with the same names. None: on every
+                rank, in CPU memory.
 
         Returns:
             The previous setting, as torch's ``StateDictSettings``.
@@ -879,7 +886,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> Any:
-        """Return the setting as torch's ``StateDictSettings``. RuntimeError if units differ."""
+        """Return the setting as torch's ``StateDictSettings``.
+
+        Raises:
+            RuntimeError: units have different settings.
+        """
         names = extra("torch_names", "ShardedWrapper.get_state_dict_type()")
         return names.as_torch(model_state.options_of(state_dicts_in(module)))
 
@@ -906,7 +917,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self._sharding.settings.ranks.world.group
 
     def extra_repr(self) -> str:
-        """Elements and padding of the unit."""
+        """Text of the unit's number of elements and padding, for ``print(model)``."""
         return self._sharding.summary() if "_sharding" in self.__dict__ else ""
 
     def unit_report(self) -> str:
@@ -965,18 +976,19 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             torch_names = default_extra("torch_names")
             if torch_names is None:
                 raise
-            # Without `_sharding` the wrapper is still being built or copied.
+            # A wrapper that is still being built or copied has no `_sharding`.
             return torch_names.attribute(name, self.__dict__.get("_sharding"), error)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, module) pairs under the names that the model had before it was wrapped."""
-        # Raise here: DistributedDataParallel and similar wrappers list the model's modules before
-        # they change anything. They would give all ranks rank 0's shards, or shard the shards.
+        # Raise if the caller is DistributedDataParallel or a similar wrapper, which would broadcast
+        # rank 0's shards to all ranks, or shard the shards. These wrappers list the model's modules
+        # before they change anything.
         refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
         return super().named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the children. Raises ValueError in ``parallelize_module``, which begins here."""
+        """Yield the children. Raises ValueError if the caller is torch's ``parallelize_module``."""
         refuse_foreign_wrapper()
         return super().named_children()
 
@@ -989,24 +1001,27 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # All ranks that train or unshard the copy must make the copy, in the same order of copies.
+        # If several ranks train or unshard the copy, they must make their copies in the same order.
         return copy_model(self._sharding, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
-            "a ShardedWrapper cannot be pickled: it belongs to a process group. Save it by "
-            "flatshard.checkpoint.save(path, model), and load that into a model wrapped anew."
+            "a ShardedWrapper cannot be pickled, because it belongs to a process group. Call "
+            "flatshard.checkpoint.save(path, model), wrap a new model in the other program, and "
+            "call flatshard.checkpoint.load(path, model)."
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
-        if is_getting_shards():  # torch calls this first, on all ranks
-            self._sharding.state_dict.check_names()  # optimizers cannot check this
+        # torch calls this method before all others, on all ranks. Check the names here, because
+        # the optimizer's hooks cannot.
+        if is_getting_shards():
+            self._sharding.state_dict.check_names()
         return {"": "module"}
 
 
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
-    """Every wrapper in a model, outermost first; empty for an unwrapped model.
+    """Return all wrappers in a model, outermost first. Empty for an unwrapped model.
 
     Example:
         ```python

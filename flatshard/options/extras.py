@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Names of the folders, each with a text for the error of a user who lacks the folder. Extras that
-# act in a step act in this order.
+# The name of each folder, and a text for the error that a user without the folder gets. Extras that
+# act in a step act in the order of this table.
 EXTRAS = {
-    "join": "lets ranks that have no input left follow the others",
+    "join": "lets ranks without input left follow the other ranks",
     "divergence": "lets ranks skip units, or run them in another order",
     "step_in_backward": "steps each unit as soon as its gradients are reduced",
     "disk": "keeps shards, gradients and optimizer state in files",
@@ -27,7 +27,7 @@ EXTRAS = {
     "plan": "predicts the memory of a model",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",
-    "whole_tensors": "steps optimizers that look at whole parameters",
+    "whole_tensors": "steps optimizers that need whole parameters",
 }
 
 
@@ -48,19 +48,20 @@ def extra(name: str, asked_for: str) -> Any:
     found = default_extra(name)
     if found is None:
         raise MissingExtraError(
-            f"{asked_for} needs the extra {name!r}, which {EXTRAS[name]}: expected the package "
-            f"{FOLDER}.{name}, which is not installed. Install flatshard with all of its folders."
+            f"{asked_for} needs the extra {name!r}, which {EXTRAS[name]}. Expected the package "
+            f"{FOLDER}.{name}, but it is not installed. Install flatshard with all of its folders."
         )
     return found
 
 
 def default_extra(name: str) -> Any | None:
-    """The package of the extra ``name`` if its folder is installed; otherwise None."""
+    """Import the extra ``name`` and return its package. None if the folder is not installed."""
     assert name in EXTRAS, f"{name} is no extra"
     package = f"{FOLDER}.{name}"
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        if error.name not in (package, FOLDER):  # the extra itself imports a missing module
+        # Raise if the extra is installed, but imports another module that is missing.
+        if error.name not in (package, FOLDER):
             raise
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class OffloadError(RuntimeError):
-    """The disk cannot hold the tensors to be offloaded to it."""
+    """The disk has too little space for the tensors that ``CPUOffload(path=...)`` stores on it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class CPUOffload:
 
     @property
     def takes_params(self) -> bool:
-        """Whether shards are offloaded without a copy on the device."""
+        """Whether shards are offloaded, and the device keeps no copy."""
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:
@@ -69,13 +69,13 @@ class CPUOffload:
 
 
 def as_cpu_offload(value: object) -> CPUOffload:
-    """Read ``cpu_offload``: ours, torch's dataclasses, a bool, or None."""
+    """Read ``cpu_offload``: a ``CPUOffload`` of flatshard or torch, a policy, a bool, or None."""
     if isinstance(value, CPUOffload):
         return value
     flag = False if value is None else getattr(value, "offload_params", value)
     if isinstance(flag, bool):
         return CPUOffload(offload_params=flag)
-    # FSDP2's policies: the base class offloads nothing, CPUOffloadPolicy everything.
+    # FSDP2's policies: OffloadPolicy offloads nothing, CPUOffloadPolicy offloads everything.
     if type(value).__name__ == "OffloadPolicy":
         return CPUOffload()
     if isinstance(getattr(value, "pin_memory", None), bool):

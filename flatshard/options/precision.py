@@ -13,31 +13,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatshard.options.extras import extra
 
-# Types that `MixedPrecision.overrides` accepts.
+# Type of `MixedPrecision.overrides`.
 Overrides: TypeAlias = (
     Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
 )
 
-# Float8 types that the installed torch has.
+# Float8 dtypes of the installed torch.
 FLOAT8 = tuple(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
 )
 
-# Whether torch supports a gradient of another dtype than its parameter's.
+# Whether torch allows gradients whose dtype differs from their parameter's dtype.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 class ReduceMode(enum.Enum):
-    """Whether flatshard or the backend adds up the ranks' gradients, and in which order."""
+    """How the ranks' gradients are added: by flatshard or by the backend, and in which order."""
 
     AUTO = "auto"
     """The best order for the backend.
 
-    On gloo, flatshard adds up as with ``FIXED_ORDER``, except in all-reduces in fp32 or wider. On
-    other backends the backend adds up, in ``reduce_dtype`` and in its own order.
+    On gloo, flatshard adds gradients as with ``FIXED_ORDER``, except in all-reduces in fp32 or
+    wider. Other backends add gradients themselves, in ``reduce_dtype`` and in their own order.
     """
     FIXED_ORDER = "fixed_order"
-    """Flatshard adds up, in rank order and at least in fp32, on every backend."""
+    """On every backend, flatshard adds gradients in rank order and at least in fp32."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,10 @@ class MixedPrecision:
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """Text of the settings, to compare between ranks; without the results of a function."""
+        """Text of the settings, to compare between ranks.
+
+        If ``overrides`` is a function, the text does not contain the function's results.
+        """
         overrides = "a function" if callable(self.overrides) else self.overrides
         fields = {**self.__dict__, "overrides": overrides}
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -154,13 +157,15 @@ class MixedPrecision:
 class ParamPrecision:
     """The dtypes of one flat parameter under a policy."""
 
-    compute_dtype: torch.dtype | None = None  # dtype of the unsharded parameters; None: their own
-    # Dtype in which gradients are sent; None: `compute_dtype`.
+    compute_dtype: torch.dtype | None = None  # dtype of unsharded parameters. None: the shard's
+    # Dtype in which gradients are reduced and sent. None: `compute_dtype`.
     reduce_dtype: torch.dtype | None = None
-    # Float8 dtype in which the shard is sent; None: `compute_dtype`.
+    # Float8 dtype in which the shard is sent. None: `compute_dtype`.
     gather_dtype: torch.dtype | None = None
-    keeps_reduce_dtype: bool = False  # reduced gradients stay in the dtype of their reduction
-    fixed_order: bool = False  # gradients are added up in rank order on every backend
+    # Whether reduced gradients stay in the dtype of the reduction. Otherwise they are cast to the
+    # shard's dtype.
+    keeps_reduce_dtype: bool = False
+    fixed_order: bool = False  # whether gradients are added in rank order on every backend
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of ``dtype`` compute."""
@@ -177,16 +182,16 @@ class GradDtypes:
     """The dtypes of one flat parameter's gradients."""
 
     reduce_dtype: torch.dtype  # dtype in which gradients are collected and sent
-    accum_dtype: torch.dtype  # dtype in which several gradients are added up before the reduction
+    accum_dtype: torch.dtype  # dtype in which several gradients are added before the reduction
     grad_dtype: torch.dtype  # dtype of the reduced gradient
 
 
 def is_float_dtype(dtype: object) -> bool:
-    """Whether a value that a user gave is a floating point dtype."""
+    """Whether a user's argument is a floating point dtype."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-# Names of fields in FullyShardedDataParallel and `fully_shard`, with flatshard's names.
+# Fields of torch's MixedPrecision and MixedPrecisionPolicy that have other names here.
 _OTHER_NAMES = {
     "_module_classes_to_ignore": "module_classes_to_ignore",
     "param_dtype_override_fn": "overrides",
@@ -212,7 +217,7 @@ def _as_reduce_mode(value: object) -> ReduceMode:
 
 
 def as_mixed_precision(value: object) -> MixedPrecision:
-    """Read ``mixed_precision``: ours, torch's dataclasses by field name, or None."""
+    """Read ``mixed_precision``: a policy of flatshard, FSDP1 or FSDP2, or None."""
     if value is None:
         return MixedPrecision()
     if isinstance(value, MixedPrecision):
@@ -230,6 +235,7 @@ def as_mixed_precision(value: object) -> MixedPrecision:
                 f"mixed_precision: {name}={given!r} is not supported. Leave it out; "
                 f"flatshard.MixedPrecision has {', '.join(ours)}."
             )
-    # FSDP1 has both fields. In FSDP2, `cast_forward_inputs` applies to the root as well.
+    # FSDP1's policy has both fields. FSDP2's policy has only `cast_forward_inputs`, which applies
+    # to the root as well.
     fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
     return MixedPrecision(**fields)

@@ -1,4 +1,7 @@
-"""``ShardingStrategy``, its ``Placement`` for the runtime, and ``BackwardPrefetch``."""
+"""The user's choices ``ShardingStrategy`` and ``BackwardPrefetch``.
+
+``Placement``: the properties of a strategy, which all other code reads instead of its name.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,38 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Placement:
-    """The properties of a strategy. The runtime reads these, never the strategy's name."""
+    """The properties of a strategy. Code that runs steps reads these, never the strategy's name."""
 
     # Whether parameters, gradients and optimizer state are split over the shard group.
     sharded: bool
     # Whether units are resharded between forward and backward.
     reshard_after_forward: bool
-    # Whether units are resharded after backward, too. Otherwise units stay unsharded until their
-    # parameters change or a forward without gradients is over.
+    # Whether units are resharded after backward, too. If not, a unit stays unsharded until its
+    # parameters change or a forward without gradients ends.
     reshard_after_backward: bool = True
-    # Whether the shard group is one node's ranks, and nodes hold replicas.
+    # Whether parameters are split only within each node, so that nodes hold replicas.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Then only the
-    # source of the parameters' all-gathers is replicated.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Then nodes hold
+    # replicas only of the parameters that are all-gathered.
     over_all: bool = False
-    # If k: after forward each rank keeps 1/k of the parameters, and backward all-gathers from k
-    # ranks only. None: backward all-gathers like forward.
+    # A number k: after forward each rank keeps 1/k of the parameters, so that backward all-gathers
+    # from only k ranks. None: backward all-gathers from the same ranks as forward.
     regather_size: int | None = None
-    # Whether ranks may skip the unit in a step, or run units in different orders. Such a unit stays
-    # unsharded from the beginning of the outermost forward on.
+    # Whether ranks may skip the unit in a step, or run units in different orders. Such a unit is
+    # unsharded from the beginning of the outermost forward to the end of backward.
     may_diverge: bool = False
 
     def diverging(self) -> Placement:
-        """The same placement for a unit that ranks may skip."""
+        """Return this placement, changed for a unit that ranks may skip."""
         return dataclasses.replace(
             self, reshard_after_forward=False, regather_size=None, may_diverge=True
         )
 
 
 class _SameAsTorchs(enum.Enum):
-    """An enum whose members equal the members of the same name in torch's enum.
+    """Base of enums that also exist in torch, under the same name.
 
-    Torch's enum has the same class name.
+    A member equals the member of torch's enum with the same name.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -49,7 +52,8 @@ class _SameAsTorchs(enum.Enum):
             return NotImplemented
         return type(self).__members__.get(other.name) is self
 
-    __hash__ = enum.Enum.__hash__  # the hash of the name, as in torch's enum
+    # Equal members must have equal hashes. Both enums hash the member's name.
+    __hash__ = enum.Enum.__hash__
 
 
 class ShardingStrategy(_SameAsTorchs):
@@ -81,12 +85,12 @@ class ShardingStrategy(_SameAsTorchs):
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
     """``SHARD_GRAD_OP`` within each node; nodes hold replicas."""
     _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-    """``HYBRID_SHARD_ZERO2`` in torch's spelling."""
+    """torch's name of ``HYBRID_SHARD_ZERO2``."""
     HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
     """``HYBRID_SHARD``, but gradients and optimizer state are sharded over all ranks.
 
-    Parameters cross nodes once after each optimizer step; all-gathers after that stay within the
-    node.
+    Parameters are sent between nodes once after each optimizer step. All later all-gathers stay
+    within a node.
     """
 
     @property
@@ -111,7 +115,7 @@ _PLACEMENTS = {
     ),
 }
 
-# Strategies to use instead with `reshard_after_forward=False`.
+# For some strategies, the strategy that is the same with `reshard_after_forward=False`.
 _WITHOUT_RESHARDING = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
@@ -121,10 +125,13 @@ _WITHOUT_RESHARDING = {
 def resharding(
     strategy: ShardingStrategy, after_forward: bool | int | None
 ) -> tuple[ShardingStrategy, Placement]:
-    """Apply ``reshard_after_forward`` to a strategy.
+    """Apply the user's ``reshard_after_forward`` to a strategy.
 
-    None: keep the strategy's behaviour. True or False: reshard after forward or not. An int k: keep
-    1/k of the parameters, which k ranks all-gather for backward.
+    Args:
+        strategy: the strategy.
+        after_forward: None: keep the strategy's behaviour. True or False: reshard after forward or
+            not. An int k: keep 1/k of the parameters after forward, and all-gather from k ranks in
+            backward.
     """
     placement = strategy.placement
     if after_forward is None:
@@ -134,7 +141,7 @@ def resharding(
             f"reshard_after_forward: expected True, False or a number of ranks, "
             f"got {after_forward!r}"
         )
-    # Compare by identity: 0 equals False, but is an error.
+    # Compare by identity, because 0 == False, but 0 is an error.
     if after_forward is not False and (after_forward < 1 or not placement.reshard_after_forward):
         raise ValueError(
             f"reshard_after_forward={after_forward}: expected at least 1, with FULL_SHARD or a "
@@ -144,8 +151,8 @@ def resharding(
         return strategy, placement
     if placement.over_all and after_forward > 1:
         raise ValueError(
-            f"reshard_after_forward={after_forward}: {strategy.name} keeps a part of the "
-            "parameters within the node anyway; use True or False"
+            f"reshard_after_forward={after_forward}: {strategy.name} always keeps a part of the "
+            "parameters within each node. Use True or False"
         )
     if after_forward is False or after_forward == 1:
         strategy = _WITHOUT_RESHARDING.get(strategy, strategy)
@@ -169,22 +176,22 @@ class BackwardPrefetch(_SameAsTorchs):
     AUTO = "AUTO"
     """``END_OF_FORWARD`` if backward all-gathers over gloo's sockets; else ``BACKWARD_PRE``."""
     BACKWARD_PRE = "BACKWARD_PRE"
-    """Start before this unit's gradients are computed: most overlap."""
+    """Start before this unit's gradients are computed. This gives the most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
-    """Start after this unit was resharded: one unit less in memory."""
+    """Start after this unit was resharded. This keeps one unit less in memory."""
     END_OF_FORWARD = "END_OF_FORWARD"
     """``BACKWARD_PRE``, and also at the end of forward.
 
-    When forward ends, the last unit stays unsharded, and the all-gather of the next unit for
-    backward starts. This is for slow networks, which would be idle then, and saves one unit's
-    all-gather. After a forward without backward both units stay unsharded.
+    When forward ends, the last unit stays unsharded, which saves one all-gather, and the all-gather
+    of the next unit for backward starts. Use this on a slow network, which would be idle between
+    forward and backward. After a forward without backward, both units stay unsharded.
     """
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
-    """Read a strategy: ours, torch's enum of the same member name, a name, or None.
+    """Read a strategy: a member of flatshard's or torch's enum, a member's name, or None.
 
-    None: sharded over all ranks, or within the shard group of a grid, if the user passed one.
+    None: ``HYBRID_SHARD`` if the user passed two groups (``has_grid``), otherwise ``FULL_SHARD``.
     """
     if value is None:
         return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
@@ -192,7 +199,7 @@ def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
 
 
 def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
-    """Read ``backward_prefetch``: ours, torch's enum, a name, or None (no prefetch)."""
+    """Read ``backward_prefetch``: a member of flatshard's or torch's enum, a name, or None."""
     return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
 
 

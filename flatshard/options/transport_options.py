@@ -1,4 +1,4 @@
-"""The user's choice of transport, and of coalescing."""
+"""The user's options about communication: the transport, and the coalescing of small units."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 
 class Collectives(enum.Enum):
-    """Transports between which the user can choose."""
+    """Values of the user's option ``collectives``, which chooses the transport."""
 
     AUTO = "auto"
     """The best transport for the backend.
 
-    On gloo, ranks on one host read each other's memory; other ranks use sockets.
+    On gloo, ranks on one host read each other's memory, and ranks on different hosts use sockets.
     """
     SOCKETS = "sockets"
-    """On gloo, sockets between all ranks, also on one host."""
+    """On gloo, all ranks use sockets, even on one host."""
     NATIVE = "native"
     """The backend's own collectives, one per unit and purpose."""
 
@@ -37,21 +37,21 @@ class TransportOptions:
 
     @property
     def needs_gloo(self) -> str:
-        """The chosen option that only gloo supports, in the user's words; "" if there is none."""
+        """The user's option that only gloo supports, as text. "" if there is none."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
 
 
-# Default of `coalesce_bytes`: largest sum of parameter bytes of units that are coalesced.
+# Default of `coalesce_bytes`: neighbouring units are joined up to this many bytes of parameters.
 COALESCE_BYTES = 4 << 20
 
 
 def as_coalesce_bytes(value: object) -> int:
-    """Read ``coalesce_bytes``; None is the default."""
+    """Read ``coalesce_bytes``. None: the default."""
     if value is None:
         return COALESCE_BYTES
-    # True is an int and would mean one byte.
+    # Refuse True, because True is an int and would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}")
     if value < 0:
@@ -77,8 +77,8 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
         )
     if chosen is Collectives.NATIVE:
         raise ValueError(
-            'wire_dtype: the backend\'s own collectives (collectives="native") send what they are '
-            "given. Use MixedPrecision(param_dtype, reduce_dtype) for them."
+            'wire_dtype: collectives="native" uses the backend\'s own collectives, which cannot '
+            "round values. Use MixedPrecision(param_dtype=..., reduce_dtype=...) instead."
         )
     return TransportOptions(chosen, wire_dtype)
 
