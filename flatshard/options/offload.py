@@ -35,7 +35,7 @@ class CPUOffload:
             full precision shards. The device keeps a copy of each shard in the compute dtype. Has
             no further effect if ``offload_params`` is set.
         path: a directory for the files; ranks may pass different directories.
-        pin_memory: pin host memory, for copies that overlap with computation.
+        pin_memory: whether to pin host memory, so that copies overlap with computation.
     """
 
     offload_params: bool = False

@@ -67,17 +67,18 @@ class MixedPrecision:
             reduction, instead of the parameter's own dtype.
         cast_forward_inputs: cast the inputs of units below the root to ``param_dtype``.
         cast_root_forward_inputs: cast the inputs of the root to ``param_dtype``.
-        module_classes_to_ignore: modules of these classes, and all modules below them, compute as
-            without mixed precision. Parameters keep their own dtype. Inputs of the module are cast
-            to the parameters' dtype, and outputs back to the dtype of the inputs. Buffers are not
-            cast. By default BatchNorm's classes.
-        overrides: dtypes to use instead of ``param_dtype``: a dict from names in the unwrapped
-            model to dtypes, where ``*`` matches any text. A module's name also applies to all
-            modules below, and the module's inputs and outputs are cast as above. A parameter's name
-            applies to this parameter only, and code that uses the parameter must expect its dtype.
-            The innermost name decides; among patterns, the first. Or a function of a parameter that
-            returns its dtype, or None for ``param_dtype``; the results must be the same on all
-            ranks. Gradients are reduced in the chosen dtype, or in ``reduce_dtype`` if wider.
+        module_classes_to_ignore: modules of these classes, and all modules below them, compute
+            without mixed precision: parameters and buffers keep their own dtype, inputs of the
+            module are cast to the parameters' dtype, and outputs back to the dtype of the inputs.
+            By default BatchNorm's classes.
+        overrides: dtypes to use instead of ``param_dtype``. Either a dict from names in the
+            unwrapped model to dtypes, where ``*`` matches any text. A module's name also applies to
+            all modules below, and the module's inputs and outputs are cast as with
+            ``module_classes_to_ignore``. A parameter's name applies to this parameter only, and
+            code that uses the parameter must expect its dtype. The innermost name decides; among
+            patterns, the first. Or a function that takes a parameter and returns a dtype, or None
+            for ``param_dtype``; the results must be the same on all ranks. Gradients are reduced in
+            the chosen dtype, or in ``reduce_dtype`` if ``reduce_dtype`` is wider.
         reduce_mode: how gradients are added up: a ``ReduceMode`` or its value, ``"auto"`` or
             ``"fixed_order"``. ``"fixed_order"`` makes gradients bitwise equal in every run with the
             same number of ranks, on every transport and backend.
