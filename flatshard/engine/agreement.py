@@ -31,16 +31,16 @@ _SYNCS = list(Sync)
 class Agreement:
     """The result of the exchange, the same on all ranks except for units that some ranks lack."""
 
-    # For each flat parameter, a flag for each original parameter: whether any rank that trains the
-    # unit used the original parameter.
+    # For each flat parameter, one flag per original parameter: whether at least one rank that
+    # trains the unit used the original parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters with gradients that the reduce order does not reach, on any rank. Such
-    # gradients arrived after the bucket was reduced, or were accumulated before the parameters were
-    # frozen.
+    # Flat parameters that still have unreduced gradients on at least one rank, although no bucket
+    # is left to reduce them. The gradients arrived after the bucket was reduced, or were
+    # accumulated before the user froze the parameters.
     left_over: list[tuple[Unit, FlatParamHandle]]
     # Indices of the buckets that some ranks, but not all, reduced before the end of backward.
     uneven: list[int]
-    # Units with accumulated gradients that the user edited, on any rank.
+    # Units whose accumulated gradients the user edited on at least one rank.
     edited: list[Unit]
 
 
@@ -56,7 +56,8 @@ def agree(
         RuntimeError: the ranks do not run the same program. All ranks raise.
     """
     handles = state.handles
-    # Parts of the program that compare bytes between ranks, in the same order on all ranks.
+    # The voters of this model, in the same order on all ranks: the synchronization of buffers, and
+    # the extensions.
     voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
     # Ask the voters before the exchange below: a voter may run a collective in `votes()`, and all
     # ranks must run all collectives in the same order.
@@ -75,7 +76,8 @@ def agree(
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
     ]
     all_votes = [*engine_votes, *voter_votes]
-    # Send all votes in one message. They are small, so the cost is latency, once per backward.
+    # Send all votes in one message: the votes are small, and every further message would cost one
+    # more network latency.
     with state.observers.span(Kind.RANKS_WAIT):
         op_name = "used parameters of all units, backward"
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
@@ -89,9 +91,9 @@ def agree(
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for _, handle in handles}
     for unit, handle in handles:
-        # The unit trains only on some ranks, in a process group of its own (an expert, for
-        # example). At the same index, ranks outside of the group vote on another unit. So the ranks
-        # of the group repeat this vote among themselves.
+        # Some units (experts, for example) train only on the ranks of a smaller process group. The
+        # other ranks have a different unit at the same index, so the maxima above mix votes on
+        # different units. So the ranks of the group repeat the vote among themselves.
         if unit.topology.world.size < state.world.size:
             used_by[handle] = _used_within(unit, handle)
     return Agreement(
@@ -114,9 +116,9 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 
 
 def _program(state: RunState) -> bytes:
-    """Bytes that are equal on all ranks if all ranks run the same program.
+    """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    Each byte has its complement beside it, so that maxima over the ranks show any difference.
+    Each byte is followed by its complement, so that maxima over the ranks show any difference.
     """
     num_loads = sum(unit.num_loads for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
@@ -145,7 +147,7 @@ def _check_program(where: str, maxima: bytes) -> None:
 
 
 def gathering_groups(state: RunState) -> list[Communicator]:
-    """The groups of two or more ranks in which units all-gather; always includes the world."""
+    """Return the world and the groups in which units all-gather, without groups of one rank."""
     found = [state.world]
     for topology in (unit.handles[0].topology for unit in state.units if unit.handles):
         found += topology.intra_group, topology.inter_group, topology.regather or state.world
@@ -153,16 +155,16 @@ def gathering_groups(state: RunState) -> list[Communicator]:
 
 
 def _order(state: RunState) -> bytes:
-    """Bytes that are equal on all ranks if all ranks all-gathered the same units in one order.
+    """Return bytes that are equal on all ranks if the ranks all-gathered units in the same order.
 
-    Collective in each smaller group in which units all-gather. Empty if the transport matches
-    all-gathers by tag, so that the order does not matter.
+    Returns no bytes if the transport matches all-gathers by tag, because then the order does not
+    matter. Collective in each smaller group in which units all-gather.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
         return b""
-    # Each smaller group compares a digest of its own. If the exchange of all ranks had a digest for
-    # every group, the message would grow with the number of ranks.
+    # Compare the digest of each smaller group inside the group. If the exchange of all ranks
+    # contained a digest for every group, the message would grow with the number of ranks.
     digests = {group: group.history.to_compare() for group in gathering_groups(state)}
     own = digests.pop(world)
     comparing = "comparing the order of all-gathers"
@@ -171,9 +173,10 @@ def _order(state: RunState) -> bytes:
 
 
 def _check_order(state: RunState, where: str, maxima: bytes) -> None:
-    """Raise RuntimeError, on all ranks, if ranks all-gathered different units.
+    """Raise RuntimeError on all ranks if ranks all-gathered different units.
 
-    Collective only in this case: the ranks exchange their histories for the message.
+    Only before raising is this collective: the ranks exchange their histories, so that the message
+    can name the first difference.
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return

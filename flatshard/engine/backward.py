@@ -62,10 +62,12 @@ class Backward:
         # Whether a backward has begun, but not ended: it is running, or has failed.
         self._is_active = False
         self._graph_task = -1  # autograd's number of this backward
-        # Weak reference to the callback that autograd holds; returns None after a failed backward.
+        # Weak reference to the callback that autograd holds. The reference returns None once
+        # autograd has dropped the callback, because the backward is over or has failed.
         self._end_callback: Callable[[], object] = lambda: None
         self._had_accumulated = False  # whether a failure would lose accumulated gradients
-        # Flat parameters that are resharded, but whose buffer keeps its memory because of views.
+        # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
+        # because views of the buffer still exist.
         self._lingering: list[FlatParamHandle] = []
 
     @property
@@ -113,10 +115,10 @@ class Backward:
         """Whether reductions that start now match this model's reductions on all ranks.
 
         One backward may compute gradients of two models. If a transport matches reductions by
-        order, the second model's reductions must not start between the first model's reductions:
-        a rank that lacks a gradient starts the first model's reductions only at the end of the
-        backward. So the second model's reductions start at its own end, which comes after the first
-        model's end.
+        order, the second model's reductions must not start between the first model's reductions: a
+        rank that lacks a gradient starts the first model's reductions only at the end of the
+        backward, and would match them with the second model's. So all of the second model's
+        reductions start in its own ``_end``, which runs after the first model's ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for _, handle in self._state.handles
@@ -132,19 +134,21 @@ class Backward:
         for observer in self._observers.all:
             observer.enter_backward(unit)
         self.unshard(unit)
-        # Prefetch only after this unit's all-gather is complete, which needs the full bandwidth.
+        # Prefetch only now, after this unit's all-gather is complete: a second all-gather would
+        # have taken bandwidth from the first.
         self._prefetch.before_backward(unit)
 
     def unshard(self, unit: Unit) -> None:
         """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
-        # With create_graph, backward itself records a graph, which needs the buffers later.
+        # Under create_graph, gradients are enabled in backward, and backward records a graph that
+        # needs the unsharded buffers later.
         if torch.is_grad_enabled() and not unit.running and self.is_running:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # The all-gather below needs every rank, so all ranks come here. Users' communication
-            # hooks, which need every rank too, can therefore reduce complete buckets here.
+            # All ranks come here, because the all-gather below needs every rank. A user's
+            # communication hook needs every rank, too, so here is a safe place to call hooks.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
             # Wait for the all-gather here: the next nodes of the graph read the parameters.
@@ -158,7 +162,7 @@ class Backward:
     def unshard_again(self, unit: Unit) -> None:
         """Unshard all parameters of a unit, and wait for them.
 
-        A saved view needs the parameters, or a recomputed forward. Collective, unless all
+        Called if a saved view or a recomputed forward needs the parameters. Collective, unless all
         parameters are unsharded.
         """
         if unit.is_current:
@@ -168,10 +172,10 @@ class Backward:
             unit.enter(Phase.BACKWARD)
 
     def bring_back(self, unit: Unit) -> bool:
-        """Unshard parameters that backward turns out to read, and return True.
+        """Unshard parameters that were expected not to be read in backward, and return True.
 
-        An example is an embedding table that another operation than a lookup used. If the unit's
-        backward is not running, do nothing and return False.
+        For example, backward does not read an embedding table, unless an operation other than a
+        lookup used the table. If the unit's backward is not running, do nothing and return False.
         """
         if unit.phase is not Phase.BACKWARD or not self.is_running:
             return False
@@ -185,8 +189,8 @@ class Backward:
         if full.grad is None:
             return
         grad = handle.grad_publish.unreduced.take_back(param, full.grad)
-        # Remove the gradient from the parameter. Autograd would add the next gradient in place, but
-        # the gradient buffer may keep the same tensor without a copy.
+        # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in
+        # place, into a tensor that the gradient buffer may have kept without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
@@ -196,8 +200,8 @@ class Backward:
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        # Begin the backward before the buffer receives the gradient: `begin` clears the buffer's
-        # list of gradients that arrived in the last backward.
+        # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
+        # record, which is still that of the last backward.
         self.begin()
         handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
         for observer in self._observers.all:
@@ -206,7 +210,8 @@ class Backward:
         if not bucket.is_complete():
             return
         if unit.sync is not Sync.NONE:
-            # Start the reduction, if the turn of the bucket has come, and finish older reductions.
+            # Start the reduction if the turn of the bucket has come, and finish older reductions
+            # to limit the memory of unfinished reductions.
             self.queue.add(bucket)
             for extension in self._state.extensions:
                 extension.between_units()
@@ -223,7 +228,8 @@ class Backward:
         if not unit.ends_backward:
             return
         unit.reshard(Moment.AFTER_BACKWARD)
-        # Views of buffers that were resharded earlier may be gone by now: free these buffers too.
+        # By now, the last views of buffers that were resharded earlier may be gone. Try again to
+        # free these buffers.
         for handle in self._lingering:
             if handle.lingers:
                 handle.reshard(though_held=False)
@@ -238,7 +244,7 @@ class Backward:
 
     @untraced
     def _end(self) -> None:
-        """Reduce the rest, publish ``.grad``, and reshard all units. Collective."""
+        """Reduce the remaining gradients, publish ``.grad``, and reshard all units. Collective."""
         state, failed = self._state, True
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
@@ -271,8 +277,8 @@ class Backward:
         for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
                 handle.grad_publish.show_unreduced()
-        # Call observers last: an observer's warning may be raised as an error, and then no other
-        # rank must be waiting for this rank.
+        # Call observers last, when no other rank waits for this rank: Python may be configured to
+        # raise an observer's warning as an error.
         for observer in self._observers.all:
             observer.end_backward()
 
@@ -282,7 +288,7 @@ class Backward:
         Returns, for each flat parameter, which original parameters any rank used.
         """
         agreed = self.queue.reduce_rest()
-        # All ranks raise here, and no collective is under way, so no rank is left waiting.
+        # Raising is safe here: all ranks raise, and no collective is under way.
         if agreed.edited:
             raise edited(agreed.edited[0].name)
         for unit, handle in self._state.handles:

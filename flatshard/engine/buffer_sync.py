@@ -25,9 +25,9 @@ class BufferSync(Voter):
     A forward or a user may replace a buffer by another tensor, and then the new buffer is
     broadcast. All ranks must know the size of the message, but an exchange in every forward would
     be slow. So the exchange at the end of each backward compares whether the buffers have the same
-    dtypes, shapes and devices on all ranks. If ranks differ, the message keeps the size of the last
-    exchange without a difference, and buffers of other shapes are not broadcast. So a table that
-    each rank makes as long as its batches need stays local, for example.
+    dtypes, shapes and devices on all ranks. If ranks differ, later broadcasts keep the size on
+    which the ranks agreed last, and skip buffers whose shape has changed since. For example, a
+    position table that each rank extends to the length of its own batches stays local.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class BufferSync(Voter):
             with self._observers.span(Kind.RANKS_WAIT):
                 self.broadcast(f"{name or 'the model'}'s buffers")
         self._has_run = True
-        # As in DistributedDataParallel: after a forward without a reduction (in evaluation, or
-        # under no_sync), the next forward does not broadcast either.
+        # As in DistributedDataParallel, broadcast in the next forward only if this forward is
+        # followed by a reduction. Forwards in evaluation and under no_sync are not.
         self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
-            # The user's program replaced buffers between two forwards. All ranks run the same
-            # program, so all ranks come here, and can compare dtypes, shapes and devices.
+            # The user's program replaced buffers between two forwards. This exchange is safe,
+            # because all ranks run the same program, and so all ranks come here.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._agreed.items():
@@ -70,7 +70,7 @@ class BufferSync(Voter):
         broadcast_buffers(sent, world, op_name, self.source)
 
     def votes(self) -> bytes:
-        """A digest of the dtypes, shapes and devices of the buffers, to compare between ranks."""
+        """Return a digest of the buffers' dtypes, shapes and devices, to compare between ranks."""
         self._voted = self._buffers()
         kinds = _kinds(self._voted)
         if kinds != self._voted_kinds or not self._digest:
@@ -94,9 +94,9 @@ def _kinds(buffers: Buffers) -> list[Any]:
 def broadcast_buffers(
     buffers: Sequence[Tensor], world: Communicator, op_name: str, source: int
 ) -> None:
-    """Overwrite ``buffers`` of every rank with those of rank ``source``. Collective.
+    """Overwrite the ``buffers`` of every rank with the ``buffers`` of rank ``source``. Collective.
 
-    One message is sent per dtype and device.
+    Sends one message per dtype and device.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
@@ -109,7 +109,7 @@ def broadcast_buffers(
                 continue
             pieces = flat.split([buffer.numel() for buffer in group])
             theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, group, strict=True)]
-            # Keep the version counters. Otherwise autograd would take the copy for an edit in
-            # place, and could raise on all ranks except the source.
+            # Keep the version counters. Otherwise autograd would treat the copy as an in-place edit
+            # of tensors saved for backward, and raise on all ranks except the source.
             with _unsafe_preserve_version_counter(tuple(group)):
                 torch._foreach_copy_(group, theirs)

@@ -40,8 +40,8 @@ class RunContext(RunState):
         for index, unit in enumerate(self.units):
             unit.index = index
         for _, handle in self.handles:
-            # All handles share one list of unfinished sends. So one wait at the end of a forward or
-            # backward is enough: then no other rank reads this rank's memory.
+            # All handles share one list of unfinished sends, so that a single wait at the end of a
+            # forward or backward covers all of the model's memory that other ranks read.
             handle.link.pending_sends = self.pending_sends
         # As in DistributedDataParallel, a model that has no buffers when it is wrapped never
         # broadcasts buffers.
@@ -58,13 +58,13 @@ class RunContext(RunState):
 
     def refresh(self) -> None:
         """Recompute cached sizes and storages after the units' buffers were reallocated."""
-        # With a single rank, a unit without an unsharded buffer communicates nothing. If no unit
-        # has an unsharded buffer, `device` is None.
+        # On a single rank, a unit without an unsharded buffer communicates nothing, so skip the
+        # unit. If all units are skipped, `device` is None.
         is_alone = self.world.size == 1
         devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
-        # Prefetch and the reduce queue cache sizes of buffers. Forward caches the storages of
-        # buffers, to recognize views of buffers that autograd saves.
+        # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the buffers'
+        # storages, by which it recognizes views of buffers among the tensors that autograd saves.
         self._prefetch.refresh()
         self._backward.queue.refresh()
         self._forward.refresh()

@@ -38,9 +38,10 @@ class Kind(enum.Enum):
     FORWARD = "compute forward"
     """The thread is in the forward of a unit, but not in the forward of a nested unit."""
     BACKWARD = "compute backward"
-    """The thread is in the backward of a unit, recomputation included.
+    """The thread is in the backward of a unit, or in a recomputed forward inside that backward.
 
-    If the backwards of several units are unfinished, the time counts for the latest.
+    If the backwards of several units are unfinished, the time counts toward the backward that
+    began last.
     """
     STARTING = "starting collectives"
     """The thread prepares and starts a unit's all-gather or reduction."""
@@ -49,7 +50,7 @@ class Kind(enum.Enum):
     REDUCE_WAIT = "waiting for reductions"
     """The thread waits for a unit's averaged gradients, or adds gradients of other ranks."""
     RANKS_WAIT = "waiting for all ranks"
-    """The thread waits for other ranks, but for no single unit.
+    """The thread waits for other ranks, but the wait belongs to no single unit.
 
     ``StepReport.ranks_wait_seconds`` counts these waits.
     """
@@ -137,11 +138,11 @@ class Observers:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # A wait for the first stage of a reduction may start the second stage, so collectives
-            # that start in a wait for a unit are reductions.
+            # The only collective that starts inside a wait for a unit is the second stage of a
+            # reduction, which follows the first stage.
             purpose = "other" if unit is None else "reduce"
-        # All contexts are entered here, while the stack is filled. The caller's `with` statement
-        # only exits the contexts.
+        # `enter_context` enters each context at once, so the range begins here, and not at the
+        # caller's `with` statement. The `with` statement exits the contexts.
         stack = contextlib.ExitStack()
         for observer in self.all:
             stack.enter_context(observer.span(kind, unit, purpose, ends))
@@ -171,14 +172,15 @@ class Voter:
     def tally(self, maxima: bytes) -> None:
         """Receive the maximum over all ranks of each byte of ``votes``.
 
-        Must not raise: the other ranks go on to reductions that need this rank.
+        Must not raise: the other ranks continue with reductions that need this rank.
         """
 
 
 class StepExtension(Voter):
-    """Acts in the steps of a model. A subclass overrides a method for each moment of its acts.
+    """Acts in the steps of a model. A subclass overrides the methods at which the subclass acts.
 
-    If a method raises, it must raise on all ranks: the other ranks would wait for this rank.
+    If a method raises, it must raise on all ranks. Otherwise the other ranks would wait forever for
+    the rank that raised.
     """
 
     name: str
@@ -200,17 +202,22 @@ class StepExtension(Voter):
     def begin_backward(self) -> None: ...
     # All gradients of a unit are reduced.
     def reduced(self, unit: Unit) -> None: ...
-    # Backward has started all collectives that can start now: time for an extension's own work.
+    # Backward has started all collectives that can start now. Work of an extension at this moment
+    # overlaps with these collectives.
     def between_units(self) -> None: ...
-    # `units` got gradients after they were reduced. No collective is under way. May raise.
+    # `units` received further gradients after their reduction, and these were reduced separately.
+    # No collective is under way. May raise.
     def reduced_late(self, units: Sequence[Unit]) -> None: ...
     # `.grad` is complete. `has_gradients`: whether this backward computed gradients on any rank.
     def end_backward(self, has_gradients: bool) -> None: ...
 
-    # `caller`, the name of a method such as "join()", needs all gradients in `.grad` after
-    # backward. May raise.
+    # The user called `caller` (a method such as "join()"), which needs all gradients in `.grad`
+    # after backward. Raise if this extension consumes gradients.
     def needs_gradients(self, caller: str) -> None: ...
 
     def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
-        """Context around ``module.clip_grad_norm_(*arguments)``, where ``module`` is a wrapper."""
+        """Return a context manager that surrounds ``module.clip_grad_norm_(*arguments)``.
+
+        ``module`` is a wrapper.
+        """
         return nullcontext()

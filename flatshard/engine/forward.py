@@ -22,10 +22,10 @@ Observers (``StepObserver``) are told of each event and change nothing. Extensio
 
 [Note: recomputation]
 Activation checkpointing runs forwards inside backward. Such a forward unshards its unit, but does
-not reshard the unit, because backward needs the parameters next, and does not record the order of
-units. A non-reentrant checkpoint stops the forward with an exception once all saved tensors are
-recomputed, and later units do not run. So nothing is prefetched, unless a reentrant checkpoint
-recomputes the full model: then every unit runs.
+not reshard the unit, because backward needs the parameters next. Such a forward does not record the
+order of units, either. A non-reentrant checkpoint stops the forward with an exception once all
+saved tensors are recomputed, and later units do not run. So nothing is prefetched, unless a
+reentrant checkpoint recomputes the full model: then every unit runs.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Forward:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
         self._root_module, self._edits = root_module, ForwardEdits()
-        # Units that were unsharded for an operation outside of their own forward, in order. Each
-        # unit has the depth (number of nested forwards) at which the operation ran.
+        # Units that were unsharded for an operation outside of their own forward, in order, each
+        # with the depth (number of nested forwards) at which the operation ran.
         self._touched: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
@@ -108,7 +108,7 @@ class Forward:
         for observer in self._observers.all:
             observer.begin_forward()
         state.has_run = True  # set after the checks: some checks run only in the first forward
-        # Count calls, and record the order of units, from the beginning.
+        # Restart the counts of calls, and the recording of the order of units.
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
@@ -132,14 +132,15 @@ class Forward:
         """Unshard a unit before the forward of a module of the unit. Collective."""
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
-            # If a checkpoint recomputes the full model, this call begins the model's backward, and
-            # not a new outermost forward.
+            # A forward outside of the model's forward and backward is usually a new outermost
+            # forward. But if a checkpoint around the full model recomputes the model, this forward
+            # begins the model's backward.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
         recomputes = backward.is_running
-        # Broadcast buffers before any module reads them, if the program called the root itself and
-        # not a part of the model.
+        # Broadcast buffers here, before any module reads the buffers. If the program called only a
+        # part of the model, and not the root, do not broadcast.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
             state.buffers.before_forward(unit.name, recomputes, state.under_no_sync)
         for observer in self._observers.all:
@@ -155,15 +156,16 @@ class Forward:
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            if not unit.may_diverge:  # ranks may skip the unit, and would predict different orders
+            # Do not record units that ranks may skip: the ranks would predict different orders.
+            if not unit.may_diverge:
                 self._prefetch.order.record(unit.index)
             # Start the all-gather, or use the all-gather that a prefetch has started, and wait: the
             # module reads the parameters next.
             self.unshard(unit)
             if len(unit.running) == 1:
                 self._edits.begin(unit)
-            # Prefetch only after this unit's all-gather is complete. The all-gather had the full
-            # bandwidth, and the next all-gather overlaps with this unit's computation.
+            # Prefetch only now, after this unit's all-gather is complete. So this unit's all-gather
+            # had the full bandwidth, and the next all-gather overlaps with this unit's computation.
             self._prefetch.in_forward()
         return call
 
@@ -192,8 +194,8 @@ class Forward:
             return
         self._edits.check(unit, module)
         for depth, touched in self._touched:
-            # Check the units that operations inside this forward unsharded. Units of other depths
-            # are checked after the forward that unsharded them.
+            # Also check the units that operations inside this forward unsharded. A unit that was
+            # unsharded at another depth is checked at the end of the forward at that depth.
             is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
             if is_ours and not touched.running:
                 for touched_module in touched.modules:
@@ -238,9 +240,10 @@ class Forward:
 
         If so, begin the model's backward: no part of the backward has run yet.
         """
-        # The model's own forward ran without gradients and planned no reductions, so plan now.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
+        # Plan the reductions here. A reentrant checkpoint runs the original forward without
+        # gradients, so `begin` has not planned them.
         self._state.plan_syncs()
         return self._backward.begin()
 
@@ -253,13 +256,14 @@ class Forward:
         # Reshard coalesced units that this forward called less often than the last forward did.
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
-        # If the forward ran the units in the recorded order, an all-gather under way is for the
-        # first units of backward, and is kept. Otherwise it is for a unit that did not run.
+        # If the forward ran the units in the order of the last forward, all-gathers under way are
+        # for the first units of backward, so keep them. Otherwise an all-gather under way may be
+        # for a unit that did not run.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # Wait until no other rank reads this rank's shards, because the optimizer may write the
-        # shards next. One wait at the end is enough, and a rank that is ahead does not wait at each
-        # unit.
+        # shards next. Wait once at the end, and not at each unit, so that a rank that is ahead of
+        # the others can continue.
         with self._observers.span(Kind.RANKS_WAIT):
             for handle in self._handles_across_nodes:
                 if handle.gather.secondary is not None:

@@ -1,7 +1,7 @@
 """``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
 
-Resharding the unit would lose the edit. The version counter of autograd shows an edit in place. A
-new address shows that the forward assigned a tensor to ``p.data``. But a write into ``p.data``
+Resharding the unit would lose the edit. Autograd's version counter shows most edits in place. A
+changed address shows that the forward assigned a tensor to ``p.data``. But a write into ``p.data``
 (``p.data.mul_(0.9)``) changes neither the version nor the address. So after some forwards, the
 parameters are compared with their values before the forward.
 
@@ -9,10 +9,10 @@ parameters are compared with their values before the forward.
 A comparison reads the unsharded buffer twice, which takes some percent of a step's time. So most
 units are compared only in the 1st, 2nd, 10th, 100th, ... forward; forwards with and without
 gradients are counted separately. The 2nd forward is compared because the first update of a momentum
-encoder may change nothing. Two kinds of units are compared in every forward: all units after an
-edit was found, and units with frozen parameters that were written after the unit's first forward. A
-program writes frozen parameters to update a momentum encoder, and may move the update into the
-forward at any step.
+encoder may change nothing. After the first edit is found, every unit is compared in every forward.
+Frozen parameters that were written after the unit's first forward are also compared in every
+forward: they probably belong to a momentum encoder, and the program may run the encoder's update
+inside of the forward in any step.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from flatshard.plan.module_tree import unit_text
 
 
 class ForwardEdits:
-    """Records parameters before each forward of one model, and compares them after the forward."""
+    """Records parameters before each forward of a unit, and looks for edits after the forward."""
 
     def __init__(self) -> None:
-        # State of each unsharded buffer at the beginning of the latest forward of the unit: the
-        # version, and a checksum. None: the values are not compared after this forward.
+        # State of each unsharded buffer at the beginning of the unit's latest forward: the version,
+        # and a checksum of the values. No checksum: the values are not compared after this forward.
         self._before: dict[FlatParamHandle, tuple[int, Checksum | None]] = {}
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the first forward of the unit.
         self._frozen: dict[FlatParamHandle, int] = {}
         self._was_edited = False
-        # For a handle and a module, the places of the handle's parameters inside of the module.
+        # Cache: for a handle and a module, the places of the handle's parameters inside the module.
         self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
     def begin(self, unit: Unit) -> None:
@@ -49,7 +49,8 @@ class ForwardEdits:
         is_power_of_ten = str(number).rstrip("0") == "1"
         compares = self._was_edited or number == 2 or is_power_of_ten
         for handle in unit.handles:
-            # If the buffer is the shard itself, no edit is lost, so nothing is checked.
+            # If the buffer is the shard itself, an edit changes the shard and is not lost. So there
+            # is nothing to check.
             if not handle.is_aliased:
                 is_written = not unit.num_trainable[handle] and (
                     self._frozen.setdefault(handle, handle.version) != handle.version
@@ -77,7 +78,7 @@ class ForwardEdits:
 
 
 def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
-    """Raise if a module at ``places`` holds another parameter, or the parameter other memory."""
+    """Raise if a module at ``places`` holds another parameter, or a parameter has other memory."""
     address = handle.buffer.data_ptr()
     itemsize = handle.buffer.element_size()
     for module, attribute, param in places:
@@ -87,7 +88,8 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
                 "original parameter. Compute with the new value, but do not assign the value to "
                 "the module."
             )
-        # `param.held` may be a DTensor over the full parameter, so look at the full parameter.
+        # `param.held` may be a DTensor around the full parameter, and has no address of its own
+        # then. So compare the address of the full parameter.
         full, span = param.full, param.span
         if span.numel and full.data_ptr() != address + span.start * itemsize:
             full.data = view_of(handle.buffer, span)

@@ -1,4 +1,4 @@
-"""``ParamGather``: all-gathers the unsharded buffer of one flat parameter.
+"""``ParamGather``: fills the unsharded buffer of one flat parameter by an all-gather.
 
 Each rank usually sends its shard, cast to the compute dtype and copied to the compute device. If
 the user asks for float8, each rank sends a float8 copy of the shard. With two settings, each rank
@@ -59,14 +59,15 @@ class ParamGather:
         topology, gather_dtype = options.topology, options.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
         self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use the same tags
-        # Tags for all-gathers outside of a step, such as for state_dict(). If only one rank calls
-        # state_dict(), this rank must not receive messages that other ranks send in a forward.
+        # Separate tags for all-gathers outside of a step, such as for state_dict(). If by mistake
+        # only one rank calls state_dict(), its all-gather must not match the all-gather of the same
+        # parameter that the other ranks start in a forward.
         self.full_tags = intra_group.new_tag(), inter_group.new_tag()
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, shard.numel())
-        # None: every all-gather reads the shards.
+        # None: there is no secondary shard, and every all-gather reads the shards.
         self.secondary: SecondaryShard | None = None
         if topology.regather is not None or inter_group.size > 1:
             self.secondary = SecondaryShard(topology, link)
@@ -84,11 +85,11 @@ class ParamGather:
         # `compute_dtype`: dtype of the unsharded buffer. `_sent_dtype`: dtype of the sent shard.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # Do not cast the shard before the all-gather in two cases. With one rank, the all-gather is
-        # a copy that casts. Float8 is packed from the shard's own dtype.
+        # Do not cast the shard before the all-gather in two cases: on one rank, the all-gather is a
+        # copy, which casts by itself; and float8 values are computed from the uncast shard.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
-        # Whether all-gathers read the shard in place, in host memory.
+        # Whether all-gathers read the shard itself, in host memory, and not a copy of the shard.
         is_copied = self.secondary is not None or self._float8 is not None
         is_cast = self.compute_dtype != dtype
         self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
@@ -101,9 +102,10 @@ class ParamGather:
             self.secondary.drop()
 
     def allocate(self, numel: int, shard: Tensor | None = None) -> BufferMemory:
-        """Memory for the unsharded buffer, ``(numel,)``; ``shard`` itself if ``is_aliased``.
+        """Allocate memory for the unsharded buffer, ``(numel,)``.
 
-        If ``reads_shard``, the memory may contain the shard, too.
+        If ``is_aliased``, return the memory of ``shard`` itself. If ``reads_shard``, the allocated
+        memory may contain the shard, too.
         """
         if shard is not None and self.is_aliased:
             return ShardItself(shard)
@@ -128,14 +130,14 @@ class ParamGather:
             )
             if self._float8 is not None:
                 packed = self._float8.pack(source)
-                # All-gather float8 into other memory than the buffer. `finish` unpacks the float8
-                # values into the buffer when all values have arrived.
+                # Float8 values are smaller than the buffer's elements, so all-gather them into
+                # separate memory. `finish` unpacks them into the buffer once all have arrived.
                 self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
                 request = request._replace(shard=packed, out=self._packed, memory=None)
             self._work = self._topology.intra_group.all_gather(request)
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
-        """The shard on the compute device, in the dtype to send."""
+        """Return the shard on the compute device, in the dtype to send."""
         if self._is_offloaded:
             return self._on_device(shard, version)
         source = shard.to(self._sent_dtype)
@@ -144,16 +146,17 @@ class ParamGather:
         return source
 
     def _on_device(self, shard: Tensor, version: int) -> Tensor:
-        """Copy of an offloaded shard on the device. Reuses a kept copy that is up to date."""
+        """Return a copy of an offloaded shard on the device, or the kept copy if up to date."""
         if self._device_copy is not None and self._device_copy[1] == version:
             return self._device_copy[0]
-        # Copy first, and cast on the device: a cast on the host would leave pinned memory, and the
-        # copy would no longer overlap with compute.
+        # Copy first, and cast on the device. A cast on the host would write to unpinned memory, and
+        # a copy from unpinned memory does not overlap with compute.
         brought = shard.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        # The optimizer writes the shard on the host, but the host does not wait for the stream of
-        # this copy. So the end of the forward or backward waits for the copy's event.
+        # The optimizer writes the shard on the host, and the host does not wait for this stream.
+        # So register the copy as an unfinished send: the end of the forward or backward waits on
+        # the host until the copy has read the shard.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
         copying = AsyncWork([], self._link.unit_name, [shard], sends=[copied])
         copying.wait(self._link.pending_sends)
@@ -170,8 +173,9 @@ class ParamGather:
         packed, self._packed = self._packed, None
         work.wait(self._link.pending_sends)
         if self._is_offloaded:
-            # The compute stream must not read the buffer before the copy stream is done. Wait here,
-            # and not in `start`, so that compute continues until the parameters are needed.
+            # The compute stream must not read the buffer before the copy stream has filled it. Make
+            # the compute stream wait only here, and not in `start`: until here, kernels that do not
+            # need the parameters can run.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if packed is not None:
             assert self._float8 is not None, "float8 values were packed"
@@ -196,7 +200,7 @@ class ParamGather:
     def begin_refresh(self, shard: Tensor, version: int) -> None:
         """Start to all-gather the secondary shard across nodes, if the secondary shard is stale.
 
-        Collective: all ranks of the inter group. Does nothing without an inter group.
+        Does nothing if the inter group has one rank. Collective: all ranks of the inter group.
         """
         secondary = self.secondary
         if secondary is None or self._topology.inter_group.size == 1:
@@ -209,7 +213,10 @@ class ParamGather:
 
 
 class SecondaryShard:
-    """A larger part of the parameters than the shard, from which nearby ranks all-gather."""
+    """A part of a flat parameter that is larger than the shard, kept for all-gathers nearby.
+
+    The secondary shards of a few nearby ranks together are the whole flat parameter.
+    """
 
     def __init__(self, topology: Topology, link: RunLink) -> None:
         self._link, self._inter_group = link, topology.inter_group
@@ -218,7 +225,8 @@ class SecondaryShard:
         self._comm = topology.intra_group if topology.regather is None else topology.regather
         self._tag = self._comm.new_tag()
         self._part: Tensor | None = None
-        # Version of the shards in `_part`, once an unfinished refresh is over; -1: no version.
+        # Version of the shards that `_part` contains, or will contain after an unfinished refresh.
+        # -1: `_part` is empty or incomplete.
         self._version = -1
         self._refresh: AsyncWork | None = None
 
@@ -272,7 +280,7 @@ class SecondaryShard:
     def gather(self, out: Tensor, purpose: str) -> AsyncWork:
         """Start to all-gather secondary shards into ``out``, ``(padded_numel,)``.
 
-        Collective: the nearby ranks, whose secondary shards together are all parameters.
+        Collective: the nearby ranks, whose secondary shards together are the flat parameter.
         """
         self.finish_refresh()
         assert self._part is not None, "the secondary shard was filled"

@@ -19,14 +19,14 @@ from flatshard.memory.buffers import storage_bytes
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout, part_of, view_of
 
-# Gradients below this size are copied together, by one kernel after the last gradient has arrived.
-# To start a copy for each small gradient would take longer than the copies. If the whole flat
-# parameter is below this size, its gradients are copied to one block, too: a transport sends or
-# reads one block faster than many.
+# Gradients smaller than this are copied together, by one kernel after the last gradient has
+# arrived, because starting one copy per small gradient takes longer than the copies. If the whole
+# flat parameter is smaller than this, the transport does not read the gradients in place: a
+# transport sends or reads one block faster than many small blocks.
 _SMALL_BYTES = 1 << 20
 
-# If the mean size of the gradients is below this size, copying all gradients to one buffer is
-# faster than letting the transport read each gradient in place.
+# Minimum mean size of the gradients for which the transport reads each gradient in place. For
+# smaller gradients, copying all gradients to one buffer first is faster.
 _MEAN_IN_PLACE_BYTES = 1 << 16
 
 
@@ -53,20 +53,20 @@ class GradientBuffer:
         device: torch.device,  # device of arriving gradients
         rank: int,  # index of this rank's shard
         intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
-        # Size from which the transport reads a gradient in place. None: the transport reads all
-        # gradients from one buffer.
+        # Minimum size of a gradient that the transport reads in place. None: the transport reads
+        # all gradients from one buffer.
         min_chunk_bytes: int | None = None,
     ) -> None:
         self.dtypes = dtypes
-        # Accumulated gradients, by index of the original parameter. A gradient is a view of the
-        # buffer, or a separate tensor if the index is in `_separate`.
+        # Accumulated gradients, by index of the original parameter. A gradient whose index is in
+        # `_separate` is a tensor with its own memory; the others are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
         self._separate: set[int] = set()
         self._buffer: Tensor | None = None
-        # Indices of the gradients that this backward of the unit has computed.
+        # Indices of the parameters whose gradients have arrived in this backward.
         self.arrived: set[int] = set()
-        # Indices of the gradients computed since `.grad` was last published, on this rank or, after
-        # a `Sync.INTRA` reduction, on any rank.
+        # Indices of the parameters whose gradients this rank has computed since `.grad` was last
+        # published. A `Sync.INTRA` reduction adds the parameters that other ranks used.
         self.used_by_rank: set[int] = set()
         # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
@@ -75,8 +75,8 @@ class GradientBuffer:
         bounds = [bound for span in layout.spans for bound in (span.start, span.end)]
         self._sizes = [end - start for start, end in pairwise([0, *bounds, layout.padded_numel])]
         self._rank, self._intra_start = rank, intra_start
-        # Chooses the gradients that the transport reads in place. None: the transport reads the
-        # buffer.
+        # Decides which gradients the transport reads in place. None: all gradients are copied to
+        # `_buffer`, and the transport reads `_buffer`.
         self._chunk_plan: ChunkPlan | None = None
         nbytes = layout.padded_numel * dtypes.reduce_dtype.itemsize
         is_large = nbytes >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
@@ -119,8 +119,8 @@ class GradientBuffer:
     def _add(self, index: int, grad: Tensor) -> None:
         slot = self.slots[index]
         if slot.dtype is not self.dtypes.accum_dtype:
-            # Add in the accumulation dtype. The reduce dtype may be narrower than the shard's
-            # dtype, and would lose small gradients.
+            # Add in the accumulation dtype. In the reduce dtype, which may be narrower, the sum
+            # would lose small gradients.
             slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
             self._separate.add(index)
         slot.add_(grad)
@@ -139,11 +139,12 @@ class GradientBuffer:
         # not contain the tensor's values.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
-            # Make a dense copy: an expanded gradient, for example, has strides of 0.
+            # Make a dense copy, because chunks must be dense and in the parameter's strides. An
+            # expanded gradient, for example, has strides of 0.
             dense = grad.new_empty_strided(span.shape, span.strides, device=self._device)
             grad = dense.copy_(grad)
-        # Keep the tensor without a copy, because `Backward.receive` has removed it from `.grad`.
-        # `take_chunks` casts the tensor later.
+        # Keep the tensor without a copy. This is safe because `Backward.receive` has removed the
+        # tensor from `.grad`, so autograd does not add to it. `take_chunks` casts it later.
         self.slots[index] = grad
         self._separate.add(index)
 
@@ -151,8 +152,8 @@ class GradientBuffer:
         buffer = torch.empty(
             self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._device
         )
-        # Zero the padding. Reductions and optimizers treat padding like parameters, and padding
-        # must stay zero.
+        # Zero the padding. Reductions and optimizers treat padding like parameters, so other values
+        # here would change the shards' padding, which must stay zero.
         zero([buffer[start:end] for start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer
@@ -181,14 +182,14 @@ class GradientBuffer:
             start, end = (
                 min(max(bound - self._intra_start, 0), numel) for bound in (span.start, span.end)
             )
-            # Zero the whole sum for this parameter, because this rank's gradient cannot be
-            # separated from the gradients of other ranks.
+            # Zero the parameter's range in the sum over ranks, because this rank's gradient cannot
+            # be subtracted from the sum.
             self.intra_reduced[start:end].zero_()
             if not self.used_by_rank:
                 self.intra_reduced = None
 
     def accumulated_shard(self) -> Tensor:
-        """Copy of this rank's shard of the accumulated gradients, in the dtype of ``.grad``."""
+        """Return a copy of this rank's shard of the accumulated gradients, in ``.grad``'s dtype."""
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
         )
@@ -202,7 +203,7 @@ class GradientBuffer:
         return part
 
     def take_over(self, other: GradientBuffer) -> None:
-        """Move the gradients of another buffer with the same layout here, with a cast if needed."""
+        """Move the gradients of ``other``, a buffer with the same layout, into this buffer."""
         self.arrived |= other.arrived
         self.used_by_rank |= other.used_by_rank
         with torch.no_grad():
@@ -222,7 +223,8 @@ class GradientBuffer:
             if self._chunk_plan is not None:
                 in_order = self._in_memory_order(self.slots)
                 grads = dict(zip(self.slots, in_order, strict=True))
-                # Drop all other references, so that `chunks` frees each gradient after the cast.
+                # Drop all other references to the gradients, so that `chunks` can free each
+                # gradient as soon as it is cast.
                 in_order.clear()
                 self._empty()
                 return self._chunk_plan.chunks(grads)
@@ -232,7 +234,8 @@ class GradientBuffer:
                 absent = (span for index, span in enumerate(spans) if index not in self.slots)
                 zero([buffer[span.start : span.end] for span in absent])
             if self._separate:
-                # Make all views with a single call, and all copies with a single kernel.
+                # Make all views with one call and all copies with one kernel: a call and a kernel
+                # per parameter would take longer than the copies.
                 pieces = buffer.split_with_sizes(self._sizes)[1::2]
                 separate = self._in_memory_order(self._separate)
                 torch._foreach_copy_([pieces[index] for index in self._separate], separate)
@@ -240,7 +243,10 @@ class GradientBuffer:
         return FlatChunks.of(buffer)
 
     def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
-        """1-D views of gradients, in memory order. All stored gradients are dense."""
+        """Return 1-D views of the gradients at ``indices``, in memory order.
+
+        All stored gradients are dense, so a 1-D view exists.
+        """
         slots = [self.slots[index] for index in indices]
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
@@ -261,6 +267,6 @@ class GradientBuffer:
 
 
 def zero(pieces: list[Tensor]) -> None:
-    """Zero all ``pieces``, on an accelerator with one kernel."""
+    """Zero all ``pieces``, with a single kernel on an accelerator."""
     if pieces:
         torch._foreach_zero_(pieces)

@@ -31,8 +31,9 @@ class UnreducedGrads:
         # Whether the user edited an accumulated gradient on this rank. All ranks raise together at
         # the end of the next backward that reduces gradients.
         self.was_edited = False
-        # For each original parameter: the tensor in `.grad`, the version of the tensor, and whether
-        # this class made the tensor. Otherwise the tensor is a reduced gradient of an earlier step.
+        # For each original parameter whose `.grad` shows accumulated gradients: the tensor in
+        # `.grad`, its version, and whether `show` made the tensor. If `show` did not, the tensor is
+        # a reduced gradient of an earlier step.
         self._shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
 
     def show(self) -> None:
@@ -41,8 +42,9 @@ class UnreducedGrads:
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # `slots` has full gradients of this rank. `intra_reduced` has only a part of each
-            # gradient, so show this rank's shard of the sum.
+            # Usually show this rank's own gradients, which are complete in `slots`. But if a part
+            # of the sum is in `intra_reduced`, which covers only a part of the flat parameter, show
+            # this rank's shard of the sum.
             in_parts = buffer.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = buffer.accumulated_shard().to(device) if in_parts else None
@@ -51,8 +53,9 @@ class UnreducedGrads:
                 is_view = param.grad is None
                 if is_view:
                     set_grad(param, self._view(original, chunk))
-                # Mark a reduced gradient of an earlier step as unreduced, too: an optimizer step
-                # would miss the accumulated gradients.
+                # Mark the gradient as unreduced, so that an optimizer step raises. Also mark a
+                # reduced gradient of an earlier step: an optimizer step that uses it would miss the
+                # accumulated gradients.
                 grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
                 self._shown[original] = grad, local_range(grad)._version, is_view
@@ -68,12 +71,16 @@ class UnreducedGrads:
         return FlatShardTensor(part, param.spec, role=GRADIENT)
 
     def is_shown(self) -> bool:
-        """Whether accumulated gradients make any ``.grad`` differ from the reduced gradient."""
+        """Whether any ``.grad`` now shows accumulated gradients, and not a reduced gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
-        """Return ``grad``, autograd's ``.grad``, in memory that no shown gradient uses."""
+        """Return ``grad``, which autograd left in ``.grad``, in memory that no other tensor uses.
+
+        If autograd added the new gradient to a shown gradient, drop the accumulated gradient from
+        the buffer, because the returned tensor contains the accumulated gradient.
+        """
         if param not in self._shown or self._shown[param][0] is not grad:
             return grad
         # Autograd has added the new gradient to the shown gradient in place, before this backward
@@ -88,15 +95,16 @@ class UnreducedGrads:
         """Remove shown gradients from ``.grad`` before a backward, and look for users' edits."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self._shown.items():
-                # From now on the tensor counts as an ordinary gradient, if the user kept it.
+                # The user may have kept a reference to the tensor. Outside of `.grad`, the tensor
+                # is an ordinary tensor, so operations on it no longer raise.
                 UNREDUCED.pop(shown, None)
                 param, local = original.sharded, local_range(shown)
                 is_dropped = param.grad is None
                 is_replaced = not is_dropped and param.grad is not shown
                 if is_replaced or (not is_dropped and local._version != version):
-                    # If the edit wrote zeros, it was zero_grad(set_to_none=False), which drops the
-                    # gradient. Any other edit is an error: it changed only this rank's contribution
-                    # to the average, which the user cannot have meant.
+                    # If all values are zero, the edit was zero_grad(set_to_none=False), so drop the
+                    # gradient. Any other edit is an error, because the edit changed only this
+                    # rank's contribution to the average, and the user expects to edit the average.
                     is_dropped = not is_replaced and not local.any()
                     self.was_edited |= not is_dropped
                 if is_view and not is_replaced:
@@ -127,19 +135,20 @@ class GradPublish:
     ) -> None:
         self.unreduced = UnreducedGrads(params, grad_buffer)
         self._params, self._buffer, self._link = params, grad_buffer, link
-        # Where `.grad` lives. If not on the device: a cache of memory in the target, and the events
-        # of the copies under way.
+        # `_target`: where `.grad` lives. For targets other than the device, `_cache` reuses memory
+        # in the target, and `_copies` has the events of the copies under way.
         self._target, self._cache = target, BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
         # During a backward, the `.grad` that aliased parameters had before; see `hold_earlier`.
         self._earlier_grads: dict[OriginalParam, Tensor] = {}
-        # Factor for published gradients. Not 1 if some ranks compute no gradients (`join`).
+        # Factor by which published gradients are multiplied. Differs from 1 only if some ranks
+        # compute no gradients (`join`), because the reduction divides by the number of all ranks.
         self.scale = 1.0
 
     @property
     def nbytes(self) -> int:
-        # Gradients in another target than the device do not count as device memory.
+        # Count only device memory: gradients in another target (host, disk) count as zero.
         return storage_bytes([self._reduced]) if self._target.is_device else 0
 
     # ------------------------------------------------------------ before a backward
@@ -156,7 +165,8 @@ class GradPublish:
         (``is_aliased``): autograd would add unreduced gradients to their ``.grad``. Autograd never
         writes to the ``.grad`` of other sharded parameters.
         """
-        # Gradients are still here if a user's hook raised at the end of the last backward.
+        # First restore gradients that were held earlier. There are some only if a user's hook
+        # raised an exception at the end of the last backward.
         self._show_earlier()
         for param in self._params:
             param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
@@ -195,9 +205,10 @@ class GradPublish:
                 event = torch.cuda.Event()
                 event.record()
             self._copies.append(event)
-            # The caller drops `reduced` while the copy still reads the memory. `record_stream`
-            # delays the reuse of the memory until the copy is over. A reference to `reduced` would
-            # instead keep all gradients of the model on the device until the end of backward.
+            # The caller drops `reduced` while the copy still reads the memory, so `record_stream`
+            # delays the reuse of the memory until the copy is over. Keeping a reference until
+            # `_finish_copies` would be safe, too, but would keep all gradients of the model on the
+            # device until the end of backward.
             reduced.record_stream(copy_stream(reduced.device))
         self._target.page_out(place)
         return place
@@ -211,8 +222,9 @@ class GradPublish:
     def publish(self, used: Sequence[bool]) -> None:
         """Add the reduced gradients to ``.grad``.
 
-        ``used`` has a flag for each original parameter: whether any rank used the parameter. Unused
-        parameters keep their ``.grad``.
+        Args:
+            used: for each original parameter, whether any rank used the parameter. Unused
+                parameters keep their ``.grad``.
         """
         self._finish_copies()
         self._buffer.used_by_rank.clear()
@@ -251,7 +263,7 @@ class GradPublish:
         set_grad(param, grad)
 
     def drop(self) -> None:
-        """Drop all gradients that are not published, because a backward failed."""
+        """After a backward that failed, drop all gradients that are not published."""
         self._buffer.drop()
         self._reduced = None
         for param in self._params:

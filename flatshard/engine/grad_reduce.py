@@ -2,17 +2,17 @@
 
 [Note: stages]
 1.  A reduce-scatter averages the gradients within the intra group. Each rank keeps its part.
-2.  If the model trains on more ranks, the parts are averaged over a second group: the inter group,
-    over which a reduce-scatter splits the parts further, or the replicate group. Every replica
-    needs the whole part, so the backend all-reduces over the replicate group.
-3.  If flatshard adds up gradients itself (in rank order, or in a wider dtype), there is no
-    all-reduce over the replicate group. Then stage 2 is a reduce-scatter, and stage 3 all-gathers
-    the result.
+2.  If the model trains on more ranks than the intra group has, a second group averages the parts.
+    Over an inter group, a reduce-scatter splits the parts further. Over a replicate group, an
+    all-reduce leaves the whole part on every rank, because every replica needs the whole part.
+3.  An all-reduce over the replicate group adds up gradients in the backend. If flatshard adds up
+    gradients itself (in rank order, or in a wider dtype), stage 2 is a reduce-scatter over the
+    replicate group instead, and stage 3 all-gathers the result.
 
 Under ``Sync.INTRA``, a backward runs only the first stage, and ``GradientBuffer`` adds up the
-results. The second stage runs in a later backward. The first two stages send the reduce dtype. Sums
-may have a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce dtype before the
-second stage.
+results. The second stage runs in a later backward. The first two stages send gradients in the
+reduce dtype. Sums may have a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce
+dtype before the second stage.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class ReducePlan:
     tags: tuple[int, int, int]  # of the intra, the inter and the replicate group
     fixed_order: bool  # whether flatshard adds in rank order, even if the backend could add
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
-    # Memory of published gradients that users have dropped, to reuse for the next gradients. None:
-    # reduced gradients are copied to other memory (offload), so no memory is reused.
+    # Cache that reuses the memory of published gradients once users have dropped the gradients.
+    # None: the published gradients are offloaded copies, so there is no such memory on the device.
     output: BufferCache | None
     # Number of elements that this rank has after the first stage, and the index of the first of
     # these elements in the flat parameter.
     intra_numel: int = field(init=False)
     intra_start: int = field(init=False)
     full_bytes: int = field(init=False)  # size of the unsharded gradients
-    bytes_in_flight: int = field(init=False)  # memory that an unfinished reduction counts for
+    bytes_in_flight: int = field(init=False)  # bytes that an unfinished reduction is assumed to use
     # Whether flatshard, and not the backend, adds up the replicas' averages (stage 3 of the note).
     adds_replicas: bool = field(init=False)
     across: Communicator = field(init=False)  # the group of the second stage
@@ -79,9 +79,9 @@ class ReducePlan:
         self.intra_numel = self.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         self.full_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
-        # Count the gradients twice, as memory to send and memory to receive. A backend on which
-        # streams wait (NCCL) adds while it receives, so count the gradients once. Then two of the
-        # largest buckets, and not only one, fit into `ReduceQueue.max_bytes_in_flight`.
+        # Usually count the gradients twice, as memory to send and memory to receive. A backend for
+        # which streams wait (NCCL) adds while it receives, so count the gradients once there. Then
+        # two of the largest buckets, and not only one, fit into `ReduceQueue.max_bytes_in_flight`.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.across = self.topology.across
@@ -92,7 +92,7 @@ class ReducePlan:
 
     @property
     def min_chunk_bytes(self) -> int | None:
-        """Size from which the transport reads a gradient in place.
+        """Minimum size, in bytes, of a gradient that the transport reads in place.
 
         None: the transport needs all gradients in one buffer.
         """
@@ -121,16 +121,16 @@ class ReducePlan:
             self.output.give_back()
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        # Only the result of the last stage is published, and users may keep published gradients. So
-        # only this result comes from the cache.
+        # Take only the result of the last stage from the cache: only this result is published, and
+        # the cache reuses memory once users have dropped the published gradients.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
 
     def zero_padding(self, part: Tensor, position: int) -> Tensor:
-        """Zero the padding in ``part``, the part number ``position`` of the flat parameter.
+        """Zero the padding in ``part``, and return ``part``.
 
-        Returns ``part``.
+        ``position`` is the index of ``part`` among the equal parts of the flat parameter.
         """
         first, numel = position * part.numel(), part.numel()
         inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self.layout.gaps)
@@ -142,7 +142,8 @@ class ReducePlan:
         assert self.hook is not None, "a plan with a communication hook"
         (buffer,) = chunks.tensors
         with torch.no_grad():
-            # Zero the padding, because a hook may have added noise to all elements.
+            # Zero the padding: a hook may have added noise to all elements, and padding must stay
+            # zero.
             return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
 
 
@@ -166,8 +167,9 @@ class GradReduce:
             self._computed.record()  # on the current stream of the device
         intra_group, across = plan.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.link.unit_name)
-        # Functions that start the stages after the first, in order. The second stages of all models
-        # over one group start in one order (`_turns`).
+        # `to_come`: functions that start the stages after the first, in order. `_turns`: the
+        # reductions of all models whose second stage uses the same group, in the order in which
+        # their second stages must start.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
         self._read_on_side_stream: list[object] = []
@@ -186,8 +188,9 @@ class GradReduce:
             # First stages may finish in different orders on different ranks. So second stages start
             # in the order in which the first stages started, which is the same on all ranks.
             self._turns.append(self)
-            # Queue all stages now only if a stream waits for the collectives. With gloo, which also
-            # moves tensors of an accelerator, the host would wait here.
+            # Queue all stages now if a stream, and not the host, waits for the collectives. Decide
+            # by the transport and not by the device: gloo also moves tensors of an accelerator, and
+            # with gloo the host would wait here.
             device = self._out.device
             if across.transport_for(device).stream_waits(device):
                 self._cross_behind(chunks)
@@ -195,7 +198,7 @@ class GradReduce:
                 self.cross()
 
     def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
-        """Memory for this rank's result of the first stage, with zeros in the padding."""
+        """Allocate memory for this rank's result of the first stage, with zeros in the padding."""
         plan, intra_group = self._plan, self._plan.topology.intra_group
         is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
         part = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
@@ -214,8 +217,9 @@ class GradReduce:
 
     def _cross_behind(self, chunks: FlatChunks) -> None:
         """Queue all later stages now, on a side stream that waits for the first stage."""
-        # Keep references to the memory that the collectives read until `finish`. Only then the
-        # current stream, on which the memory could be reused, has waited for the side stream.
+        # Until `finish`, keep references to the memory that the collectives read. Without the
+        # references, the current stream could reuse the memory, and only in `finish` does the
+        # current stream wait for the side stream.
         self._read_on_side_stream = [chunks, self._intra_reduced, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
@@ -226,7 +230,8 @@ class GradReduce:
     def cross(self) -> None:
         """Wait for the first stage, and start the second stage, if the reduction has one.
 
-        Second stages whose turn comes earlier are started first.
+        Second stages start in one order on all ranks, so this method first starts the second stages
+        of earlier reductions.
         """
         while self in self._turns:
             self._turns[0]._begin_next()
@@ -243,7 +248,8 @@ class GradReduce:
         plan, across = self._plan, self._plan.across
         self._turns.popleft()
         if self._intra_reduced is not None:
-            # Add before the cast, because the accumulation dtype of `intra_reduced` may be wider.
+            # Add before the cast to the reduce dtype: the sums in `_out` and `_intra_reduced` may
+            # have a wider dtype, and would lose precision if they were rounded first.
             self._out.add_(self._intra_reduced)
             self._intra_reduced = None
         self._out = values = self._out.to(plan.reduce_dtype)
@@ -272,10 +278,11 @@ class GradReduce:
         with torch.no_grad():
             while self in self._turns and self._turns[0]._work.done():
                 self._turns[0]._begin_next()
-            # The third stage uses the same group as the second stages of other reductions. On gloo,
-            # which matches by order, ranks see the end of a second stage at different times, so an
-            # early third stage would be in different places of the order. There the work does not
-            # report its end, and the third stage starts in `finish`. Other transports match by tag.
+            # The third stage uses the same group as the second stages of other reductions. Gloo
+            # matches collectives by order, but ranks see the end of a second stage at different
+            # times, so a third stage that starts here could match another rank's second stage. So
+            # with gloo (`reports_end` is False), the third stage starts in `finish`, in the same
+            # order on all ranks. Transports that match by tag can start the third stage here.
             has_crossed = self not in self._turns
             if has_crossed and self.to_come and self._work.reports_end and self._work.done():
                 self._begin_next()
@@ -312,8 +319,8 @@ class GradReduce:
     def abandon(self) -> None:
         """After a backward that failed, wait until no collective writes to the gradients."""
         if not self.is_finished:
-            # Hide errors of the collectives: the error that made the backward fail was raised
-            # already.
+            # Suppress errors of the collectives: they would hide the error that made the backward
+            # fail.
             with contextlib.suppress(CollectiveError):
                 self.finish()
 
@@ -333,7 +340,10 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """The device's stream for later stages. It waits for the first stage, so compute need not."""
+    """Return the device's stream for later stages, after letting it wait for the current stream.
+
+    The stream, and not the compute stream, then waits for the first stage of a reduction.
+    """
     if tensor.device not in _side_streams:
         _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
     side = _side_streams[tensor.device]

@@ -51,9 +51,15 @@ class UnitHooks:
         unit: Unit,
         handles: Iterable[FlatParamHandle],
     ) -> None:
-        """Turn ``twin`` into the hooks of ``unit``, a copy of this hook's unit.
+        """Let ``twin`` be the hooks of ``unit``, which becomes a copy of this object's unit.
 
-        The copied modules already call ``twin``.
+        Called when the wrapper is copied. The copied modules already call ``twin``.
+
+        Args:
+            memo: maps ids of modules to copied modules.
+            twin: the copy of this object.
+            unit: the copy of this object's unit.
+            handles: the flat parameters of the copy.
         """
         self.unit.copy_into(memo, unit)
         twin.unit = unit
@@ -63,8 +69,8 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
-        # Under `summon_full_params`, modules hold plain full parameters and need no step. On ranks
-        # whose modules hold no full parameters, `check_shown` raises.
+        # Under `summon_full_params`, modules hold plain full parameters, so there is nothing to
+        # unshard. On ranks whose modules hold no full parameters, `check_shown` raises.
         if unit.is_summoned:
             for handle in unit.handles:
                 handle.summoned.check_shown()
@@ -88,8 +94,8 @@ class UnitHooks:
         try:
             if output is not None:
                 self._forward.check(unit, module)
-                # Cast before `protect`, which copies views of buffers: the result of a cast is no
-                # view, and need not be copied.
+                # Cast before `protect` copies views of unsharded buffers: the result of a cast is
+                # not a view, so `protect` need not copy it.
                 changed = unit.casts[module].cast_output(output)
                 changed = self._forward.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():
@@ -102,7 +108,10 @@ class UnitHooks:
         return changed
 
     def _hook_inputs(self, value: Any, call: Call) -> None:
-        """Hook the tensors in ``value``, the inputs of ``call``, to count their gradients."""
+        """Register hooks on the tensors in ``value``, the inputs of ``call``.
+
+        The hooks count the gradients of the inputs in backward.
+        """
         receive = partial(self._backward.receive_of_input, self.unit, weakref.ref(call))
         for tensor in tensors_in(value):
             # Skip parameters that are passed as inputs: autograd accumulates their gradients long
@@ -110,8 +119,8 @@ class UnitHooks:
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
-                # A leaf outlives the graph and keeps its hooks. So remove the hook when the call is
-                # freed.
+                # A leaf tensor outlives the graph and keeps its hooks, so hooks would pile up on an
+                # input that is used in every step. Remove the hook when the call is freed.
                 if tensor.grad_fn is None:
                     weakref.finalize(call, hook.remove).atexit = False
 
@@ -119,8 +128,9 @@ class UnitHooks:
         self, handle: FlatParamHandle, original: OriginalParam
     ) -> Callable[[Tensor], None]:
         """Make the hook that autograd calls after it has filled ``.grad`` of a full parameter."""
-        # Keep only weak references in the hook. Python's garbage collector does not see references
-        # from autograd, so a reference cycle through the hook would never be freed.
+        # Let the hook keep only weak references. Python's garbage collector does not see the
+        # references from autograd to the hook, so it could never free a reference cycle through
+        # the hook.
         this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)
 
         @untraced
@@ -146,12 +156,14 @@ def surround(hooks: UnitHooks, module: nn.Module) -> None:
     if compiled is not None:
         _remove(module)
         module._compiled_call_impl = _compiled_call(module, before, after, compiled)
-        # A copy of a unit's module without the wrapper must raise an error. For other modules, the
-        # registered hook raises; a compiled module has no registered hook, so add an attribute.
+        # Copying a unit's module without the wrapper must raise an error. Usually the registered
+        # hook raises when it is copied. A compiled module has no registered hook, so store the hook
+        # in an attribute of the module, which is copied with the module.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
-        # Run before users' pre-hooks, so that users' hooks see unsharded parameters. Run the post
-        # hook after an exception, too: the user may catch the exception and use the model again.
+        # Run before users' pre-hooks (`prepend`), so that users' hooks see unsharded parameters.
+        # Run the post hook even after an exception (`always_call`), so that the unit is resharded:
+        # the user may catch the exception and use the model again.
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
@@ -166,7 +178,7 @@ def _remove(module: nn.Module) -> None:
 
 
 class _ModuleHook:
-    """A method of ``UnitHooks`` as the hook of a module.
+    """A module's hook, which calls a method of ``UnitHooks``.
 
     The hook can be copied only together with the wrapper, which also copies the ``UnitHooks``.
     """
@@ -190,7 +202,7 @@ class _ModuleHook:
 def _compiled_call(
     module: nn.Module, before: _ModuleHook, after: _ModuleHook, compiled: Callable[..., Any]
 ) -> Any:
-    """Return a function that calls ``before``, ``compiled`` (the compiled module) and ``after``."""
+    """Return a function that calls the compiled module between ``before`` and ``after``."""
 
     @untraced
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from flatshard.options.strategy import BackwardPrefetch
 class ExecutionOrder:
     """Records the order of units in a forward, and predicts the next forward and backward.
 
-    A prediction may be wrong: a unit that was not predicted is unsharded when the unit runs.
+    A wrong prediction costs only time: a unit that was not predicted is unsharded when it runs.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class ExecutionOrder:
     def next_forward(self) -> list[int]:
         """The units expected after the latest recorded unit, in order. Empty: no prediction."""
         position = len(self._current)
-        # If this forward has left the order of the last forward, predict nothing. The next forward
-        # is predicted from this one.
+        # If this forward has departed from the order of the last forward, predict nothing. The next
+        # forward will be predicted from the order of this forward.
         if position == 0 or self._previous[position - 1 : position] != self._current[-1:]:
             return []
         return self._previous[position:]
@@ -39,7 +39,8 @@ class ExecutionOrder:
     def next_backward(self, unit: int) -> list[int]:
         """The units whose backward is expected after the backward of ``unit``, in order."""
         after = _after(unit, (self._current or self._previous)[::-1])
-        # If the unit ran twice, stop at the unit's second backward, which predicts the later units.
+        # If the unit ran twice, stop at the unit's second backward: this method is called again
+        # then, and predicts the later units.
         return after[: after.index(unit)] if unit in after else after
 
     def next_recomputed(self, unit: int) -> list[int]:
@@ -71,14 +72,15 @@ class Prefetch:
         self.recomputes_whole = False
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        # Units whose all-gather a prefetch started; the all-gather may be complete by now.
+        # Units whose all-gather was started by a prefetch. Some of the units may have been used
+        # since; `_under_way` leaves them out.
         self._prefetched: list[Unit] = []
 
     def refresh(self) -> None:
         """Recompute cached sizes and costs after the units' buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # All-gathers of backward count as slow if the transport sends in the background (sockets),
-        # unless backward all-gathers in a smaller group (`regather_size`).
+        # AUTO treats all-gathers in backward as slow if the transport sends in the background
+        # (sockets), unless backward all-gathers in a smaller group (`regather_size`).
         backward_is_slow = any(
             unit.topology.intra_group.transport_for().gathers_in_background
             and unit.placement.regather_size is None
@@ -125,9 +127,9 @@ class Prefetch:
 
     def _start_expected(self, expected: Sequence[int], purpose: str) -> None:
         """Start the all-gather of the first unit in ``expected``, and of more units if they fit."""
-        # If the transport sends while this rank computes, start further units, too: otherwise the
-        # network would be idle after each all-gather. All prefetched units together may take as
-        # much memory as the largest unit.
+        # If the transport sends while this rank computes, prefetch more than one unit: otherwise
+        # the network would be idle from the end of one all-gather to the start of the next. All
+        # prefetched units together may take at most as much memory as the largest unit.
         first = None
         for index in expected:
             unit = self._units[index]
@@ -137,9 +139,9 @@ class Prefetch:
                 first = index
             elif index != first and not self._fits_ahead(unit):
                 return
-            # Skip units whose backward has begun. Such a unit may be resharded on this rank but
-            # still unsharded on others, and the others would not take part in an all-gather. An
-            # optimizer that steps in backward may also have updated the unit already.
+            # In backward, skip units whose backward has begun. Such a unit may be resharded on this
+            # rank but still unsharded on other ranks, which would not take part in an all-gather.
+            # An optimizer that steps in backward may also have updated the unit already.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
                 self._prefetched = [*self._under_way(), unit]

@@ -2,10 +2,10 @@
 
 [Note: hooks]
 A user's communication hook blocks this rank's backward until the hook runs on all other ranks. So
-all ranks must call the hook at the same place of the step. Such a place is the all-gather of a
-unit for backward, in which all ranks take part anyway. Before the all-gather, the ranks exchange
-how many buckets each rank has ready, and call the hooks of the buckets that are ready on all ranks.
-Once a rank is at the end of its backward, all ranks call the remaining hooks at the end.
+all ranks must call the hook at the same place of the step. All ranks take part in the all-gather of
+a unit for backward, so hooks are called just before it. There the ranks exchange how many buckets
+each rank has ready, and call the hooks of the buckets that are ready on all ranks. Once one rank
+has reached the end of its backward, all ranks call the remaining hooks at the end of backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# Number of backwards for which a bucket counts as uneven (`ReduceQueue._uneven`).
+# Number of backwards for which a bucket is remembered as uneven (`ReduceQueue._uneven`).
 _REMEMBERED = 100
 
 
@@ -44,15 +44,16 @@ class ReduceOrder:
     """
 
     def __init__(self, num_buckets: int) -> None:
-        # The first order is a guess, the reverse of the order of registration. The first backward
-        # corrects the guess. The root has the last number, and stays last: forward uses parameters
-        # of the root, such as embeddings, first.
+        # For the first backward, guess the reverse of the order in which modules were registered.
+        # After the first backward, the ranks adopt the real order. The root's bucket has the last
+        # index and stays last, because forward uses some parameters of the root (embeddings, for
+        # example) first, so their gradients come last.
         self.sequence: list[int] = [*range(num_buckets - 1)[::-1], num_buckets - 1]
         self.num_taken = 0  # number of buckets whose reduction was started
         self._ready: dict[int, None] = {}  # the complete buckets, in the order of completion
 
     def adopt(self, sequence: list[int]) -> None:
-        """Use ``sequence`` from the next backward on. The caller passes the same on all ranks."""
+        """Use ``sequence`` from the next backward on. All ranks must pass the same sequence."""
         assert sorted(sequence) == sorted(self.sequence), "not a permutation of the buckets"
         self.sequence = list(sequence)
 
@@ -77,7 +78,7 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Number of buckets at the beginning of the order that are all ready."""
+        """Number of buckets before the first bucket in the order that is not ready."""
         rest = (n for n, bucket in enumerate(self.sequence) if bucket not in self._ready)
         return next(rest, len(self.sequence))
 
@@ -86,7 +87,7 @@ class ReduceOrder:
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """The order in which buckets became ready on this rank, then the buckets that did not."""
+        """All buckets: first those that became ready on this rank, in that order, then the rest."""
         return [*self._ready, *(bucket for bucket in self.sequence if bucket not in self._ready)]
 
 
@@ -108,15 +109,17 @@ class ReduceBucket:
 
     def is_complete(self) -> bool:
         """Whether all gradients of the bucket have arrived in this backward."""
-        for handle in self.handles:  # a loop, not `all()`: this runs for every gradient
+        # A plain loop is faster than `all()` with a generator, and this runs for every gradient.
+        for handle in self.handles:
             if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
                 return False
         return True
 
     def start(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Start to average the gradients of ``handles`` over the ranks. Absent gradients are zero.
+        """Start to average the gradients of ``handles`` over the ranks.
 
-        Collective: all ranks that train the unit.
+        A gradient that this rank has not computed counts as zero. Collective: all ranks that train
+        the unit.
         """
         # A handle keeps only one reduction, so a second start would lose the result of the first.
         assert not self.under_way, "the earlier reduction is not finished"
@@ -140,14 +143,14 @@ class ReduceBucket:
         return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
-        """Start later stages whose turn has come. Returns False if a second stage must wait."""
+        """Start later stages that can start now. Returns False if a second stage cannot start."""
         return all(reduce.advance() for _, reduce in self.under_way)
 
     def wait_until_reduced(self) -> bool:
         """Wait for the reductions for a limited time, and return whether they are over.
 
-        If they are not over in time, a peer may be unable to take part before the end of its
-        backward.
+        If not, the reason may be a peer that takes part only at the end of its backward, because
+        the peer lacks a gradient. So a wait without a limit could be a deadlock.
         """
         if not all(reduce.tells_when_done() for _, reduce in self.under_way):
             return False
@@ -156,7 +159,8 @@ class ReduceBucket:
         deadline = time.monotonic() + _STALL_SECONDS
         while not (self.advance() and self.is_reduced()):
             if not all(reduce.is_computed() for _, reduce in self.under_way):
-                # This rank's device has not computed the gradients yet, so no peer is late.
+                # This rank's device has not computed the gradients yet, so the reduction cannot be
+                # over. Start counting the time limit when the gradients are computed.
                 deadline = time.monotonic() + _STALL_SECONDS
             elif time.monotonic() > deadline:
                 return False
@@ -184,10 +188,10 @@ class ReduceQueue:
         self._order = ReduceOrder(len(self.buckets))
         self._adopt(self._order.sequence)
         self._is_order_agreed = False
-        # For the index of each uneven bucket, the number of further backwards for which the bucket
-        # counts as uneven. In a recent backward, some ranks started the reduction of the bucket
-        # during backward, and others only at the end, because they lacked a gradient. A wait before
-        # the end would be in vain.
+        # Uneven buckets: in a recent backward, some ranks started the bucket's reduction during
+        # backward, and other ranks only at the end, because they lacked a gradient. So do not wait
+        # for such a bucket before the end of backward. Maps the index of each uneven bucket to the
+        # number of further backwards for which the bucket is treated as uneven.
         self._uneven: dict[int, int] = {}
         self._in_flight: list[ReduceBucket] = []
         # For each unit, the number of buckets that are not reduced yet in this backward.
@@ -198,14 +202,16 @@ class ReduceQueue:
         # Whether to call communication hooks before the end of backward. False once a rank is at
         # the end of its backward.
         self.asks_hooks = False
-        # Number of buckets at the beginning of the order that are ready on all ranks.
+        # How many buckets, counted from the beginning of the order, are ready on all ranks.
         self._num_agreed = 0
 
     def refresh(self) -> None:
         """Recompute cached sizes after the units' buffers were reallocated."""
         units = self._state.units
-        # The host runs far ahead of an accelerator, so unfinished reductions always fill the whole
-        # allowance. So on an accelerator the allowance is two buckets. Elsewhere it is two units.
+        # Limit the memory of unfinished reductions to twice the gradients of the largest unit. The
+        # host runs far ahead of an accelerator, so there the unfinished reductions always reach the
+        # limit. So on an accelerator, use a smaller limit: twice the gradients of the largest
+        # bucket.
         on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         together = [one.handles for one in (self.buckets if on_accelerator else units)]
         sizes = (sum(h.reduce_plan.full_bytes for h in handles) for handles in together)
@@ -270,8 +276,8 @@ class ReduceQueue:
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
         world.reduce_scalars(values, "MIN", op_name=op_name)
-        # Take the smallest number. If a rank could not call a hook yet, the hook would block all
-        # ranks that call it.
+        # Take the minimum over the ranks: a hook that one rank cannot call yet would block all
+        # ranks that do call it.
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
@@ -320,8 +326,9 @@ class ReduceQueue:
 
     def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
         # A peer that lacks a gradient of this bucket starts the reduction only at the end of its
-        # backward, so the wait has a time limit. If this happened to the bucket lately, or if some
-        # ranks compute no gradients at all (`join`), do not wait.
+        # backward, and then the wait would run into its time limit. This is likely if some peer
+        # lacked a gradient of the bucket lately, or if some ranks compute no gradients at all
+        # (`join`). So do not wait in these cases.
         if self._state.lacks_ranks or bucket.index in self._uneven:
             return False
         with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
@@ -339,7 +346,8 @@ class ReduceQueue:
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        # Gradients of these flat parameters are reduced below, with their bucket, on every rank.
+        # Gradients of these flat parameters are reduced below with their bucket, if any rank used
+        # the bucket. So they are not left over.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
@@ -375,15 +383,15 @@ class ReduceQueue:
         self._is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # Put units that some ranks may skip last. Their reductions start only at the end of
-        # backward, and must not hold up the reductions of other units.
+        # Move units that some ranks may skip to the end of the order. Their reductions start only
+        # at the end of backward, and all later reductions in the order would have to wait for them.
         self._order.adopt(sorted(sequence, key=lambda i: self.buckets[i].unit.may_diverge))
 
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # All ranks started these reductions, so all ranks must run all stages. If this rank
-            # skipped a second stage, its next collective would match the other ranks' second stage.
+            # Run all remaining stages, although the results are dropped. If this rank skipped a
+            # second stage, the other ranks' second stage would match this rank's next collective.
             self._finish_all()
         finally:
             for bucket in self._in_flight:
@@ -394,8 +402,8 @@ class ReduceQueue:
 def split(units: Sequence[Unit]) -> list[ReduceBucket]:
     """Make the buckets of all units.
 
-    The flat parameters of a unit are one bucket, without those with ``reduces_alone``. Each flat
-    parameter with ``reduces_alone`` is a bucket of its own, after the common bucket.
+    The flat parameters of a unit form one common bucket. Flat parameters with ``reduces_alone`` are
+    exceptions: each of them is a separate bucket, after the common bucket.
     """
     buckets: list[ReduceBucket] = []
     for unit in units:

@@ -31,11 +31,11 @@ class RunState:
         self.observers = Observers()
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
-        self.pending_sends = PendingSends()  # memory that other ranks may still be reading
-        # Device of the unsharded buffers. None: one rank holds the model, and needs no buffers.
+        self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
+        # Device of the unsharded buffers. None: the model has one rank and no unsharded buffers.
         self.device: torch.device | None = None
-        # For each unit, how backward reduces the unit's gradients. Set by `no_sync`, and read when
-        # a forward begins.
+        # For each unit, how the backward of the next forward reduces the unit's gradients. Set by
+        # `no_sync`. `plan_syncs` copies the values to the units when a forward begins.
         self.syncs = [Sync.ALL] * len(self.units)
         # `under_no_sync`: whether a forward that begins now is under `no_sync`, in any form.
         # `accumulates`: whether the last forward with gradients began under `no_sync`.
@@ -43,7 +43,7 @@ class RunState:
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
         self.depth = 0  # number of units' forwards under way, each nested in the one before
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
-        # Whether autograd ran another graph inside the present backward.
+        # Whether another backward, such as a checkpoint's, ran inside the present backward.
         self.has_inner_backward = False
 
     @property
@@ -63,13 +63,15 @@ class RunState:
     def start_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
         """Start the all-gathers of a unit that ``purpose`` needs. Collective.
 
-        ``purpose``: "forward" or "backward". ``everything``: start the all-gathers of all flat
-        parameters, also of those that backward is expected not to read.
+        Args:
+            unit: the unit.
+            purpose: "forward" or "backward". Backward usually does not need all flat parameters.
+            everything: whether to all-gather all flat parameters, even for backward.
         """
         with self.observers.span(Kind.STARTING, unit, purpose=purpose):
             started = unit.unshard(purpose, everything=everything)
-            # Call extensions inside the span: the time of their messages to other ranks counts as
-            # time to start the all-gather.
+            # Call extensions inside the span, because they may send messages about this all-gather
+            # to other ranks. So reports count this time as time to start the all-gather.
             for extension in self.extensions:
                 extension.gathering(started, purpose)
 

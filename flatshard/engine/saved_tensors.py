@@ -5,9 +5,9 @@ and backward. So saved-tensor hooks, active in every forward, replace each view 
 ``SavedView``. When autograd asks for the tensor, the hooks unshard the unit again and make a new
 view. So a saved tensor is always valid, whatever the order of backward is.
 
-Autograd checks no versions of tensors that saved-tensor hooks pack, so this module checks for edits
-in place. Saved-tensor hooks outside of a forward (checkpointing, ``save_on_cpu``) get every tensor
-that is not a view of a unit's buffer.
+Autograd does not check the version of a tensor that saved-tensor hooks pack, so this module checks
+for edits in place. If the user installed other saved-tensor hooks around a forward (checkpointing,
+``save_on_cpu``), these hooks still receive every tensor that is not a view of an unsharded buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class SavedView(NamedTuple):
-    """Place of a view in an unsharded buffer, and the shard's version when autograd saved it."""
+    """Where a view is in an unsharded buffer, and the version of the shard at the time of saving.
+
+    Autograd saves this tuple instead of the view.
+    """
 
     unit: Unit
     handle: FlatParamHandle
@@ -56,15 +59,16 @@ class SavedTensors:
 
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
-        # For each storage of an unsharded buffer, the unit and the handle. A buffer keeps one
-        # storage object for life: freeing the buffer only resizes the storage to zero bytes.
+        # For each storage of an unsharded buffer, the unit and the handle. The storage's address is
+        # a valid key, because a buffer keeps its storage object: freeing the buffer only resizes
+        # the storage to zero bytes.
         self._owners = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
             for unit, handle in handles
             if handle.buffer_bytes
         }
-        # The hooks that each forward under way installed. None: the hooks of an outer forward were
-        # on top already.
+        # For each forward under way, the hooks that the forward installed. None: the forward
+        # installed no hooks, because the hooks of an outer forward were on top.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
 
     def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
@@ -93,10 +97,11 @@ class SavedTensors:
 
         Each call needs a call of ``pop``.
         """
-        # Call this in every unit's forward, not only in the outermost forward. A checkpoint between
-        # two units puts its hooks on top, and counts the tensors that reach its hooks in forward
-        # and in recomputation. The outer unit does not run in recomputation, so the inner unit must
-        # filter the same tensors in both.
+        # Every unit's forward calls `push`, not only the outermost forward, because a checkpoint
+        # may be between an outer and an inner unit. The checkpoint puts its hooks on top, and the
+        # same tensors must reach its hooks in forward and in recomputation. The outer unit does not
+        # run in recomputation, so the inner unit must put hooks on top of the checkpoint's hooks,
+        # and so keep views of buffers from the checkpoint in both.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = next((one for one in reversed(self._active) if one is not None), None)
         if outer is not None and ours is not None and outer[0] is ours.pack_hook:
@@ -130,7 +135,7 @@ class SavedTensors:
             # another dtype, or a lazily conjugated or negated view.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or unit.copies_saved(handle):
-                return outer_pack(tensor.clone())  # all these cases are rare
+                return outer_pack(tensor.clone())  # rare, so the memory of the copies is small
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
             return SavedView(unit, handle, size, stride, int(offset), handle.version)
 
@@ -140,10 +145,10 @@ class SavedTensors:
             if type(packed) is not SavedView:
                 return outer_unpack(packed)
             unit, handle, size, stride, offset, version = packed
-            # The unit was resharded, or an optimizer step made the kept buffer stale.
+            # Unshard if the unit was resharded, or if an optimizer step made the buffer stale.
             if not handle.is_current:
                 backward.unshard_again(unit)
-            # Check the version here, because torch checks no versions of tensors that hooks pack.
+            # Check the version here, because autograd does not check tensors that hooks pack.
             if handle.version != version:
                 raise RuntimeError(
                     f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
@@ -158,8 +163,9 @@ class SavedTensors:
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    # Save a detached tensor. A node that saves its own output would be in a reference cycle, and
-    # would be freed only by a backward. Autograd reconnects the tensor to its node.
+    # Save a detached tensor. If a node saved its own output with the graph attached, the output and
+    # the node would refer to each other, and only a backward would free them. Autograd reconnects
+    # the unpacked tensor to its node.
     return tensor.detach(), tensor._version
 
 

@@ -1,9 +1,9 @@
 """``Touch``: operations on sharded parameters outside of their unit's forward.
 
-A module may read a weight of a child module, iterate over a ``Sequential``, or call a module inside
-of a unit. A user may call ``model.encoder(...)``. The modules hold sharded parameters then. If an
-operation needs more than this rank's part of a parameter, ``Touch`` runs the operation on the full
-parameter.
+Some code uses a unit's parameters without calling the unit: a module reads a weight of a child
+module or iterates over a ``Sequential``, or a user calls ``model.encoder(...)``. Outside of their
+unit's forward, the modules hold sharded parameters. If an operation needs more than this rank's
+part of a parameter, ``Touch`` runs the operation on the full parameter.
 
 [Note: which full tensor]
 If a forward of the model is running, the unit is unsharded until the forward around the operation
@@ -51,15 +51,16 @@ class Touch(ParamOwner):
             for unit, handle in state.handles
             for param in handle.params
         }
-        # State of a loop over parameters, see `_full`: the handle, the version of the shard, and
-        # the all-gathered flat parameter; and the parameter that the loop read last.
+        # State of a loop over parameters, see `_full`. `_loop_flat`: the handle, the version of the
+        # shard, and the all-gathered flat parameter. `_loop_last`: the parameter read last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
         # Units for which a warning was given. None: the warning about averages of weights.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
-            # `ShardSpec` keeps only a weak reference to its owner. Autograd holds parameters, and
-            # the garbage collector would not see a reference cycle through autograd.
+            # This makes no reference cycle, because a `ShardSpec` keeps only a weak reference to
+            # its owner. A cycle would never be freed: the parameters are referenced by autograd,
+            # and the garbage collector does not see references from autograd.
             spec.owner = self
 
     def start_backward(self) -> None:
@@ -67,8 +68,9 @@ class Touch(ParamOwner):
 
     def bring_back(self, spec: ShardSpec) -> bool:
         unit, handle, _ = self._places[spec]
-        # Backward does not unshard embedding tables. If another operation than a lookup used the
-        # table, backward reads the table after all: unshard the table now.
+        # Backward does not unshard embedding tables, because the backward of a lookup does not read
+        # the table. If this table was used by another operation, backward does read the table, so
+        # unshard it now.
         return handle not in unit.for_backward and self._backward.bring_back(unit)
 
     @property
@@ -87,8 +89,8 @@ class Touch(ParamOwner):
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
-        # All-gather only parameters of this model and tensors computed from these parameters. Leave
-        # gradients, optimizer state and tensors of other models to the caller.
+        # Run the operation only if all sharded arguments are parameters of this model, or were
+        # computed from them. The caller handles gradients, optimizer state and other models.
         if _writes(func, args) or not all(t.is_alike and t.spec in self._places for t in sharded):
             return NotImplemented
         name = torch.overrides.resolve_name(func) or func.__name__
@@ -121,8 +123,8 @@ class Touch(ParamOwner):
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
-            # Between forwards, the parameters' memory is freed now, so return copies of views.
-            # Inside of a forward, the memory is freed only after the forward.
+            # Between forwards, the unit is resharded when this context ends, so return copies of
+            # views of its memory. Inside of a forward, views stay valid until the forward ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
@@ -139,19 +141,22 @@ class Touch(ParamOwner):
                 like = self._places[t.spec][2].full if t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._loop_flat = self._loop_flat, None
-        # Reset `_loop_flat` during the call: a call that raises may have written to the tensor.
+        # Restore `_loop_flat` only after the call has succeeded: a call that raises may have
+        # written to the flat parameter, and then the next operation must all-gather again.
         result = call(copies)
         self._loop_flat = flat
         # Return copies of views: a view would keep the whole flat parameter in memory.
         return as_views(result, copies.values(), sharded[0].spec.name, copies=True)
 
     def _full(self, tensor: FlatShardTensor) -> Tensor:
-        """Full tensor of a sharded tensor, for reading. Collective: all ranks of the shard group.
+        """Return the full tensor of a sharded tensor. The caller must not write to the full tensor.
 
-        Some loops read all parameters in order: the update of an average of weights that was copied
-        before wrapping, for example. If two parameters in a row are read, the second read
-        all-gathers the whole flat parameter. The loop then reads the next parameters from this
-        tensor, which is freed after the last parameter.
+        Collective: all ranks of the shard group.
+
+        A loop may read all parameters in order, for example to update an average of weights that
+        was copied before wrapping. To all-gather less often in such a loop, the read of a second
+        parameter in a row all-gathers the whole flat parameter. The next reads use this tensor,
+        which is freed after the last parameter is read.
         """
         _, handle, param = self._places[tensor.spec]
         last, self._loop_last = self._loop_last, param
@@ -208,8 +213,9 @@ class Touch(ParamOwner):
 
     def _warn(self, spec: ShardSpec, name: str) -> None:
         unit = self._places[spec][0]
-        # An operation in place on another tensor usually updates an average of weights, in a loop
-        # over the parameters of all units. Warn once, not once per unit.
+        # If an in-place operation on a plain tensor reads a parameter, it usually updates an
+        # average of weights, in a loop over the parameters of all units. So warn only once for all
+        # units, and not once per unit.
         is_average = name.endswith("_")
         what = None if is_average else unit
         if what in self._warned or unit.topology.world.rank != 0:
@@ -232,7 +238,7 @@ class Touch(ParamOwner):
 
 
 def _writes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the name of an operation says that it writes in place to a sharded tensor."""
+    """Whether an operation, according to its name, writes in place to a sharded tensor."""
     name = getattr(func, "__name__", "")
     in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2:] != "__")
     return in_place and next(sharded_in(args[:1]), None) is not None

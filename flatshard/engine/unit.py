@@ -4,11 +4,11 @@ All parameters of a unit are unsharded and resharded together. ``forward`` and `
 when; a unit knows nothing of the step around it.
 
 [Note: several modules]
-Coalescing joins small neighbouring modules into one unit. The first call of one of the modules
+Coalescing joins small neighbouring modules into one unit. The first call of any of these modules
 unshards the unit. The unit is resharded after as many calls as in the last forward, or at the end
-of the outermost forward. So all ranks all-gather the unit equally often, even if ranks call the
-modules in different orders. In backward, the unit is resharded when no computation can need the
-parameters any more, like every unit.
+of the outermost forward if there are fewer calls. So all ranks all-gather the unit equally often,
+even if ranks call the modules in different orders. In backward, the unit is resharded like every
+other unit: when no computation can need the parameters any more.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class Unit:
         self.casts = dict(modules)
         # `names`: names of the modules in the unwrapped model. `name`: one name made of all names.
         self.names, self.name = list(names), name_of(names)
-        # The unit's flat parameters: one for each dtype and `requires_grad`, and in the root one
-        # for each large parameter. Empty if the unit owns no parameter.
+        # The unit's flat parameters. A unit has one flat parameter for each combination of dtype
+        # and `requires_grad`; in the root, each large parameter is a separate flat parameter. Empty
+        # if the unit owns no parameter.
         self.handles: list[FlatParamHandle] = []
         # Flat parameters that backward reads; embedding tables are not among them.
         self.for_backward: list[FlatParamHandle] = []
@@ -109,12 +110,13 @@ class Unit:
         self.num_loads = 0  # number of state dicts loaded into the unit; must be equal on all ranks
         self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
-        # Number of calls in this iteration whose backward has not begun. The count restarts in each
-        # iteration, so that it stays equal on all ranks after a forward that failed on some ranks.
+        # Number of calls since the latest outermost forward began whose backward has not begun. The
+        # count restarts with each outermost forward, so that the count is the same on all ranks
+        # even after a forward that failed on only some ranks.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # the same count for earlier iterations
-        # Whether no gradient of an input shows the end of some call's backward, because no input of
-        # the call requires a gradient.
+        # Whether the unit cannot see the end of some call's backward. Gradients of the call's
+        # inputs would show the end, but no input of the call requires a gradient.
         self._ends_unseen = False
         self._num_calls = 0  # number of calls in this outermost forward, or in the last
         # Number of calls still expected in this outermost forward, if it repeats the last forward.
@@ -122,11 +124,12 @@ class Unit:
         self.backward_follows = False  # whether a backward follows the latest call or other use
         # Whether the rest of the forward, or the beginning of backward, uses the unit.
         self.is_needed_soon = False
-        # Whether an operation outside of the unit's forward used parameters in this iteration.
+        # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_touched = False
         # For calls whose backward runs: number of input gradients that have not arrived.
         self._outstanding_inputs: dict[Call | None, int] = {}
-        # Version of the parameters in the latest backward with create_graph; -1: no such backward.
+        # Sum of the shards' versions in the latest backward with create_graph. -1: there was no
+        # such backward.
         self._sticky_version = -1
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
@@ -177,7 +180,7 @@ class Unit:
         }
 
     def plan_sync(self, wanted: Sync) -> None:
-        """Set ``sync`` to ``wanted``, or to an equivalent for units with a group of one rank."""
+        """Set ``sync`` to ``wanted``, or to an equivalent if one of the groups has one rank."""
         if wanted is Sync.INTRA:
             if self.topology.across.size == 1:
                 wanted = Sync.ALL
@@ -228,8 +231,9 @@ class Unit:
 
     def stick(self) -> None:
         """Keep the unsharded buffers until the parameters change."""
-        # A backward with create_graph makes new nodes of the graph. No saved-tensor hook runs for
-        # these nodes, so they save raw views of the buffers.
+        # A backward with create_graph adds nodes to the graph. Saved-tensor hooks do not run for
+        # these nodes, so these nodes save plain views of the unsharded buffers, which must stay
+        # valid.
         self._sticky_version = sum(handle.version for handle in self.handles)
 
     @property
@@ -253,8 +257,8 @@ class Unit:
         """Wait for the all-gathers; then let the modules hold the unsharded parameters."""
         for handle in self.handles:
             handle.wait_unshard()
-        # Show all parameters, even if only the parameters that backward reads were all-gathered: a
-        # recomputed forward uses the modules.
+        # Let the modules hold all unsharded parameters, even if only the parameters that backward
+        # reads were all-gathered: a recomputed forward uses the modules.
         for handle in self.handles:
             handle.show_unsharded()
 
@@ -266,12 +270,13 @@ class Unit:
             return Fate.SNAPSHOT
         shows_shards = handle.memory.shows_shards
         if moment is Moment.AFTER_BACKWARD:
-            # A single rank needs no all-gather, so keeping the buffer would save nothing. A kept
-            # buffer would also miss edits through `p.data`, which do not change the version.
+            # Always free the buffer if the unit has a single rank. Keeping the buffer would save no
+            # all-gather, and the kept buffer would become stale unnoticed if the user edits a
+            # shard through `p.data`, which does not change the version.
             is_alone = self.topology.shard.size == 1
             frees = self.placement.reshard_after_backward or is_alone or shows_shards
             return Fate.FREE if frees else Fate.KEEP
-        # If backward begins with this unit, resharding would only cost another all-gather.
+        # Do not reshard a unit that is needed soon: its all-gather would only have to be repeated.
         stays = self.is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return Fate.FREE
@@ -282,7 +287,10 @@ class Unit:
         return Fate.FREE if shows_shards or self._is_spare(handle) else Fate.KEEP
 
     def _is_spare(self, handle: FlatParamHandle) -> bool:
-        """Whether the buffer of ``handle`` is freed after forward because backward needs none."""
+        """Whether to free the buffer of ``handle`` after forward, since backward does not read it.
+
+        False if the strategy keeps all buffers after forward.
+        """
         reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
         return reshards and handle not in self.for_backward
 
@@ -291,8 +299,8 @@ class Unit:
 
         A ``SavedView`` unshards the unit again in backward.
         """
-        # Ranks may use a parameter of the root differently. A ``SavedView`` could start an
-        # all-gather in backward that other ranks do not start.
+        # Different ranks may use a parameter of the root in different operations. A ``SavedView``
+        # could then start an all-gather in backward that other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
     def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
@@ -318,8 +326,8 @@ class Unit:
                 if self.backward_follows and handle.is_current:
                     secondary.cut(handle.buffer, handle.version)
             if fate is Fate.FREE:
-                # In backward, nodes of a recomputed forward may still need views of the buffer, and
-                # then the buffer keeps its memory for a while.
+                # In backward, nodes of a recomputed forward may still need views of the buffer. So
+                # then `though_held` is False: the buffer keeps its memory while views exist.
                 handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
             else:
                 # Wait for an all-gather under way, which reads the shard: the optimizer may write
@@ -333,9 +341,9 @@ class Unit:
         self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
-        # The last backward, under no_sync, may have run on other ranks only, and resharded the unit
-        # there. Reshard the unit here, too. Otherwise the other ranks would start an all-gather
-        # that this rank does not start, and wait forever.
+        # A backward under no_sync may have run on only some ranks, and resharded the unit there. If
+        # the backward did not run on this rank, reshard the unit now. Otherwise the other ranks
+        # would start an all-gather that this rank does not start, and wait forever.
         if self.sync is Sync.NONE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.fate(handle, Moment.AFTER_BACKWARD) is Fate.FREE:
@@ -354,7 +362,10 @@ class Unit:
         return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """FORWARD -> IDLE: free buffers as ``fate`` says, since this forward calls no more."""
+        """Move from FORWARD to IDLE, and free buffers as ``fate`` says.
+
+        Called when this outermost forward will not call the unit again.
+        """
         if self.phase is not Phase.FORWARD or self.running:
             return
         self.is_needed_soon = is_needed_soon
@@ -363,7 +374,7 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
-        """Forget the last backward, and remove earlier gradients from where autograd will add."""
+        """Forget the last backward, and remove gradients to which autograd would add in place."""
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
@@ -399,8 +410,9 @@ class Unit:
             and not self.may_diverge
             and not self._outstanding_inputs
             and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
-            # Frozen parameters get no gradient, and may be needed after the last gradient of a
-            # trained parameter. Only gradients of all calls' inputs would show the end.
+            # Frozen parameters get no gradient, so backward may still need them after the last
+            # gradient of a trained parameter has arrived. So if some parameters are frozen, also
+            # require that gradients of inputs have shown the end of every call's backward.
             and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
         )
 
