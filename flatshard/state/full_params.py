@@ -34,7 +34,8 @@ def gather_full(
         handle: the flat parameter.
         shard: the handle's shard, or a tensor of the same shape, such as the shard of the gradient.
         device: device of the copies; None: the device of the all-gathered values.
-        is_kept: if False, this rank only takes part in the all-gather, and the list is empty.
+        is_kept: whether to return the copies. If False, this rank only takes part in the
+            all-gather, and the returned list is empty.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
@@ -62,7 +63,7 @@ def gather_full(
 def shard_of_parts(
     handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """Make a shard of the 1-D parts of original parameters on this rank. The rest is zero."""
+    """Copy this rank's 1-D parts of original parameters into a new shard; the rest is zero."""
     shard = torch.zeros_like(handle.flat_param, dtype=dtype)
     for param, part in parts:
         shard[param.local.start : param.local.end].copy_(part)
@@ -70,7 +71,7 @@ def shard_of_parts(
 
 
 def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None:
-    """The original parameter whose sharded or full form is ``tensor``; None if there is none."""
+    """Return the parameter of ``handle`` whose sharded or full tensor is ``tensor``, or None."""
     if isinstance(tensor, FlatShardTensor):
         return next((param for param in handle.params if param.spec is tensor.spec), None)
     tensor = getattr(tensor, "_local_tensor", tensor)  # the local tensor of a DTensor
@@ -91,16 +92,17 @@ class Request:
 
 
 def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
-    """The ``.grad`` of each original parameter that has a gradient."""
+    """Return ``.grad`` of each original parameter that has a gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         grads = {param: param.sharded.grad for param in handle.params}
     return {param: grad for param, grad in grads.items() if grad is not None}
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """This rank's shard of all ``.grad``, ``(shard_numel,)``. Absent gradients are zero."""
+    """Return this rank's shard of all ``.grad``, ``(shard_numel,)``; absent gradients are zero."""
     parts = (
-        # A gradient that is a plain tensor is a full gradient, which the user assigned.
+        # The engine assigns a FlatShardTensor to `.grad`. A plain tensor was assigned by the user
+        # and is a full gradient, so take this rank's part.
         (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
         for param, grad in _grads(handle).items()
     )
@@ -156,9 +158,9 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
-    """The groups of ranks that train units or flat parameters, without repetition.
+    """Return the groups of ranks that train ``parts``, each group once.
 
-    There is one group, unless some units train only on some of the model's ranks.
+    There is only one group, unless some units train only on some of the model's ranks.
     """
     worlds = dict.fromkeys(part.topology.world for part in parts)
     return list({world.ranks: world for world in worlds}.values())
@@ -182,8 +184,8 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
             opened.append(Summoned(handle, request))
         yield
     finally:
-        # Close after an exception, too. Edits before the exception are kept, as in an unwrapped
-        # model.
+        # Close even after an exception in the context. As in an unwrapped model, edits that were
+        # made before the exception are kept.
         for one in reversed(opened):
             problems += one.close()
     if problems:
@@ -199,7 +201,10 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
 
 
 class Summoned:
-    """The full parameters of one handle. Modules hold them from construction to ``close``."""
+    """The full parameters of one handle inside a ``summon_full_params`` context.
+
+    The modules hold the full parameters until ``close``.
+    """
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
         """All-gather the parameters, and let the modules hold full copies.
@@ -214,13 +219,14 @@ class Summoned:
         self._handle, self._holds_copies = handle, False
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            # No copies are needed if the sharded parameters are plain full parameters, which users
-            # may edit directly.
+            # Make no copies if the sharded parameters are plain full parameters, and the user wants
+            # edits to be kept: then the user edits the sharded parameters directly.
             if moves or not (handle.is_aliased and request.writeback):
                 self._gather()
         self._version = handle.version
         handle.summoned = self
-        # The full parameters, copies or not, that the modules hold on this rank. Empty: none.
+        # The full parameters that the modules hold on this rank: the copies, or the sharded
+        # parameters if they are the full parameters. Empty: the modules hold no full parameters.
         self.shown = self.copies or (handle.sharded if handle.is_aliased else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
         # Mark the hook as flatshard's own, so that `OriginalParam.hold_hooks` does not remove it
@@ -251,8 +257,8 @@ class Summoned:
         handle, request = self._handle, self.request
         handle.absorb_replaced()
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
-        # Make copies in the dtype of the shard. The unsharded buffer may have another dtype, and
-        # the next all-gather overwrites the buffer.
+        # Make copies in the dtype of the shard. The modules cannot hold views of the unsharded
+        # buffer, which may have another dtype, and which the next all-gather overwrites.
         values = gather_full(handle, handle.flat_param, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
         present = _grads(handle)
@@ -269,10 +275,10 @@ class Summoned:
         self.copies = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
         for one in originals:
             set_grad(self.copies[one.index], grads[one.index])
-        # Compute checksums of the full parameters, not only of this rank's part, so that all ranks
-        # find the same edits. An edit makes `_write_back` free the unsharded buffer. Some
-        # strategies (SHARD_OP) keep the buffer between steps: a rank with an unchanged part would
-        # keep its buffer, and would not take part in the next all-gather.
+        # Compute checksums of the full parameters, and not only of this rank's part, so that all
+        # ranks find the same edits. Some strategies (SHARD_OP) keep the unsharded buffer between
+        # steps, and `_write_back` frees the buffer if it finds an edit. A rank that found no edit
+        # would keep its buffer, and would not take part in the next all-gather.
         self._sums = [checksum(param) for param in self.copies] if self.request.writeback else []
         self._handle.put(self.copies)
         self._holds_copies = True
@@ -282,12 +288,13 @@ class Summoned:
 
         Returns the reasons why edits are not kept. An empty list: all edits are kept.
         """
-        # No communication is needed: all ranks made the same edits, and each rank keeps its slice.
+        # This method does not communicate: all ranks must make the same edits, and each rank
+        # copies its own slice of the edited values.
         handle, request = self._handle, self.request
         # Reset this field first, so that the handle can be used even if the code below raises.
         handle.summoned = None
-        # Remove hooks from the user's parameters. Hooks on copies stay: a graph that outlives the
-        # context must still raise.
+        # If the modules held the sharded parameters themselves, remove the hooks from them. Do not
+        # remove hooks from copies: a backward that reaches a copy after the context must raise.
         if not self._holds_copies:
             for guard in self._guards:
                 guard.remove()
@@ -312,7 +319,8 @@ class Summoned:
                 "parameters that the modules hold, or pass writeback=False"
             ]
         problems = replaced or self._misfits()
-        # Keep all edits of the unit or none. Some of the edits would leave an inconsistent model.
+        # Keep either all edits of the flat parameter or none, because only some of the edits would
+        # leave the model inconsistent.
         if not problems:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_back()
@@ -353,8 +361,9 @@ class Summoned:
             handle.reshard()  # the writes below make the unsharded buffer stale
         with torch._C.DisableTorchFunctionSubclass():
             for original in handle.params:
-                # Write through the sharded parameter. A write into the flat parameter would leave
-                # the version counters of plain sharded parameters unchanged.
+                # Write into the sharded parameter, and not into the flat parameter. If the sharded
+                # parameters are plain tensors, each has its own version counter, which a write into
+                # the flat parameter would not increase.
                 param, sharded = self.copies[original.index], original.sharded
                 if original in edited:
                     sharded.copy_(param)
@@ -366,7 +375,8 @@ class Summoned:
 
     def _write_grads(self) -> None:
         handle = self._handle
-        # Read all gradients before the first write: a full parameter may be the sharded parameter.
+        # Read all gradients before the first `.grad` is removed or set, so that no write can change
+        # a gradient that is read later.
         grads = [param.grad for param in self.copies]
         for original in handle.params:
             original.sharded.grad = None

@@ -28,7 +28,8 @@ class EntryShard:
         offset: index of the first element of ``local`` among all elements in memory order.
         replicas: the ranks that hold the same elements. None: the entry is a buffer or an ignored
             parameter, and its values may differ between ranks.
-        key: identifies the tensor. Two entries with the same tensor have equal keys.
+        key: identifies the tensor. If two entries (tied parameters) have the same tensor, their
+            keys are equal.
     """
 
     entry: Tensor
@@ -40,13 +41,13 @@ class EntryShard:
 
 
 class ModelShards:
-    """Access to the shards of a model, to save and load them. No method communicates."""
+    """Gives access to this rank's shards of a model, for saving and loading. Never communicates."""
 
     def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
         self.parts = parts
         self._model, self._units = model, [part.unit for part in parts]
         self._handles = [handle for unit in self._units for handle in unit.handles]
-        # The ranks that train the model together.
+        # The ranks that train the model: the largest group, because some units may train on fewer.
         self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
 
     def refuse_dtensors(self, caller: str) -> None:
@@ -61,7 +62,7 @@ class ModelShards:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded state dict, whose tensors share memory with the model.
+        """Return the sharded state dict, whose tensors share memory with the model.
 
         Raises:
             NotImplementedError: a unit trains only on some of the ranks.
@@ -72,7 +73,9 @@ class ModelShards:
             return self._model.state_dict()
 
     def entries(self) -> dict[str, EntryShard]:
-        """This rank's elements of each entry of the state dict. They share memory with the model.
+        """Return this rank's elements of each entry of the state dict.
+
+        The elements share memory with the model.
 
         Raises:
             ValueError: an entry is not a plain tensor, or a hook replaced a parameter by another
@@ -92,8 +95,8 @@ class ModelShards:
             if not is_sharded:
                 order = memory_order(value.shape, value.stride())
                 local = value.permute(order).reshape(-1)
-                # Identify a tensor by its address. A tensor without elements has no address, so
-                # identify the tensor by its id.
+                # Tied entries have the same address, so use the address as the key. A tensor
+                # without elements has no address, so use the id of the tensor object instead.
                 place = (value.data_ptr(), *value.shape, *value.stride())
                 key: tuple[object, ...] = place if value.numel() else (id(value),)
                 entries[name] = EntryShard(value, local, order, 0, replicas, key)
@@ -117,12 +120,13 @@ class ModelShards:
         for unit in self._units:
             unit.num_loads += 1
         for handle in self._handles:
-            # A read from a file into memory does not increase version counters, so increase them.
+            # Increase the version counters, so that unsharded buffers and saved views are treated
+            # as stale: reading a file directly into memory does not increase the counters.
             written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()
 
 
 def _storage(tensor: Tensor) -> int:
-    """A number that identifies the storage of a tensor, even of an empty tensor."""
+    """Return a number that identifies the storage of a tensor, even if the tensor is empty."""
     return tensor.untyped_storage()._cdata

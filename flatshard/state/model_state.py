@@ -30,7 +30,7 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Form and device of state dicts, and the ranks that get them, as in FSDP1's configs."""
+    """Form and device of state dicts, and which ranks receive them; like FSDP1's configs."""
 
     is_sharded: bool = False  # whether values are sharded, for `torch.distributed.checkpoint`
     offload_to_cpu: bool = False
@@ -55,8 +55,8 @@ class UnitStateDict:
         self._depth = 0
         places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
-            # Torch sets an attribute on these hooks. A partial allows this, a bound method does
-            # not.
+            # Wrap bound methods in a partial: torch sets an attribute on these hooks, which a bound
+            # method does not allow.
             module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -75,8 +75,8 @@ class UnitStateDict:
         is_saving = not options.rank0_only or self.unit.topology.world.rank == 0
         for handle in () if options.is_sharded else self.unit.handles:
             given = _replace_by_full(handle, state_dict, options, is_saving)
-            # Unless the user asked for copies, writes into these tensors change the model, as in an
-            # unwrapped model.
+            # As in an unwrapped model, a write into a tensor of the state dict must change the
+            # model. This does not apply if the user asked for copies, on the CPU or on rank 0.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
                     self.writes.watch(self.unit, handle, param, full)
@@ -94,7 +94,7 @@ class UnitStateDict:
             )
 
     def requested(self) -> StateDictOptions:
-        """The unit's options. Inside of torch's ``get_state_dict``, the options of this call."""
+        """Return the options of torch's ``get_state_dict``, if it is running, or the unit's own."""
         asked = torch_request()
         if asked is None:
             return self.options
@@ -120,8 +120,9 @@ class UnitStateDict:
         for handle in self.unit.handles:
             for place, attribute, param in handle.places:
                 key = prefix + attribute
-                # If tensor parallelism splits the parameter, torch compares the value's shape with
-                # the shape of the local part. So pass the local part of the value.
+                # If tensor parallelism splits the parameter, the module holds only the local part,
+                # and torch requires that the loaded value has the same shape. So replace the value
+                # by its local part.
                 if place is module and key in state_dict:
                     state_dict[key] = param.spec.split(state_dict[key])
         self._enter(module)
@@ -133,7 +134,8 @@ class UnitStateDict:
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
             # The unit's own modules are the outermost modules with these hooks, so the depth must
-            # be 0 here. A call that raised may have left another depth.
+            # be 0 here. Reset the depth, because an earlier call that raised may have left it at
+            # another value.
             self._depth = 0
         self.writes.check()
         self._depth += 1
@@ -148,14 +150,15 @@ def _replace_by_full(
 ) -> dict[OriginalParam, Tensor]:
     """Replace the original parameters of ``handle`` in ``state_dict`` by full copies.
 
-    If not ``is_saving``, remove the parameters from ``state_dict``. Returns the copies.
+    If ``is_saving`` is False, remove the parameters from ``state_dict`` instead. Return the copies.
 
-    Collective: all ranks of the shard group, even if they save nothing. For tensor-parallel
+    Collective: all ranks of the shard group, even ranks that save nothing. For tensor-parallel
     parameters, all ranks of the mesh.
     """
     param_of_key: dict[str, OriginalParam] = {}
     for key, value in state_dict.items():
-        # With keep_vars=True, the state dict contains the modules' parameters, which stay.
+        # With keep_vars=True, the user asked for the parameters that the modules hold, so do not
+        # replace parameters.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             param = original_of(handle, value)
             if param is not None:
@@ -186,8 +189,8 @@ def _keep_sharded(
         is_shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if not is_shown or original_of(handle, value) is None:
             continue
-        # If one rank holds the whole flat parameter, the value may be a plain tensor over the
-        # shard. Such a value stays in the state dict.
+        # If one rank holds the whole flat parameter, the value may be a plain tensor that shares
+        # memory with the shard. Such a value is already a valid entry, so keep it.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.role)
@@ -206,8 +209,8 @@ def _treat_rest(
     # With keep_vars=True, the value may be the parameter that the module holds.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        # Keep parameters of other units. The hooks of the other unit replace the entry, and every
-        # rank needs the entry to take part in the all-gather.
+        # Keep the entry, even on ranks that save nothing: it is a parameter of another unit, whose
+        # hooks run later. A rank without the entry would not take part in that unit's all-gather.
         return
     if not is_saving:
         del state_dict[key]
@@ -216,7 +219,7 @@ def _treat_rest(
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """The options that all units of a model have. Without units, the default options.
+    """Return the options that all units of a model share, or default options without units.
 
     Raises:
         RuntimeError: the units have different options.
@@ -233,7 +236,7 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
 
 @contextlib.contextmanager
 def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> Iterator[None]:
-    """Set the options of units inside the context."""
+    """Set the options of ``parts`` to ``options`` inside the context, and restore them after."""
     before = [part.options for part in parts]
     for part in parts:
         part.options = options
@@ -247,8 +250,8 @@ def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> It
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
     """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
 
-    If ``children``, the names of the model's children, contain ``module``, the names are unchanged:
-    then the prefix belongs to the model.
+    If the model has a child named ``module``, the prefix belongs to the model, and the names stay
+    unchanged. ``children`` are the names of the model's children.
     """
     prefix = "module."
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):

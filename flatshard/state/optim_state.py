@@ -1,7 +1,8 @@
 """Optimizer state dicts by parameter name, with full or sharded tensors.
 
-Full tensors do not depend on the sharding, so any number of ranks can load them. Optimizer state is
-*per element* (a momentum, for example) or *one per parameter* (``step``, text, numbers).
+Full tensors do not depend on the sharding, so any number of ranks can load them. An entry of a
+parameter's state is either *per element*, like a momentum, or *one per parameter*, like ``step``.
+Entries per element are sharded like the parameter.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def full_state(
     rank0_only: bool,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's state by parameter name, in full; see ``ShardedWrapper.optim_state_dict``.
+    """Return an optimizer's full state by parameter name; see ``ShardedWrapper.optim_state_dict``.
 
     Collective: all ranks that train ``units``, the units in ``model``.
     """
@@ -81,7 +82,7 @@ def sharded_state(
     *,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's state by parameter name. State per element is sharded.
+    """Return an optimizer's state by parameter name, with sharded tensors for state per element.
 
     The tensors share memory with the optimizer's state, unless they are copied to the CPU.
     """
@@ -109,8 +110,8 @@ def _gather(
 ) -> None:
     """Replace sharded tensors by full tensors in ``states``, the states of parameters.
 
-    If not ``is_kept``, this rank only takes part in the all-gathers. There is one all-gather for
-    each state key and dtype, over all parameters of ``handle``.
+    One all-gather per state key and dtype covers all parameters of ``handle``. If ``is_kept`` is
+    False, this rank only takes part in the all-gathers, and ``states`` stays unchanged.
 
     Collective: all ranks of the shard group.
     """
@@ -133,10 +134,10 @@ def _by_name(
     state_dict: StateDict | None,
     shared: dict[FlatShardTensor, StateDict],
 ) -> tuple[StateDict, OptimParams]:
-    """An optimizer's state dict, with parameters' names as keys and sharded tensors.
+    """Convert a state dict to parameters' names as keys, and to sharded tensors.
 
-    Starts from ``state_dict`` (None: from ``optimizer.state_dict()``), and also returns the
-    optimizer's parameters.
+    Converts ``state_dict``, or ``optimizer.state_dict()`` if ``state_dict`` is None. Also returns
+    the optimizer's parameters.
     """
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
@@ -178,7 +179,9 @@ def state_to_load(
     *,
     by_name: bool,
 ) -> StateDict:
-    """This rank's part of a full state dict; see ``ShardedWrapper.optim_state_dict_to_load``.
+    """Return this rank's part of a full state dict.
+
+    See ``ShardedWrapper.optim_state_dict_to_load``.
 
     Collective: all ranks that train ``units``, the units in ``model``.
     """
@@ -218,7 +221,7 @@ def state_to_load(
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
-    """The state dict with names instead of positions as keys, and without prefixes of wrappers."""
+    """Return the state dict with parameters' names as keys, without prefixes of wrappers."""
     if state_dicts.is_stamped(state_dict):
         raise ValueError(
             "an optimizer.state_dict() of a sharded model contains only the parts of one rank. "
@@ -239,9 +242,9 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
 
 
 def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
-    """Names of the parameters of a saved group.
+    """Return the names of the parameters of a saved group.
 
-    If the group has no names, its parameters are those of the optimizer's group, in order.
+    If the group has no names, the names come from the optimizer's group ``number``, in order.
     """
     keys = group["params"]
     if "param_names" in group:
@@ -277,7 +280,7 @@ def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
 def _options_of_group(
     fqns: Sequence[str], group_of: dict[str, StateDict], own: StateDict
 ) -> StateDict:
-    """Saved options for a group of the optimizer.
+    """Return the saved options for a group of the optimizer.
 
     Args:
         fqns: names of the group's parameters.
@@ -302,7 +305,7 @@ def _options(group: StateDict) -> StateDict:
 
 
 def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
-    """This rank's part of ``value``, entry ``key`` of a parameter's full state.
+    """Return this rank's part of ``value``, which is entry ``key`` of a parameter's full state.
 
     Raises:
         ValueError: the value is per element, and its shape differs from the parameter's.
@@ -324,9 +327,11 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
         )
     device = original.sharded.device
     if not original.is_sharded:
-        # Use the strides of the parameter: optimizers use fast kernels only for equal strides.
+        # Copy the value into a tensor with the parameter's strides: optimizers use their fast
+        # kernels only if state and parameter have equal strides.
         return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    # Use sharded state without a copy, as torch's load_state_dict does.
+    # Copy the part if it is a view of full state, which the part would keep in memory. Use state
+    # that is already sharded without a copy, as torch's load_state_dict does.
     is_full = not isinstance(value, FlatShardTensor)
     part = part_per_element(spec, key, value.detach())
     assert part is not None, "state with the parameter's shape is per element"
@@ -335,7 +340,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
 
 
 def _fact(value: Any) -> str:
-    """Text about a value in an optimizer's state. The text must be equal on all ranks."""
+    """Describe a value in an optimizer's state, by text that must be equal on all ranks."""
     if isinstance(value, FlatShardTensor):
         return f"{value.dtype} per element"
     if isinstance(value, Tensor):
@@ -390,7 +395,10 @@ class OptimParams:
         return [param.fqn for param in self.groups[group]]
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
-        """The parameters by their keys in ``state_dict``, a state dict of the same optimizer."""
+        """Map the keys of parameters in ``state_dict`` to the parameters.
+
+        ``state_dict`` is a state dict of the same optimizer.
+        """
         keys = [list(group["params"]) for group in state_dict["param_groups"]]
         expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
         if found != expected:
@@ -404,11 +412,11 @@ class OptimParams:
 def _params_of_units(
     prefixes: dict[nn.Module, str], units: Sequence[Unit]
 ) -> Iterable[tuple[int, OptimParam]]:
-    """The parameters that units own, each with the id of its sharded parameter."""
+    """Yield each parameter that a unit owns, with the id of its sharded tensor as key."""
     for handle in chain.from_iterable(unit.handles for unit in units):
         for param in handle.params:
-            # Use the first place of the parameter that is in the given model. The given model may
-            # be a part of the sharded model.
+            # A tied parameter has several places. Use the first place inside of the given model,
+            # which may be only a part of the sharded model.
             fqn = next(
                 prefixes[place.module] + place.attribute
                 for place in param.locations

@@ -1,9 +1,9 @@
 """``WriteThrough``: copies values that users write into tensors of a state dict to the shards.
 
 The tensors of an unwrapped model's state dict share memory with the parameters. Some classes for
-moving averages (timm's) write into these tensors. The tensors of a sharded model's state dict are
-full copies, so ``WriteThrough`` copies written values to the shards when the model is used next, or
-when the tensor is freed.
+moving averages (timm's) write into these tensors to change the model. The tensors of a sharded
+model's state dict are full copies, so a write would not change the model. ``WriteThrough`` copies
+written values to the shards, when the model is used next or when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Given:
     unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
-    shard: tuple[Any, ...]  # identity and version of the shard at the same time
+    shard: tuple[Any, ...]  # identity and version of the shard at the time of `version`
 
 
 class WriteThrough:
@@ -38,7 +38,8 @@ class WriteThrough:
 
     def __init__(self) -> None:
         self.given: dict[int, _Given] = {}  # keyed by the id of the weak reference
-        # Name of a parameter whose copy was written after the shard had changed; "": none.
+        # Name of a parameter whose copy was written after the shard had changed, so that the
+        # written values are lost. "": no values are lost.
         self.lost = ""
 
     def __deepcopy__(self, memo: object) -> WriteThrough:
@@ -47,9 +48,9 @@ class WriteThrough:
     def watch(
         self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
     ) -> None:
-        """From now on, copy values that the user writes into ``full`` to the shard.
+        """Start to watch ``full``: values that the user writes into ``full`` go to the shard.
 
-        ``full`` is a full copy of ``param``.
+        ``full`` is a full copy of ``param``, which ``state_dict()`` is about to return.
         """
         user = weakref.ref(full, self._died)
         with torch.inference_mode(False):
@@ -85,7 +86,8 @@ class WriteThrough:
             )
 
     def _take_over(self, given: _Given) -> None:
-        # The version counter also counts writes under no_grad.
+        # An unchanged version means that the user wrote nothing: writes under no_grad increase the
+        # version, too.
         if given.copy._version == given.version:
             return
         given.version = given.copy._version
