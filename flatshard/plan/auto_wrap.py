@@ -3,8 +3,8 @@
 All parameters of a unit are unsharded together, so a unit should be a small part of the model. But
 each all-gather has a fixed cost, so a unit should not have too few elements. From the root
 downwards, the policy either *opens* a module, and looks at its children, or makes the module a
-unit. Parameters that are in no unit count for the module around them, and in the end for the root.
-docs/choosing.md describes the choice.
+unit. If a module becomes no unit, its parameters are counted as the enclosing module's; what no
+unit owns in the end, the root owns. docs/choosing.md describes the choice.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from flatshard.plan.module_tree import ModuleTree, find_params, has_forward
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
-# Elements of the smallest unit: 1 MB of float32. For fewer elements, the fixed cost of an
+# Minimum number of elements of a unit: 1 MB of float32. For fewer elements, the fixed cost of an
 # all-gather (Python, latency, filling the pipeline) exceeds the time to send the bytes.
 MIN_UNIT_NUMEL = 250_000
-# Elements from which a module is opened: the parts of so large a module mostly reach the minimum.
+# Minimum number of elements for which a module is opened. In larger modules, the children are
+# mostly large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# Elements of the largest module that may join a root that is too small: 4 MB of float32, which stay
-# unsharded throughout a step.
+# Maximum number of elements of a module that is moved into a root with too few elements. The root
+# stays unsharded throughout a step, so this costs at most 4 MB of float32.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
-# Elements of all small blocks together that may stay in the root: 32 MB of float32, which stay
-# unsharded throughout a step.
+# Maximum number of elements that all small blocks together may have to stay in the root. The root
+# stays unsharded throughout a step, so this costs at most 32 MB of float32.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-# Share of the model's elements from which a module is opened if possible. While one unit computes,
-# the next unit is all-gathered. So with units of this share, a quarter of the model is unsharded at
-# the peak.
+# Maximum share of the model's elements in a module that is not opened, if it can be opened. While
+# one unit computes, the next unit is all-gathered, so two units are unsharded at the peak: at most
+# a quarter of the model.
 LARGE_SHARE = 1 / 8
-# Share of a module's elements that must be in blocks for the module to be opened. A module with a
-# smaller share is a block that contains similar children: in a decoder layer, the two attentions
-# have about half of the elements.
+# Minimum share of a module's elements in blocks (repeated modules) for the module to be opened. A
+# module with a smaller share is itself a block with a few similar children. For example, a decoder
+# layer has two attentions, with about half of the layer's elements.
 BLOCKS_SHARE = 2 / 3
-# Generic containers. Two containers of the same class may be different, so repeated containers
-# count as blocks only if their parameters have the same shapes.
+# Generic containers. Two containers of the same class may have different contents, so two
+# containers are treated as repeated blocks only if their parameters have the same shapes.
 _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -92,8 +93,8 @@ class AutoUnits:
             return False
         is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.root]
         if self._is_block(module, self._counts):
-            # A large block that consists of blocks is a stage or a tower of the model: open the
-            # block. Any other block becomes a unit.
+            # A large block that consists of smaller blocks is a stage or a tower of the model, so
+            # open it. Any other block becomes a unit.
             return is_large and self._is_made_of_blocks(module)
         return is_large or self._is_made_of_blocks(module)
 
@@ -101,8 +102,8 @@ class AutoUnits:
         self._held[module] = self._left[module]
         for param in module.parameters():
             containers = self._containers.get(param, ())
-            # A weight that is tied to a module outside of `module` belongs to a larger module,
-            # which contains both users of the weight.
+            # Skip a weight that is tied to a module outside of `module`: such a weight belongs to
+            # an enclosing module that contains both users of the weight.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
                 for container in containers:
@@ -117,20 +118,20 @@ class AutoUnits:
                 self._take(module)
 
     def _fill_root(self) -> None:
-        """If the root is too small, move units into it that are cheap to keep unsharded."""
+        """If the root has too few elements, dissolve small units, so that the root owns them."""
         root = self._tree.root
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
-            # The only unit has nearly the whole model. Make the model one unit: a tiny root would
-            # cost a second all-gather.
+            # The only unit has nearly all elements of the model. Drop the unit, so that the root is
+            # the only unit: a tiny root beside the unit would cost a second all-gather.
             self._held.clear()
             return
         outermost = {
             next((module for module in containers if module in self._held), None)
             for containers in self._containers.values()
         }
-        # The root stays unsharded throughout a step. Do not move blocks into the root: memory for
-        # an unsharded block costs more than a small all-gather. The sort is stable, so modules of
-        # equal size stay in the order of the model.
+        # Do not move blocks into the root. The root stays unsharded throughout a step, and the
+        # memory of an unsharded block costs more than a small all-gather. The sort below is stable,
+        # so modules of equal size stay in the order of the model.
         singles = [m for m in self._held if m in outermost and not self._is_closed_block(m)]
         for module in sorted(singles, key=self._held.__getitem__):
             missing = 0 < self._left[root] < MIN_UNIT_NUMEL
@@ -143,7 +144,7 @@ class AutoUnits:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """Keys of a module with children. Two modules with an equal key count as blocks."""
+        """Yield keys that identify repeated modules: two modules that share a key are blocks."""
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:
                 yield type(module)
@@ -159,8 +160,8 @@ class AutoUnits:
                     continue
                 seen.add(child)
                 for kind in self._kinds(child):
-                    # Do not count a child with the same shapes as its parent: a wrapper around a
-                    # single module is not a repetition of the module.
+                    # Do not count a child whose shapes equal its parent's: the parent only wraps
+                    # this child, so the two are not a repetition.
                     if kind != _shapes(parent):
                         counts[kind] += 1
                 visit(child)
@@ -190,7 +191,7 @@ class AutoUnits:
         return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
 
     def reasons(self) -> dict[nn.Module, str]:
-        """The chosen modules, each with the reason for the choice, in words."""
+        """Return the chosen modules, each with the reason for the choice, in words."""
         closed = [module for module in self._held if module not in self._opened]
         same = Counter(kind for module in closed for kind in self._kinds(module))
         return {module: self._reason(module, same) for module in self._held}
@@ -211,9 +212,9 @@ def _shapes(module: nn.Module) -> Shapes:
 
 
 def _is_expert(name: str, module: nn.Module) -> bool:
-    # Experts are not units. Which experts run depends on a rank's data, and ranks in all-gathers of
-    # different experts would deadlock. The pattern excludes `MixtureOfExperts`, which runs for
-    # every input, and matches `Expert`, which runs only for some inputs.
+    # Experts must not be units. Each rank's data decides which experts run on the rank, and ranks
+    # that all-gather different experts would deadlock. The pattern matches the class name `Expert`,
+    # whose module runs only for some inputs, but not `MixtureOfExperts`, which always runs.
     return "expert" in name.lower() or bool(
         re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
     )

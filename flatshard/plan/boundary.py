@@ -26,13 +26,15 @@ Boundary = str | int
 
 _CHOICES = "element", "row", "tensor"
 
-# Largest padding of a unit, as a fraction of the unit's elements.
+# Maximum padding of a unit, as a fraction of the unit's elements.
 MAX_PADDING = 0.25
-# Elements of padding that are allowed even above this fraction, because they cost next to nothing.
+# Number of elements of padding that are always allowed, even above `MAX_PADDING` in a small unit,
+# because so little padding costs next to nothing.
 FREE_PADDING = 1 << 18
 
-# `move` tries `_TRIES` shard lengths. Each is longer than the last by 1 / `_FINENESS` of the length
-# without boundaries, so the longest is an eighth longer. Whole parameters in bins rarely need more.
+# `move` tries `_TRIES` shard lengths. Each is longer than the previous by 1 / `_FINENESS` of the
+# length without boundaries, so the longest is an eighth longer. There is no need to try longer
+# shards: to put whole parameters on ranks (`_in_bins`) rarely needs a greater length.
 _TRIES = 64
 _FINENESS = 512
 
@@ -54,7 +56,8 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
         return boundary
     if boundary == "element" or not span.numel:
         return 1
-    # Rows are slices along the dimension that is outermost in memory. A 0-D parameter is one row.
+    # Rows are slices along the dimension that is outermost in memory. A 0-D parameter has no such
+    # dimension, and is kept whole.
     is_cut = boundary == "row" and span.order
     return span.numel // span.shape[span.order[0]] if is_cut else span.numel
 
@@ -69,7 +72,7 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         first: the rank that gets the largest parameter, if whole parameters are distributed.
 
     Returns:
-        A layout in which the parameters may be in another order. Its spans are ascending.
+        A layout that contains the parameters, possibly in another order. Spans are ascending.
     """
     spans, world_size, lower = layout.spans, layout.world_size, layout.shard_numel
     align = max(1, ALIGNMENT_BYTES // itemsize)
@@ -82,8 +85,9 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         is_paged = numel * itemsize >= PAGED_BYTES
         return _round_up(numel, math.lcm(multiple, PAGE_BYTES // itemsize)) if is_paged else numel
 
-    # Distribute whole parameters over the ranks. This satisfies every boundary, but may need the
-    # longest shards. So first look for shorter shards with all parameters in sequence.
+    # Start with whole parameters distributed over the ranks. This satisfies every boundary, but may
+    # need long shards. The loop below replaces this solution if all parameters in sequence, cut at
+    # allowed places, fit into shards that are no longer.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = length(used, align)
     starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
@@ -100,8 +104,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         replace(span, start=start, end=start + span.numel)
         for span, start in zip(spans, starts, strict=True)
     ]
-    # Sort by the end as well: an empty parameter starts where the next parameter starts, and must
-    # come before the next parameter.
+    # Sort by the end as well: an empty parameter and the next parameter have the same start, and
+    # the empty parameter must come first.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 
@@ -111,8 +115,8 @@ def _in_bins(
 ) -> tuple[list[tuple[int, int]], int]:
     """Give each parameter, largest first, to the rank with the fewest elements.
 
-    Returns the rank of each parameter and the position on this rank, and the largest number of
-    elements on a rank.
+    Returns, for each parameter, its rank and its position in the rank's shard; and the largest
+    number of elements on a rank.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):
@@ -128,9 +132,10 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Numbers to try: the length of a shard will be a multiple of one of the numbers.
+    """Return numbers such that the length of a shard should be a multiple of one of them.
 
-    If shards cut a parameter twice, the length must be a multiple of the parameter's block.
+    If two shard ends cut the same parameter, the length of a shard must be a multiple of the
+    parameter's block. So larger numbers allow such cuts in more parameters.
     """
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
@@ -143,7 +148,7 @@ def _multiples(
 def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
-    """Positions of the parameters in sequence. None: shards of this length are too short."""
+    """Return positions of the parameters in sequence, or None if the shards are too short."""
     starts: list[int] = []
     end = 0
     for span, block in zip(spans, blocks, strict=True):
@@ -156,9 +161,9 @@ def _in_order(
 
 
 def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | None:
-    """First position, at or after ``start``, at which shards cut only at multiples of ``block``.
+    """Return the first position, at or after ``start``, that the boundary allows, or None.
 
-    None: there is no such position.
+    At an allowed position, shards cut the parameter only at multiples of ``block``.
     """
     edge = start - start % shard_numel + shard_numel
     if start + numel <= edge:
@@ -168,7 +173,8 @@ def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | 
     start = edge if numel <= block else start + (edge - start) % block
     if start == edge:
         return _first_place(edge, numel, block, shard_numel)
-    # The end of the next shard cuts the parameter again, and must be a multiple of `block`, too.
+    # If the end of the next shard cuts the parameter again, the second cut must be at a multiple of
+    # `block`, too. So the length of a shard must be a multiple of `block`.
     if start + numel > edge + shard_numel and shard_numel % block:
         return None
     return start

@@ -1,7 +1,7 @@
 """Modules, parameters and buffers that a wrapper ignores.
 
-A tensor is ignored in all places. If an ignored module shares a parameter with another module (tied
-weights), the parameter is ignored in the other module, too.
+If a tensor is ignored, it is ignored in every module that holds it. So if an ignored module shares
+a parameter with another module (tied weights), the parameter is ignored in the other module, too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Ignored:
 
     # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Ignored parameters and buffers of other modules, by module and attribute. A conversion such as
-    # `.to()` replaces the tensors, but not the modules and attributes.
+    # Ignored parameters and buffers of other modules. Stored by module and attribute, and not as
+    # tensors, because a conversion such as `.to()` may replace the tensors.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     # Names, in the unwrapped model, of the modules and tensors that the user chose.
     names: tuple[str, ...] = ()
-    # Whether the user chose objects, but no object is in the wrapped module.
+    # Whether the user chose objects to ignore, but none of them is in the wrapped module.
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
@@ -41,7 +41,7 @@ class Ignored:
         return {id(tensor) for tensor in self.tensors()}
 
     def within(self, module: nn.Module) -> Ignored:
-        """The ignored modules and tensors inside of ``module``, without the user's names."""
+        """Return the ignored modules and tensors inside of ``module``; ``names`` stays empty."""
         inside = set(module.modules())
         places = frozenset(place for place in self.places if place[0] in inside)
         return Ignored(self.modules & inside, places)
@@ -60,8 +60,8 @@ def find_ignored(
 ) -> Ignored:
     """Collect the ignored modules and tensors of ``module``.
 
-    The user passes them in a keyword, or names them for DistributedDataParallel in the attribute
-    ``_ddp_params_and_buffers_to_ignore``.
+    The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
+    ``_ddp_params_and_buffers_to_ignore``, which DistributedDataParallel reads.
 
     Args:
         module: the module to wrap.
@@ -83,8 +83,8 @@ def find_ignored(
         *_read("ignored_modules", ignored_modules, (nn.Module,)),
         *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
     ]
-    # It is no error if some objects are not in `module`: a user may pass one list to several
-    # wrappers, and each wrapper contains only a part of the objects.
+    # Do not raise if some objects are not in `module`: a user may pass the same list to several
+    # wrappers, each of which contains only some of the objects.
     present = {id(one) for one in (*module.modules(), *module.parameters())}
     is_elsewhere = bool(chosen) and not any(id(one) in present for one in chosen)
     tops = {one for one in chosen if isinstance(one, nn.Module)}
@@ -122,7 +122,11 @@ def find_ignored(
 
 
 def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The objects that the user passed in ``keyword``. Raises TypeError for other objects."""
+    """Return the ``values`` that the user passed in ``keyword``, as a list.
+
+    Raises:
+        TypeError: ``values`` is not an iterable, or contains an object of another kind.
+    """
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)

@@ -4,8 +4,8 @@ A flat parameter is one padded 1-D range of elements. The layout is a pure funct
 shapes, memory orders, alignment and world size. So every rank computes the same layout, and knows
 without communication which rank holds an element.
 
-The elements of a parameter stay in the parameter's memory order. So a view of the range can have
-the strides of the unwrapped parameter (channels_last, for example). ``start``, ``end`` and
+The elements of a parameter stay in the parameter's memory order, so a view of the parameter's range
+has the same strides as the unwrapped parameter (channels_last, for example). ``start``, ``end`` and
 ``offset`` count elements in memory order.
 
     a:(2,3) b:(5,) on 2 ranks, alignment 1 -> numel 11, padded_numel 12, shard_numel 6
@@ -32,28 +32,29 @@ from torch import Tensor
 
 # Every original parameter, and the shard of every rank, starts at a multiple of this size.
 ALIGNMENT_BYTES = 16
-# Large shards fill whole pages, so that memory and files can be mapped to a shard. A page has 64
-# KiB on some ARM systems. All ranks must have the same page size.
+# Page size. Large shards fill whole pages, so that shared memory or a file can be mapped as a
+# shard. The size is read from the system, because a page has 64 KiB on some ARM systems. All ranks
+# must have the same page size.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
-# Size from which shards fill whole pages.
+# Minimum size, in bytes, of a shard that fills whole pages.
 PAGED_BYTES = 1 << 20
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a tensor, from the outermost in memory to the innermost."""
-    # If dimensions have equal strides, all but one have size 1. Put dimensions of size 1 further
-    # in, so that `strides_of` gives the same strides.
+    """Return the dimensions of a tensor, from the outermost in memory to the innermost."""
+    # Sort by stride. If several dimensions have equal strides, all except one have size 1. Put the
+    # dimensions of size 1 further in, because then `strides_of` computes the same strides again.
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
     if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
         return tuple(order)
-    # The tensor overlaps itself or has gaps, so it has no memory order. Use the order of a
-    # contiguous tensor.
+    # The tensor overlaps itself or has gaps, so no order gives its strides. Use the order of a
+    # contiguous tensor instead.
     return tuple(range(len(shape)))
 
 
 def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a dense tensor whose memory order is ``order``."""
+    """Return the strides, in elements, of a dense tensor whose memory order is ``order``."""
     strides = [0] * len(shape)
     step = 1
     for dimension in reversed(order):
@@ -84,7 +85,7 @@ class ParamSpan:
 
 @dataclass(frozen=True)
 class LocalSpan:
-    """The part of an original parameter in one rank's shard; may be empty."""
+    """The part of an original parameter that lies in one rank's shard. The part may be empty."""
 
     start: int  # the half-open range `[start, end)` in elements of the shard
     end: int
@@ -96,14 +97,15 @@ class LocalSpan:
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """The original parameter at ``span``, as a view of ``flat``, ``(padded_numel,)``."""
+    """Return the original parameter at ``span``, as a view of ``flat``, ``(padded_numel,)``."""
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """Elements ``local`` of an original parameter ``tensor``, 1-D and in memory order.
+    """Return the elements of ``tensor`` in the range ``local``, 1-D and in memory order.
 
-    The result is a view if the tensor has the strides of ``span``; otherwise it is a copy.
+    ``tensor`` has the shape of the original parameter. The result is a view if ``tensor`` has the
+    strides of ``span``; otherwise the result is a copy.
     """
     return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
@@ -148,12 +150,12 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all original parameters, without padding."""
+        """Number of elements of all original parameters, without padding."""
         return sum(span.numel for span in self.spans)
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of the unsharded buffer."""
+        """Number of elements of the unsharded buffer, with padding."""
         return self.shard_numel * self.world_size
 
     @property
@@ -162,7 +164,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of padding in the flat parameter: ascending, none of them empty."""
+        """Half-open, non-empty ranges of padding in the flat parameter, in ascending order."""
         ends = [0, *(span.end for span in self.spans)]
         starts = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
@@ -172,18 +174,18 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_span(self, index: int, rank: int) -> LocalSpan:
-        """The part of original parameter ``index`` that lies in the shard of ``rank``."""
+        """Return the part of original parameter ``index`` that lies in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
-        # If the whole parameter is before or after the shard, the part is an empty range at the
-        # beginning or end of the shard.
+        # Clamp the parameter's range to the shard's range. If the whole parameter is before or
+        # after the shard, the result is an empty range at the beginning or end of the shard.
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
         return LocalSpan(start - begin, end - begin, offset)
 
     def holders(self, index: int) -> range:
-        """The ranks whose shards overlap with original parameter ``index``."""
+        """Return the ranks whose shards contain elements of original parameter ``index``."""
         span = self.spans[index]
         first = span.start // self.shard_numel if span.numel else 0
         return range(first, -(-span.end // self.shard_numel) if span.numel else 0)
@@ -202,7 +204,7 @@ class Box:
 
     offsets: tuple[int, ...]  # index of the first element of the box in the tensor, per dimension
     sizes: tuple[int, ...]
-    # Index of the first element of the box in the range. The elements are contiguous in the range.
+    # Index, in the range, of the first element of the box. The box's elements are contiguous there.
     position: int
 
     @property
@@ -215,8 +217,8 @@ def boxes_of(
 ) -> Iterator[Box]:
     """Split the elements ``[start, stop)`` of an n-D tensor into at most ``2n - 1`` boxes.
 
-    Elements count in memory order. The last dimension of ``order`` varies fastest; without
-    ``order``, the last dimension of ``shape``.
+    ``start`` and ``stop`` count elements in memory order. ``order`` lists the dimensions, of which
+    the last varies fastest. Without ``order``, the tensor is contiguous.
     """
     order = range(len(shape)) if order is None else order
     position = 0

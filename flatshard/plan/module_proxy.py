@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModuleProxy(nn.Module):
-    """Forwards calls, attributes, indices and names to ``module``, the only child."""
+    """Forwards calls, attributes, indexing and names to ``module``, its only child."""
 
     hidden_in_names = True  # parameters' names do not contain the attribute name `module`
     module: nn.Module
@@ -30,7 +30,8 @@ class ModuleProxy(nn.Module):
         So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
         ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # `Module.__init__` and unpickling read this property before the wrapped module is set.
+        # Do not assume that the wrapped module is set: `Module.__init__` and unpickling read this
+        # property earlier.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -71,7 +72,8 @@ class ModuleProxy(nn.Module):
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)
-        # Set `training` on the module, too: the forward of the module reads its own attribute.
+        # Set `training` on the wrapped module even if the wrapper has it, because the forward of
+        # the wrapped module reads the wrapped module's attribute.
         if not is_own or (name == "training" and module is not None):
             setattr(module, name, value)
 
@@ -95,15 +97,16 @@ class ModuleProxy(nn.Module):
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
     def __bool__(self) -> bool:
-        # Without this method, a wrapped module of length zero would be False.
+        # Without this method, Python would call `__len__`. Then a wrapped module of length zero
+        # would be False, and a wrapped module without a length would raise.
         return True
 
     def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
         """Register the hook, unless the wrapped module has the same hook.
 
-        Some libraries register a hook on each instance of a class. Such a library finds the wrapped
-        module and, because of ``__class__``, the wrapper as well. For example, transformers would
-        collect every hidden state twice.
+        Some libraries register a hook on each instance of a class. Because of ``__class__``, such a
+        library takes both the wrapped module and the wrapper for instances, and both hooks would
+        run. For example, transformers would collect every hidden state twice.
         """
         if any(_are_alike(hook, other) for other in self.module._forward_hooks.values()):
             return RemovableHandle(OrderedDict())
@@ -125,7 +128,10 @@ class ModuleProxy(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Add ``module.`` to keys, because torch loads the child ``module`` from such keys."""
+        """Add ``module.`` to the keys: torch loads the child ``module`` from keys with this prefix.
+
+        The names that torch then reports as missing or unexpected are cleaned of the prefix.
+        """
         inner = prefix + "module."
         for key in list(state_dict):
             if key.startswith(prefix):
@@ -142,7 +148,7 @@ class ModuleProxy(nn.Module):
 
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
-    """Let ``proxy`` wrap ``module``: call the module, and have the signature of its forward."""
+    """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module's."""
     from torch._dynamo.decorators import skip  # slow to import; torch's optimizers import it anyway
 
     proxy.module, proxy.training = module, module.training
@@ -150,13 +156,14 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    # End a compiled caller's graph at this call. Otherwise Dynamo would trace into the hooks.
+    # If the caller is compiled, end its graph at this call: Dynamo cannot trace the unit's hooks.
     for function in (forward, type(proxy).forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
-        # Trainers read the names of a model's arguments from the signature of `forward`. Python
-        # leaves out the first parameter of a bound method, so add a parameter for Python to omit.
+        # Trainers read the names of a model's arguments from the signature of `forward`, so copy
+        # the signature. `inspect.signature` omits the first parameter of a bound method, so insert
+        # a first parameter to be omitted.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
@@ -164,7 +171,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two objects are the same object, or functions with the same code and closure."""
+    """Whether two objects are the same object, or functions with equal code and closure."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or (isinstance(one, str | int) and one == other)
     cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)

@@ -25,8 +25,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from flatshard.plan.ignored import NOTHING, Ignored
 
-# Classes that read weights of their children. They are matched by name, together with subclasses:
-# torchvision may not be installed, and some classes are newer than the oldest supported torch.
+# Classes that read weights of their children. The classes and their subclasses are matched by name,
+# because some classes cannot be imported everywhere: torchvision may not be installed, and some
+# classes are newer than the oldest supported torch.
 _READS_CHILDREN = frozenset(
     {
         "torch.nn.modules.activation.MultiheadAttention",
@@ -60,7 +61,10 @@ class ModuleTree:
         return visit(self.root)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The children, with their attribute names, that have parameters and may contain units."""
+        """Return the children that may contain units, with their attribute names.
+
+        Children without parameters, and modules that are never units, are left out.
+        """
         return [
             (name, child)
             for name, child in module.named_children()
@@ -75,8 +79,8 @@ class ModuleTree:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module defines ``forward``, and so can be called."""
-    # Look up `forward` statically: the `forward` of a scripted module is a descriptor, which cannot
-    # be read from the class.
+    # Look up `forward` statically, without calling descriptors: in a scripted module, `forward` is
+    # a descriptor that cannot be read from the class.
     return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
 
 
@@ -94,7 +98,8 @@ def paths(
     """
     chain = (*above, module)
     yield name, chain
-    # A `ModuleProxy` adds nothing to names: it takes the place of the wrapped module.
+    # A `ModuleProxy` takes the place of the wrapped module, so leave its attribute name `module`
+    # out of names.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
         if child is not None and child not in chain:
@@ -117,8 +122,8 @@ class ParamInfo:
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
-    # The modules that contain all places of the parameter, outermost first. Only such a module can
-    # own the parameter: a tied weight must belong to a module around both users.
+    # The modules that contain all places of the parameter, outermost first. Only one of these
+    # modules can own the parameter: a tied weight must belong to a module around all its users.
     containers: Sequence[nn.Module] = ()
 
     @property
@@ -127,7 +132,10 @@ class ParamInfo:
 
 
 def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
-    """The parameters of a model in registration order, except those with ids in ``left_alone``."""
+    """Return the parameters of a model in registration order.
+
+    Parameters whose ids are in ``left_alone`` are left out.
+    """
     found: dict[int, ParamInfo] = {}
     for path, chain in paths(module):
         inner = chain[-1]
@@ -137,7 +145,8 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
             # Identify parameters by id, so that a weight with several users is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], chain))
             info.containers = [outer for outer in info.containers if outer in chain]
-            # A shared module has several paths, but its parameter has one place.
+            # A shared module has several paths, but all paths lead to the same module and
+            # attribute, so record the place only once.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
                 info.locations.append(ParamLocation(inner, attribute, name))
@@ -160,7 +169,7 @@ def find_owners(
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:
-    """The modules whose parameters other modules may read outside of their own forward."""
+    """Return the modules whose parameters other modules may read without calling the modules."""
     closed: set[nn.Module] = set()
     for module in root.modules():
         if isinstance(module, ParametrizationList):
@@ -171,17 +180,17 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Name of a unit, made of the FQNs of its modules."""
+    """Return the name of a unit, made of ``names``, the FQNs of its modules."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def unit_text(name: str) -> str:
-    """Text for a unit in messages. The outermost unit has an empty name."""
+    """Return the text by which messages name a unit. The outermost unit has an empty name."""
     return f"unit {name!r}" if name else "the root unit"
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """New name of a parameter whose unit was renamed.
+    """Return the new name of a parameter whose unit was renamed.
 
     ``before`` and ``after`` are the old and the new names of the unit's modules.
     """

@@ -5,9 +5,10 @@ A policy has one of three forms:
 - The string ``"auto"``. Units are blocks that repeat, and large single modules; see
   ``flatshard.plan.auto_wrap``.
 - A callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
-  With ``recurse=True``, the policy returns whether to visit the children of the module. If not, the
-  module is no unit either. With ``recurse=False``, the policy returns whether the module is a unit.
-  In this call, ``nonwrapped_numel`` counts only elements that are in no unit below the module.
+  With ``recurse=True``, the policy returns whether to visit the children of the module. If the
+  policy returns False, the module cannot be a unit, either, and there is no second call. With
+  ``recurse=False``, the policy returns whether the module is a unit. In this second call,
+  ``nonwrapped_numel`` does not count elements of units below the module.
 - An object with ``_run_policy(root_module, ignored_modules, root_kwargs)``. The method sees the
   whole model and returns the chosen modules, each with its own keywords.
 
@@ -64,7 +65,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a unit of each module with at least ``min_num_params`` elements in no unit yet.
+    """Make a unit of each module with at least ``min_num_params`` elements outside of other units.
 
     Set ``min_num_params`` by ``functools.partial``, as in the example.
 
@@ -81,7 +82,7 @@ def size_based_auto_wrap_policy(
         recurse: True: decide whether to visit the module's children. False: decide whether the
             module is a unit.
         nonwrapped_numel: number of elements in the module that are in no unit yet.
-        min_num_params: smallest number of elements of a unit.
+        min_num_params: minimum number of elements of a unit.
         force_leaf_modules: classes whose instances, and all modules inside, are never units.
             Default: this function's attribute ``FORCE_LEAF_MODULES``.
         exclude_wrap_modules: classes whose instances are never units; modules inside may be units.
@@ -104,7 +105,7 @@ def size_based_auto_wrap_policy(
     return not isinstance(module, _class_tuple(barred, argument))
 
 
-# mypy knows no attributes of functions.
+# mypy does not know that functions can have attributes, so ignore its error.
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
@@ -184,7 +185,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Let a function choose the units and, if it returns a dict, the keywords of each unit.
+    """Let a function choose the units and, by returning a dict, keywords for single units.
 
     Example:
         ```python
@@ -257,8 +258,9 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
-    # `torch.compile(block)` makes an outer module that calls the block. Make the outer module the
-    # unit, so that the hooks of the unit are outside of the compiled graph.
+    # `torch.compile(block)` returns an outer module that calls the block. If a policy chose the
+    # block, make the outer module the unit instead, so that the unit's hooks run outside of the
+    # compiled graph.
     for outer in tree.candidates():
         inner = dict(outer.named_children()).get("_orig_mod")
         if inner in chosen and outer not in chosen:
@@ -274,10 +276,11 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
 
 
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
-    """The modules that a callable policy chooses, without keywords."""
+    """Return the modules that a callable policy chooses, each with an empty dict of keywords."""
     chosen: dict[nn.Module, Keywords] = {}
-    # For each visited module, the parameters that units in its subtree own. A shared module is
-    # visited once, but its parameters do not count for any of its parents.
+    # For each visited module, the parameters that units in its subtree own. The dict is also a
+    # cache: a shared module is visited once, but each of its parents must leave out these
+    # parameters when it counts elements.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -286,8 +289,8 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # Visit children first: the parameters of units inside do not count for the size of this
-            # module.
+            # Visit the children first, because the policy must know how many elements of this
+            # module belong to no unit inside of the module.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.root and has_forward(module)
@@ -393,7 +396,10 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
-    """Text of the warning about a policy that chose no module. Lists classes to choose."""
+    """Return the text of the warning about a policy that chose no module.
+
+    The text lists classes that a policy could choose.
+    """
     tree = ModuleTree(root, ignored)
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
@@ -408,7 +414,7 @@ def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = 
 
 
 def _show(value: object) -> str:
-    """Short text for a value in a message. The repr of a module could fill pages."""
+    """Return a short text for a value in a message: the repr of a module could fill pages."""
     if isinstance(value, nn.Module):
         return f"an instance of {type(value).__name__}"
     if isinstance(value, list | tuple | set | frozenset):

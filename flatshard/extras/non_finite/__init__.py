@@ -1,8 +1,8 @@
 """Extra: warns of the first gradient that is inf or NaN, and names its parameter and rank.
 
-The extra checks each rank's own gradients, before they are averaged over the ranks. An average
-would be non-finite on all ranks, and would not tell on which rank the value arose. The extra only
-observes steps (``StepObserver``), and changes nothing.
+The extra checks each rank's own gradients, before they are averaged over the ranks. The average
+would be non-finite on all ranks, and would not show the rank on which the value arose. The extra
+only observes steps (``StepObserver``), and changes nothing.
 
 Without this folder, ``ShardedWrapper.warn_non_finite()`` raises an error that names the folder.
 """
@@ -33,7 +33,7 @@ class NonFiniteWatch(StepObserver):
         self._checked: list[tuple[str, str, Tensor]] = []
 
     def begin_backward(self) -> None:
-        self._checked.clear()  # a backward that failed may have left entries
+        self._checked.clear()  # drop entries that a backward that failed may have left
 
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         values = grad.detach() if grad.layout is torch.strided else grad._values()
@@ -45,7 +45,10 @@ class NonFiniteWatch(StepObserver):
             self._checked.append((unit.name, param.name, largest))
 
     def end_backward(self) -> None:
-        """If a gradient was not finite, warn, and stop checking. Waits for the device."""
+        """Warn and stop checking if a gradient of this backward was inf or NaN.
+
+        Waits until the device has computed the gradients.
+        """
         checked, self._checked = self._checked, []
         if not checked:
             return
@@ -66,7 +69,10 @@ class NonFiniteWatch(StepObserver):
 
 
 def watch_non_finite(observers: Observers, rank: int | None) -> None:
-    """See ``ShardedWrapper.warn_non_finite``. ``rank`` None: stop checking."""
+    """Start to check gradients on rank ``rank``, or stop checking if ``rank`` is None.
+
+    See ``ShardedWrapper.warn_non_finite``.
+    """
     before = observers.find(NonFiniteWatch)
     if before is not None:
         observers.remove(before)
