@@ -184,12 +184,6 @@ class FlatLayout:
         offset = min(max(start - span.start, 0), span.numel)
         return LocalSpan(start - begin, end - begin, offset)
 
-    def holders(self, index: int) -> range:
-        """Return the ranks whose shards contain elements of original parameter ``index``."""
-        span = self.spans[index]
-        first = span.start // self.shard_numel if span.numel else 0
-        return range(first, -(-span.end // self.shard_numel) if span.numel else 0)
-
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
