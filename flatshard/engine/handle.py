@@ -34,7 +34,8 @@ from flatshard.plan.layout import FlatLayout, view_of
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
 
-# One place of a parameter: a module, the parameter's attribute in the module, and the parameter.
+# A place where the model holds a parameter: a module, the name of the module's attribute, and the
+# parameter.
 Place = tuple[nn.Module, str, OriginalParam]
 
 
@@ -56,7 +57,7 @@ _MOVES = {
 
 
 class FlatParamHandle:
-    """One flat parameter: parameters of a unit with the same dtype and ``requires_grad``."""
+    """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.lingers = False
-        # Version of the shard in the last all-gather. A later version means a stale buffer.
+        # Version of the shard at the last all-gather. If the shard has another version now, the
+        # buffer is stale.
         self._unsharded_version = -1
         self._targets, self._precision = options.targets, options.precision
         self.gather = ParamGather(self.link, options, shard)
@@ -121,11 +123,13 @@ class FlatParamHandle:
         """
         gather, padded_numel = self.gather, self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # A buffer that contains the shard must be allocated before the shard is kept. Any other
-            # buffer is allocated later, when the parameters have freed their previous memory.
+            # If the buffer's memory may contain the shard, allocate the memory first, so that the
+            # shard is kept there. Allocate any other buffer only after the parameters have freed
+            # their previous memory.
             memory = gather.allocate(padded_numel) if gather.reads_shard else None
             shown = None if memory is None else memory.shard
-            # Copy the values: from now on the optimizer updates the shard in this memory.
+            # Move the values to the memory in which the shard stays: the optimizer will update the
+            # shard there.
             shard = self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard)
             self._set_shard(shard)
             for param in self.params:
@@ -184,11 +188,13 @@ class FlatParamHandle:
             unsharded.allow(self.buffer)
             self.memory.take()
             self.gather.start(self.flat_param.detach(), self.version, self.memory, purpose)
-            # Set the version after the start. If the start runs out of memory, the buffer stays
-            # stale, and must not count as current.
+            # Set the version only after `start` has returned. If `start` raises, because memory is
+            # exhausted for example, the buffer is still stale and must not count as current.
             self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
-        if lingers:  # code that holds a view may read the view before any `wait_unshard`
+        # Code that still holds a view of the buffer may read the view without calling
+        # `wait_unshard`. So finish the all-gather now.
+        if lingers:
             self.wait_unshard()
         return True
 
@@ -197,8 +203,8 @@ class FlatParamHandle:
         if self.state is not ShardState.UNSHARDING:
             return
         try:
-            # Preserve the buffer's version: autograd would take a refill for an edit of the views
-            # that it saved.
+            # Preserve the buffer's version. Otherwise autograd would treat the all-gather as an
+            # in-place edit of the views that it saved, and raise in backward.
             with _unsafe_preserve_version_counter(self.buffer):
                 self.gather.finish(self.buffer)
         except Exception:
@@ -231,8 +237,9 @@ class FlatParamHandle:
             self._move_to(ShardState.SHARDED)
             self.lingers = not self.is_aliased
             self.page_out()
-        # Keep memory that views still use: a recomputed forward saves views of the buffer without
-        # our saved-tensor hooks. Freeing needs no communication, so ranks may decide differently.
+        # Unless `though_held` is set, keep memory that views still use: the recomputed forward of
+        # activation checkpointing saves views of the buffer without flatshard's saved-tensor hooks.
+        # Freeing needs no communication, so ranks may decide differently.
         if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
 
@@ -250,7 +257,7 @@ class FlatParamHandle:
         unsharded.set_accessible([param.full for param in self.params], False)
 
     def snapshot(self) -> None:
-        """Keep the buffer's present values even if ranks write shards that the buffer shows."""
+        """Keep the buffer's present values, even if other ranks write shards that it maps."""
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.memory.snapshot()
@@ -269,7 +276,8 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # Use new memory for the shard: the user may keep the old data to assign it back later.
+        # Use new memory for the shard, because the user may keep the previous data, in order to
+        # assign the previous data to `p.data` again later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:
@@ -284,8 +292,8 @@ class FlatParamHandle:
     def version(self) -> int:
         """Version counter of the shard, which grows with every write."""
         if self.is_whole:
-            # Assignments to `.data` made the parameters views of the shard. Such views have version
-            # counters of their own.
+            # The parameters became views of the shard by assignment to `.data`. Such views do not
+            # share the shard's version counter, so add up the counters of all parameters.
             return sum(param.sharded._version for param in self.params)
         return self.flat_param._version
 
@@ -303,7 +311,7 @@ class FlatParamHandle:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffer and a secondary shard now, without the shards."""
+        """Bytes that the unsharded buffer and the secondary shard hold now, without the shard."""
         is_freed = self.state is ShardState.SHARDED and not self.lingers
         secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
         return (0 if is_freed else self.memory.held_bytes) + secondary
@@ -320,8 +328,8 @@ class FlatParamHandle:
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.params:
                 full, sharded = param.full, param.sharded
-                # Users freeze the sharded parameter, so copy `requires_grad` from there. Compare
-                # first: setting the flag takes longer than reading the flag.
+                # Users set `requires_grad` of the sharded parameter, so copy the flag from there.
+                # Compare first, because setting the flag takes longer than reading the flag.
                 if full.requires_grad is not sharded.requires_grad:
                     full.requires_grad_(sharded.requires_grad)
         self.check_places()
@@ -365,14 +373,14 @@ class FlatParamHandle:
         for module in self._rnns:
             names = module._flat_weights_names
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
-            # RNN modules compare these weak references with their weights, to see replaced weights.
-            # None counts as equal.
+            # RNN modules compare these weak references with their weights, to detect replaced
+            # weights. For None, RNN modules skip the comparison.
             module._flat_weight_refs = [None] * len(names)
 
     # ------------------------------------------------------------ gradients
 
     def _plan_gradients(self, dtype: torch.dtype) -> GradientBuffer:
-        """Make the plan and the buffer for reducing gradients, if the shard has ``dtype``."""
+        """Set ``reduce_plan``, and return a gradient buffer, for a shard of this dtype."""
         hook, precision = self.comm_hook or CommHook(), self._precision
         reduce_dtype = precision.reduced_dtype(dtype, hook.reduce_dtype)
         self.reduce_plan = ReducePlan(
@@ -428,7 +436,8 @@ class FlatParamHandle:
         """Drop unpublished gradients, after a failed backward."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
-            # Wait first: a running collective may still write the memory that is dropped next.
+            # Wait for a running collective first: it may still write into the memory that `drop`
+            # frees next.
             reduce.abandon()
         self.grad_publish.drop()
         if self.is_aliased:

@@ -36,9 +36,10 @@ _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta dev
 def local_parts(
     module: nn.Module, ignored: Ignored, settings: Settings
 ) -> AbstractContextManager[None]:
-    """A context in which each DTensor parameter is a plain parameter of this rank's local part.
+    """A context in which each DTensor parameter is replaced by a parameter with its local tensor.
 
-    The extra ``tensor_parallel`` has the context. For a model without DTensors it does nothing.
+    The extra ``tensor_parallel`` implements the context. For a model without DTensors, the context
+    does nothing.
     """
     if not any(hasattr(param, "_spec") for param in module.parameters()):
         return nullcontext()
@@ -50,8 +51,8 @@ def local_parts(
 def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Iterable[str]) -> None:
     """Let ``root``, a wrapper that has no module yet, wrap the planned module.
 
-    The modules of the other units get wrappers of class ``kind``. Rank 0 warns with ``notes`` and
-    with the warnings about the plan.
+    The modules of the other units get wrappers of class ``kind``. Rank 0 issues ``notes`` and the
+    warnings about the plan.
 
     Collective: all ranks.
 
@@ -76,7 +77,8 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     for handle in handles:
         handle.page_out()
     offload.trim()
-    # `connect` is collective, so all ranks call it for the same units in the same order.
+    # `connect` is collective. So all ranks must connect the same units in the same order, which
+    # `sorted` guarantees for the two values of `fixed_order`.
     for unit in units:
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
@@ -86,8 +88,8 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
             sharding.unit.placement = sharding.unit.placement.diverging()
     start_run(sharding_of(root))
     optimizer_step.install()
-    # Warn after the last collective. If the user turns warnings into errors, rank 0 raises here; in
-    # an earlier place, the other ranks would then wait for rank 0 in a collective.
+    # Warn after the last collective. If the user turns warnings into errors, `warnings.warn` raises
+    # on rank 0. If a collective followed, the other ranks would wait there for rank 0.
     for message in [*initial_values.warnings(), *messages] if is_first else []:
         warnings.warn(message, stacklevel=3)
 
@@ -95,17 +97,18 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 def _compare(plan: ModelPlan) -> None:
     """Compare the plan between ranks, and create its process groups. Collective."""
     settings, ranks = plan.settings, plan.settings.ranks
-    # Compare plans before any other collective: ranks with different plans would wait for one
-    # another in different collectives.
+    # Compare plans before any other collective: ranks with different plans would call different
+    # collectives and deadlock.
     if ranks.world.size > 1:
         described = f"{settings.describe()}{plan.precision.describe()}"
         units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
-        # Of units that were wrapped before, compare only strategy and sizes: ranks may hold
-        # different experts in the same place.
+        # For units that were wrapped before this call, compare only the strategy and the sizes:
+        # ranks may hold different experts at the same place in the model.
         units += [one.summary() for one in shardings_in(plan.module)]
         named = [*plan.params(), *plan.buffers()]
         consistency.check_same_model(named, described, units, plan.ignored.names, ranks.world)
-    # Creating process groups is collective, so first all ranks must agree on the strategies.
+    # `resolve` creates the process groups of a strategy, which is collective. So create the groups
+    # only after the comparison above, when all ranks have the same strategies.
     for unit_settings in plan.settings_of.values():
         ranks.resolve(unit_settings.placement)
     if any(hasattr(param, "tensor_parallel") for _, param in plan.params()):
@@ -115,7 +118,8 @@ def _compare(plan: ModelPlan) -> None:
 def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
     """Lay out the units, choose the offload targets, and reserve disk space for offloaded tensors.
 
-    Collective if the user offloads to disk: all ranks. Raises ValueError for too much padding.
+    Collective if the user offloads to disk: all ranks. Raises ValueError if the user's ``boundary``
+    causes too much padding.
     """
     offload, targets = plan.settings.offload, OffloadTargets()
     layouts_of = [unit.lay_out(unit.settings.topology.shard.size) for unit in plan.units]
@@ -128,7 +132,8 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
             targets.reserve(unit.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
-    # Only an offload to disk can fail, and it may fail on some of the ranks.
+    # An offload to disk may fail on only some ranks, so all ranks raise the error together.
+    # Otherwise the remaining ranks would wait in the next collective.
     if offload.path is not None:
         consistency.raise_everywhere(error, plan.settings.ranks.world)
     return targets
@@ -164,7 +169,10 @@ def _make_unit(
     initial_values: InitialValues,
     offload: OffloadTargets,
 ) -> Unit:
-    """Make one unit, and put its modules into ``wrappers``. Collective: all ranks."""
+    """Make one unit, and put the unit's modules into their wrappers. Collective: all ranks.
+
+    ``wrappers`` maps each module to the module's wrapper, which has no module yet.
+    """
     settings, precision = planned.settings, plan.precision
     topology = settings.topology
     modules = [member.module for member in planned.members]
@@ -202,7 +210,7 @@ def _warnings(plan: ModelPlan) -> list[str]:
     """Warnings for rank 0: settings without effect, and units that will be slow or large."""
     module, settings, ignored = plan.module, plan.settings, plan.ignored
     found = plan.precision.warnings()
-    # "auto" chooses no unit in a small model, which is no reason for a warning.
+    # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
     if settings.policy not in (None, "auto") and not plan.chosen:
         found.append(explain_no_match(module, settings.policy, ignored))
     if module in ignored.modules:
@@ -229,8 +237,9 @@ def _warnings(plan: ModelPlan) -> list[str]:
         )
     if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
         found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
-    # Do not read `settings.topology`: if all units may diverge, that would create process groups on
-    # rank 0 only, and creating groups is collective.
+    # Read the topology of the root unit, not `settings.topology`. If all units may diverge, no unit
+    # has the placement of `settings`. Then reading `settings.topology` would create process groups,
+    # which is collective, but this function runs only on rank 0.
     is_sharded = plan.units[-1].settings.topology.shard.size > 1
     if settings.policy is None and is_sharded and not shardings_in(module):
         found += unit_report.one_unit_warning(module, ignored)

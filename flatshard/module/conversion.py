@@ -32,7 +32,9 @@ def convert(
     ``apply_to_module`` calls torch's own ``Module._apply`` with ``fn``.
     """
     context = root.context
-    if context.is_converting:  # an outer wrapper called this, and converts all shards itself
+    # An outer wrapper's `apply_to_module` called this wrapper. The outer wrapper converts all
+    # shards, including the shards of this wrapper.
+    if context.is_converting:
         apply_to_module()
         return
     context.recover()
@@ -67,8 +69,9 @@ def _changes(shard: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise RuntimeError if ``module._apply``'s function changes a parameter's memory format."""
-    # Optimizer state has the shard's element order, and no code rearranges the state.
+    """Raise RuntimeError if ``fn`` (from ``Module._apply``) changes a parameter's memory format."""
+    # Refuse a new memory format: the state of optimizers is in the shard's element order, and no
+    # code rearranges the state.
     after: dict[tuple[int, ...], tuple[int, ...]] = {}
     for param in handle.params:
         span = param.span
@@ -89,9 +92,9 @@ def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) 
 
 
 def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply ``fn``, the function of ``Module._apply``, to the shard, and adopt the result.
+    """Replace the shard and the gradients of ``handle`` with the tensors that ``fn`` returns.
 
-    Gradients are converted, too.
+    ``fn`` is the function of a tensor that ``Module._apply`` was called with.
     """
     handle.reshard()
     # Wait for the all-gather that refreshes the secondary shard: the other ranks read this shard's
@@ -143,11 +146,13 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
         for one in hooks:
             handles = [_copied(handle, memo) for handle in one.unit.handles]
             one.copy_into(memo, memo[id(one)], memo[id(one.unit)], handles)
-            for module in memo[id(one)].unit.modules:  # torch does not copy compiled calls
+            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks. So add
+            # the hooks again.
+            for module in memo[id(one)].unit.modules:
                 surround(memo[id(one)], module)
     if is_outermost:
-        # Keep the original's number: if only this rank copies the model, a new number would shift
-        # the numbers of this rank's later models.
+        # Give the copy the number of the original model. If only this rank copies the model, a new
+        # number would shift the numbers of later models on this rank, but not on other ranks.
         start_run(shardings_in(twin)[0], number=root.context.number)
     return twin
 
@@ -155,7 +160,7 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
 def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     """Copy ``handle`` for modules that were deep-copied; ``memo`` maps modules to their copies.
 
-    Gradients that wait for a reduction stay with ``handle``.
+    Unreduced gradients stay with ``handle``. The copy has none.
     """
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

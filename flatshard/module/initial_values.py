@@ -1,8 +1,8 @@
-"""Initial values of parameters and buffers: each rank's own, rank 0's, or none (meta device).
+"""Initial values of parameters and buffers: this rank's, rank 0's, or none (meta device).
 
-A shard gets this rank's part of each original parameter. If rank 0's values count, rank 0
-broadcasts one parameter after the other, and every rank keeps its part. So ranks other than rank 0
-never need the values of the full model.
+A shard gets this rank's part of each original parameter. If all ranks take rank 0's values, rank 0
+broadcasts one parameter after the other, and every rank keeps only its part. So only rank 0 needs
+memory for the values of the full model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LEFT_EMPTY = "_flatshard_left_empty"
 
 
 def leave_empty(module: nn.Module) -> None:
-    """Leave a module on the meta device without values, because ``load_state_dict`` follows.
+    """Do not initialise a module on the meta device, because ``load_state_dict`` gives its values.
 
     Pass this function as ``param_init_fn``, or call it inside of a ``param_init_fn``. Only the
-    shards get memory. The first forward raises an error if ``load_state_dict`` left out a tensor.
+    shards get memory. The first forward raises an error if a tensor still has no values.
 
     Example:
         ```python
@@ -42,7 +42,7 @@ def leave_empty(module: nn.Module) -> None:
 
 @dataclass
 class InitialValues:
-    """The agreement of all ranks on initial values, made before any parameter is sharded."""
+    """Which values parameters and buffers start with. All ranks decide this before sharding."""
 
     world: Communicator
     sync: bool | None  # `sync_module_states`
@@ -54,13 +54,14 @@ class InitialValues:
 
     @property
     def source(self) -> Communicator | None:
-        """All ranks, if rank 0 broadcasts its values; None if each rank keeps its own values."""
+        """Communicator to broadcast rank 0's values; None if each rank keeps its own values."""
         return self.world if self.sends else None
 
     def shard(self, params: Sequence[OriginalParam], numel: int, device: torch.device) -> Tensor:
         """This rank's shard of a flat parameter, ``(numel,)``, with the values of ``params``.
 
-        The part of a parameter without values is zero. Collective if rank 0's values count.
+        Elements of a parameter without values (on the meta device) are zero. Collective if all
+        ranks take rank 0's values.
         """
         with torch.inference_mode(False), torch.no_grad():
             shard = torch.zeros(numel, dtype=params[0].sharded.dtype, device=device)
@@ -87,15 +88,15 @@ class InitialValues:
 
 
 def compare_values(plan: ModelPlan) -> InitialValues:
-    """Decide which ranks' values count, and which tensors must be initialised. Collective.
+    """Decide whose values each rank takes, and which tensors must be initialised. Collective.
 
-    Rank 0's values count if ``sync_module_states`` is True, or if it is None and checksums differ.
-    Tensors on the meta device have no values.
+    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
+    ranks' checksums differ. Tensors on the meta device have no values.
     """
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     named = [*plan.params(), *plan.buffers()]
-    # With ``sync_module_states=True`` rank 0's values count in any case. Then compute no checksums,
-    # and compare only which tensors are on the meta device.
+    # With ``sync_module_states=True``, all ranks take rank 0's values in any case. Then save the
+    # time for checksums, and compare only which tensors are on the meta device.
     mine = [
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor.detach())
         for _, tensor in named
@@ -103,8 +104,8 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     different = names_of_different([name for name, _ in named], mine, world)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
     marks = bytes(value is None for value in mine)
-    # If rank 0's values count, only rank 0's marks count. So the other ranks send zeros, which do
-    # not change the maxima.
+    # If all ranks take rank 0's values, a tensor is missing only if rank 0 lacks the values. So the
+    # other ranks send zeros, and the maxima are rank 0's marks.
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     marks = everywhere if sends else marks
@@ -124,8 +125,8 @@ def take_part(
     span, local = param.span, param.local
     part = shard[local.start : local.end]
     if source is not None:
-        # Broadcast one parameter at a time, on rank 0 without a copy if possible: then a unit that
-        # fits in memory can be wrapped.
+        # Broadcast one parameter at a time, and copy the parameter on rank 0 only if necessary.
+        # Otherwise a unit that just fits in memory could not be wrapped.
         if source.rank == 0:
             assert value is not None, "rank 0 has the values"
             whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
@@ -142,7 +143,8 @@ def names_of_different(
     names: Sequence[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
     """The names of the tensors whose checksums differ between ranks. Collective: all ranks."""
-    # Send all checksums in one message. Its size does not depend on the number of ranks.
+    # Send all checksums in one message, and take maxima instead of gathering the checksums: so the
+    # size of the message does not depend on the number of ranks.
     digests = b"".join(digest_of(repr(one)) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(names), 1)
@@ -150,9 +152,9 @@ def names_of_different(
 
 
 def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
-    """Move buffers to the device, and give them rank 0's values if rank 0's values count.
+    """Move buffers to the device. Give them rank 0's values if all ranks take rank 0's values.
 
-    Collective if rank 0's values count: all ranks.
+    Collective in the second case: all ranks.
     """
     for _, buffer in plan.buffers():
         if not buffer.is_meta and buffer.device != plan.settings.device:
@@ -160,7 +162,8 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
     if not start.sends:
         return
     others = start.missing.union(plan.left_alone)
-    received: dict[int, Tensor] = {}  # several modules may hold one buffer
+    # Keyed by the id of the previous buffer: a buffer of several modules is broadcast only once.
+    received: dict[int, Tensor] = {}
     for name, module in plan.module.named_modules():
         for attribute, buffer in module._buffers.items():
             if buffer is None or id(buffer) in others:
@@ -176,7 +179,7 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
 def take_from_rank_0(
     buffer: Tensor, name: str, world: Communicator, device: torch.device
 ) -> Tensor:
-    """Broadcast rank 0's values of ``buffer``, and return the buffer that has the values.
+    """Broadcast rank 0's values of ``buffer``, and return a buffer with these values.
 
     A buffer on the meta device is replaced by a new buffer on ``device``. Collective: all ranks.
     """
@@ -184,7 +187,8 @@ def take_from_rank_0(
         buffer = torch.empty_like(buffer, device=device)
     contiguous = buffer.detach().contiguous()
     world.broadcast(contiguous, op_name=name)
-    # `contiguous` made a copy if the buffer has other strides. Then copy the values back.
+    # If the buffer is not contiguous, the broadcast wrote into a contiguous copy of the buffer, not
+    # into the buffer. Then copy the values back.
     if contiguous.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(contiguous)
     return buffer

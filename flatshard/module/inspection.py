@@ -21,7 +21,7 @@ def read_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
-    """Find modules and tensors to ignore. Raises if ``policy`` cannot wrap ``module``."""
+    """Find modules and tensors to ignore. Raises if ``policy`` does not fit ``module``."""
     _check_module(module, policy)
     nested: dict[nn.Module, Ignored] = {
         sharding.wrapper: sharding.ignored for sharding in shardings_in(module)
@@ -40,8 +40,8 @@ def find_device(
     if device_id is not None:
         return _read_device(device_id)
     present = [param for param in module.parameters() if id(param) not in left_alone]
-    # All ranks must find the same device, also ranks whose tensors are on the meta device. So
-    # tensors on the meta device do not count.
+    # Skip tensors on the meta device: all ranks must find the same device, even if only some ranks
+    # have their tensors on the meta device.
     devices = [param.device for param in present if not param.is_meta]
     first = devices[0] if devices else torch.device("cpu")
     if first.type == "cpu" and torch.cuda.is_available():
@@ -67,7 +67,8 @@ def check_tensors(
                 f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
                 "one forward on the unwrapped model first."
             )
-        # A flat parameter keeps only a tensor's memory. A subclass has further state and behaviour.
+        # Refuse subclasses of Tensor: a flat parameter keeps only the elements of a tensor, so the
+        # state and behaviour of the subclass would be lost.
         if type(param.data) is not Tensor:
             raise TypeError(
                 f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
@@ -113,7 +114,7 @@ def check_shares_no_memory(params: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_memory(where: str, tensor: Tensor) -> None:
-    """Raise TypeError unless a tensor has strides, and memory for all of its elements."""
+    """Raise TypeError unless a tensor is dense, and its storage has memory for all elements."""
     kind = next((kind for kind in ("nested", "quantized") if getattr(tensor, f"is_{kind}")), None)
     if kind is None and tensor.layout is not torch.strided:
         kind = f"of layout {tensor.layout}"
@@ -121,7 +122,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
         places = zip(tensor.shape, tensor.stride(), strict=True)
         numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
         if tensor.untyped_storage().nbytes() < numel * tensor.element_size():
-            kind = "freed"  # reading the tensor would end the process
+            kind = "freed"  # reading the freed memory would crash the process
     if kind is not None:
         raise TypeError(
             f"ShardedWrapper: {where} is {kind}; only dense tensors with memory can be sharded or "

@@ -26,8 +26,8 @@ from flatshard.plan.module_tree import ParamInfo, find_owners, name_of
 from flatshard.plan.policies import UnitPlan, find_units
 from flatshard.precision import PrecisionPlan
 
-# Bandwidth, not latency, limits a collective of at least this size. So joining the collective with
-# other collectives saves little.
+# Minimum number of bytes for which a collective is limited by bandwidth, not by latency. Joining a
+# collective of this size with other collectives saves little.
 LARGE_BYTES = 4 << 20
 
 
@@ -105,7 +105,8 @@ class ModelPlan:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
         world_size = settings.ranks.world.size
-        # Modules wrapped with fewer ranks (experts): their buffers differ between groups of ranks.
+        # Do not synchronise the buffers of modules that the user wrapped with fewer ranks (experts),
+        # because these buffers differ between groups of ranks.
         apart = modules_apart(module, world_size)
         left_alone = {id(buffer) for inner in apart for buffer in inner.buffers(recurse=False)}
         left_alone |= {id(param) for handle in handles_in(module) for param in handle.sharded}
@@ -168,8 +169,8 @@ class ModelPlan:
         for plan in plans:
             params = [info.param for info in owners[plan.module]]
             nbytes = sum(param.nbytes for param in params)
-            # A unit needs one collective per kind of parameter, so joining modules of different
-            # kinds would save no collective.
+            # A unit needs one collective per kind of parameter. So joining two modules would save
+            # no collective if their parameters are of different kinds.
             kinds = {(param.dtype, param.requires_grad) for param in params}
             # Do not join a module that contains other units: the module runs while these units run,
             # not before or after them.
@@ -188,17 +189,18 @@ class ModelPlan:
     def _plan_unit(self, members: list[UnitPlan], owned: list[ParamInfo]) -> None:
         settings = self.settings_of[members[0].module]
         unit = PlannedUnit(members, settings, owned, len(self.units))
-        # If the model has other units, each large parameter of the root gets a separate flat
-        # parameter. Then its gradient is reduced while the other units compute. The root's
-        # remaining gradients are complete only at the end of backward. With boundary="tensor", no
-        # parameter is separate: parameters that are whole on one rank balance only together.
+        # If the model has other units, give each large parameter of the root a separate flat
+        # parameter, so that the gradient of the parameter can be reduced while the other units
+        # compute. The root's remaining gradients are complete only at the end of backward. With
+        # boundary="tensor", keep parameters together: each parameter is whole on one rank, and
+        # only parameters of one flat parameter are balanced over the ranks.
         is_around = members[0].module is self.module and bool(self.units)
         splits = is_around and settings.boundary != "tensor"
         for info in owned:
             param = info.param
-            # The root often holds an embedding, whose gradient comes last, and a head, whose
-            # gradient comes first. With a flat parameter of its own, the head's gradient is reduced
-            # during the backward of the other units.
+            # The root often owns an embedding and a head. In backward, the head's gradient is
+            # complete first and the embedding's last. In one flat parameter, the head's gradient
+            # would have to wait for the embedding's.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             kind = FlatParamKind(
                 param.dtype,

@@ -37,8 +37,8 @@ from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
-# `_num_registered` counts the modules and parameters that are assigned to a module in `_watched`:
-# each assignment may add parameters.
+# `_num_registered` counts the modules and parameters that users assign to a module in `_watched`.
+# Each assignment may add a parameter that no unit owns.
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 
@@ -47,7 +47,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     """Start the run of a model whose outermost wrapper is the wrapper of ``root``.
 
     All wrappers inside share the run. ``number`` identifies the model, and is the same on all
-    ranks; None: a new number. Raises ValueError if units inside train on ranks without the root.
+    ranks; None: a new number. Raises ValueError if a unit's ranks do not fit the root's ranks.
     """
     names: dict[Unit, list[str]] = {}
     for name, module in root.wrapper.named_modules():
@@ -55,8 +55,8 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
             names.setdefault(sharding_of(module).unit, []).append(name)
     for unit, own_names in names.items():
         unit.rename(own_names, is_root=unit is root.unit)
-    # Registration order, the root last: a first guess at the order of execution, which the first
-    # forward records.
+    # Put the units in registration order, the root last, as a guess of the execution order. The
+    # first forward records the real order.
     first, *rest = names
     units = [*rest, first]
     _check_ranks(units)
@@ -81,7 +81,11 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise ValueError if a unit trains on ranks without the root, or swaps the root's groups."""
+    """Raise ValueError if a unit's ranks or groups do not fit those of the outermost unit.
+
+    The ranks of a unit must be a subset of the outermost unit's ranks. If both are replicated, the
+    shard group of one must not be the replicate group of the other, and the other way round.
+    """
     expected = units[-1].topology.world
     grids = []
     for unit in units:
@@ -94,8 +98,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group, topology.across))
-    # The check gives the same result on all ranks, so it needs no communication: a rank's shard
-    # group and replicate group have only this rank in common.
+    # This check needs no communication, because all ranks get the same result: a rank's shard group
+    # and replicate group share only this rank, so they are swapped on every rank or on none.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -120,16 +124,16 @@ class RootChecks(RootModule):
         self._modules = list(root.wrapper.modules())
 
     def recover(self) -> None:
-        # An exception may have interrupted an optimizer's step. During its step, an optimizer has
-        # plain tensors in place of the sharded parameters.
+        # During a step, an optimizer has plain tensors in place of the sharded parameters. If an
+        # exception interrupted the step, put the sharded parameters back.
         optimizer_step.restore_all()
         if self.writes.given:
             self.writes.take_over()
 
     def shared_buffers(self) -> Buffers:
         """The present buffers of the modules, each once, without ignored buffers."""
-        # This method runs in every step. ``named_buffers()`` would take longer, as it makes the
-        # name of every buffer.
+        # Do not call ``named_buffers()``: this method runs in every step, and ``named_buffers()``
+        # takes longer, because it builds the name of every buffer.
         ignored = self._root.ignored
         left_alone = ignored.modules.union(self._apart)
         seen = {id(buffer) for module in left_alone for buffer in module._buffers.values()}
@@ -168,7 +172,7 @@ class RootChecks(RootModule):
     def _check_all_owned(self) -> None:
         """Raise if parameters were added after wrapping: nothing would average their gradients."""
         root, handles = self._root, handles_in(self._root.wrapper)
-        # Watch also the modules that were added since the last check.
+        # List the modules again, to watch also the modules that were added since the last check.
         self._modules = list(root.wrapper.modules())
         _watched.update(self._modules)
         _install()
@@ -190,8 +194,8 @@ class RootChecks(RootModule):
 
 @functools.cache
 def _install() -> None:
-    # Register at the first check, not at import: the hooks slow down every assignment to every
-    # module.
+    # Register at a model's first check, not at import: torch calls these hooks for every assignment
+    # to any module of the process, which takes time.
     register_module_module_registration_hook(_registered)
     register_module_parameter_registration_hook(_registered)
 
@@ -199,15 +203,17 @@ def _install() -> None:
 def _registered(module: nn.Module, name: str, value: object) -> None:
     """Called by torch before it registers ``value``, a module or parameter, in any module."""
     global _num_registered
-    # Dynamo cannot trace the lookup in the set, and traced code adds no parameters.
+    # Skip the lookup in the set while Dynamo traces, because Dynamo cannot trace the lookup. Traced
+    # code adds no parameters.
     if not torch.compiler.is_compiling() and module in _watched:
         _num_registered += 1
 
 
 def _check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # The host's part of a step would run once, during the capture, but not in replays. Ask only
-    # for the current device: asking for another device would make torch initialise that device.
+    # Replays of a CUDA graph repeat kernels, but not the Python code that starts all-gathers and
+    # reductions. Ask torch only about the current device: a question about another device would
+    # make torch initialise the other device.
     is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -248,13 +254,13 @@ def plan_backward(model: nn.Module, *, reduces: bool) -> None:
 def _plan_accumulation(
     units: Sequence[Unit], max_bytes: int | None, replicas_only: bool
 ) -> list[Sync]:
-    """For each unit, the reductions inside of ``ShardedWrapper.no_sync``."""
+    """Choose, for each unit, the reductions that a backward under ``no_sync`` runs."""
     rest = Sync.INTRA if replicas_only else Sync.ALL
     if max_bytes is None:
         return [Sync.INTRA if replicas_only else Sync.NONE] * len(units)
     syncs = [rest] * len(units)
-    # Keep the gradients of small units unsharded first: within ``max_bytes``, this order saves the
-    # most collectives.
+    # Give the ``max_bytes`` of unsharded gradients to the smallest units first: then the largest
+    # number of units needs no collective.
     for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
         if nbytes <= max_bytes:
             max_bytes -= nbytes
@@ -291,7 +297,8 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
     units = dict.fromkeys(one.unit for one in shardings)
     handles = [handle for unit in units for handle in unit.handles]
     with full_params.summoned(handles, request):
-        # Mark the units. Forwards then do not communicate, because modules hold full parameters.
+        # Mark the units, so that forwards start no all-gathers: the modules hold full parameters
+        # already.
         for unit in units:
             unit.is_summoned = True
         try:

@@ -33,7 +33,10 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 def as_flags(**given: Any) -> dict[str, bool | None]:
-    """Read options that are True, False, None, or a number equal to True or False (0 and 1)."""
+    """Return the options as bools or None. Raises TypeError unless each is True, False or None.
+
+    0 and 1 are accepted, because they equal False and True.
+    """
     for keyword, value in given.items():
         # Do not call `bool` on other values: `bool("no")` is True.
         if value is not None and value not in (True, False):
@@ -80,11 +83,12 @@ class Settings:
     def override(self, plan: UnitPlan, *, may_diverge: bool) -> Settings:
         """The settings of a unit: these settings, changed by the policy's keywords for the unit.
 
-        ``may_diverge``: whether ranks may skip the unit, unless a keyword says otherwise.
+        ``may_diverge``: whether ranks may skip the unit, unless the policy's keywords contain
+        ``allow_divergence``.
 
         Raises:
             ValueError: the policy sets a keyword that must be the same for all units of a model.
-            NotImplementedError: float8 all-gathers of parameters with secondary shards.
+            NotImplementedError: the unit would all-gather in float8 and keep secondary shards.
         """
         keywords = dict(plan.overrides)
         strategy, placement, precision = self.strategy, self.placement, self.precision
@@ -139,7 +143,8 @@ def ranks_or_alone(
 ) -> Ranks:
     """The ranks that train the model. Without a process group: only this rank, with a warning."""
     given = process_group if isinstance(process_group, list | tuple) else ()
-    # `new_group` returns a negative number on ranks outside of the group.
+    # Accept negative numbers, which are no devices: on ranks outside of a group, torch's
+    # `new_group` returns a negative number instead of the group.
     if any(isinstance(d, str | torch.device) or (isinstance(d, int) and d >= 0) for d in given):
         raise TypeError(
             f"process_group: expected ranks, got the devices {process_group!r}. "
@@ -162,5 +167,5 @@ def ranks_or_alone(
 def read_strategy(
     value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
 ) -> tuple[ShardingStrategy, Placement]:
-    """The strategy, and its placement; ``after_forward`` (``reshard_after_forward``) changes it."""
+    """Read ``sharding_strategy`` and ``reshard_after_forward``; return strategy and placement."""
     return resharding(as_strategy(value, has_grid=ranks.grid is not None), after_forward)

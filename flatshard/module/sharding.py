@@ -44,7 +44,7 @@ class Sharding:
     context: RunContext = dataclasses.field(init=False)  # the model's run, set by `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Copy the state for a copied wrapper: with the copied unit, and in the original's run."""
+        """Copy the state for a copied wrapper. The copy keeps the run until ``start_run``."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
         twin.hooks = memo[id(self.hooks)]
@@ -53,7 +53,7 @@ class Sharding:
         return twin
 
     def check_between_steps(self, caller: str) -> RunContext:
-        """The model's run. Raises RuntimeError while a forward or backward is running."""
+        """Return the model's run. Raises RuntimeError while a forward or backward is running."""
         context = self.context
         context.recover()
         if context.is_running:
@@ -64,7 +64,10 @@ class Sharding:
         return context
 
     def check_not_summoned(self, action: str) -> None:
-        """Raise RuntimeError inside of ``summon_full_params``; ``action`` is in the message."""
+        """Raise RuntimeError inside of ``summon_full_params``.
+
+        ``action`` completes the message "the model was ...": "copied", for example.
+        """
         for unit in units_in(self.wrapper):
             if any(handle.summoned is not None for handle in unit.handles):
                 raise RuntimeError(
@@ -128,7 +131,7 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
     """The modules of units that fewer than ``world_size`` ranks train.
 
-    Each group of these ranks has its own buffers.
+    Each group of ranks that trains such a unit has different values in the unit's buffers.
     """
     return {
         inner
@@ -139,7 +142,7 @@ def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
 
 
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
-    """The units of a model. Raises RuntimeError inside of a step or ``summon_full_params``."""
+    """Return a model's units. Raises RuntimeError inside of a step or ``summon_full_params``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: expected a model first, got {type(module).__name__}")
     for one in shardings_in(module):
@@ -159,12 +162,14 @@ def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
     try:
         units_between_steps(model, caller)
     except RuntimeError as error:
-        # Raise together with the other ranks below. An error here would leave them waiting.
+        # Raise the error below, on all ranks together. If only this rank raised, the other ranks
+        # would wait for this rank in the next collective.
         problem = error
     parts = state_dicts_in(model)
     if not parts:
         return None
     shards = ModelShards(model, parts)
-    # Deadlock detection reports this call if the other ranks never call it (`if rank == 0:`).
+    # Pass `caller`, the name of the user's call. Deadlock detection reports the name if the other
+    # ranks never make the call (for example under `if rank == 0:`).
     raise_everywhere(problem, shards.world, caller)
     return shards

@@ -13,7 +13,7 @@ from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, numel
 
-# Number of elements from which the choice of units matters: 40 MB of float32.
+# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
 LARGE_MODEL_NUMEL = 10_000_000
 
 _HEADER = (
@@ -39,7 +39,7 @@ def report(root: Sharding) -> str:
     table = [_HEADER, *(_row(first[unit], rest) for unit in units)]
     table.append(("total", count, *sizes, "", "", "", ""))
     topologies = [first[unit].settings.topology for unit in units]
-    # A transport has no reason if the ranks had no choice.
+    # `transport_reason` is empty if only one transport was possible. Then no line is needed.
     reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
     steppers = stepper.reports(root.wrapper.parameters())
     return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *steppers])
