@@ -105,8 +105,8 @@ class ModelPlan:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
         world_size = settings.ranks.world.size
-        # Do not synchronise the buffers of modules that the user wrapped with fewer ranks (experts),
-        # because these buffers differ between groups of ranks.
+        # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
+        # these buffers differ between groups of ranks.
         apart = modules_apart(module, world_size)
         left_alone = {id(buffer) for inner in apart for buffer in inner.buffers(recurse=False)}
         left_alone |= {id(param) for handle in handles_in(module) for param in handle.sharded}
