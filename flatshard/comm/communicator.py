@@ -76,7 +76,7 @@ _is_copying = False
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Context in which models are copied. Some ranks may copy a model that others do not copy."""
+    """Context in which models are copied; see ``Communicator.new_tag``."""
     global _is_copying
     before, _is_copying = _is_copying, True
     try:
@@ -192,13 +192,13 @@ class Communicator(Members):
     # ------------------------------------------------------------ parameters and gradients
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
-        """The transport for tensors on ``device`` of the flat parameter with this tag."""
+        """Return the transport for tensors on ``device`` of the flat parameter with this tag."""
         # The choice does not depend on the size: no transport is better for small tensors and worse
         # for large tensors (1 MB takes 0.4 ms with each transport).
         return next(one for one in self.transports if one.accepts(device, tag))
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        """Memory for an unsharded buffer."""
+        """Return memory for an unsharded buffer."""
         return self.transport_for(request.device, request.tag).allocate_unsharded(request)
 
     def all_gather(self, request: Gather) -> AsyncWork:
@@ -219,7 +219,7 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # of an all-reduce, `reduce_scatter` has noted the first half already
+        else:  # for a `reduced` request, `reduce_scatter` has noted the whole all-reduce already
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
@@ -266,14 +266,15 @@ class Communicator(Members):
     # ------------------------------------------------------------ small things, at once
 
     def _begin_small(self, op_name: str) -> WaitCondition | None:
-        """Count a collective of the gather group that is not an all-gather of parameters."""
+        """Record that this rank begins a collective of the gather group other than a ``Gather``."""
         what = compared_name(op_name) if self.transport_for().is_ordered else ""
         return self.begin(self.gather_group, what=what)
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
-        """The maximum of each byte over the ranks.
+        """Return the maximum over the ranks for each byte of ``values``.
 
-        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        Collective: all ranks of the group, in the same order of calls. If the order differs, all
+        ranks raise.
         """
         self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)
@@ -330,8 +331,8 @@ class Communicator(Members):
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
 
-        ``tensor`` is contiguous. Collective: all ranks of the group, in the same order of calls;
-        otherwise all raise.
+        ``tensor`` is contiguous. Collective: all ranks of the group, in the same order of calls. If
+        the order differs, all ranks raise.
         """
         if self.size == 1:
             return
@@ -377,7 +378,7 @@ class Communicator(Members):
 
 
 def _marks(op_name: str, op: str) -> list[int]:
-    """Four numbers whose reduction shows whether the name is the same on all ranks."""
+    """Return four numbers whose reduction shows whether the name is the same on all ranks."""
     # SUM: if n ranks send the same x and x**2, the sums are n * x and n * x**2 on every rank. If
     # numbers differ, every rank sees a sum that is not n times its own number (Cauchy-Schwarz).
     # float64 holds the sums exactly, because x has 16 bits. MAX, MIN: each rank's results for x and

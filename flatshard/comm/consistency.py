@@ -17,11 +17,11 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import as_bytes
 from flatshard.plan.layout import memory_order, strides_of
 
-# Facts on which ranks must agree: a description per name.
+# Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
 Facts = dict[str, str]
 T = TypeVar("T")
 
-# Differs if the bytes of two tensors differ, with high probability; see `checksum`.
+# The result of `checksum`. Tensors with different bytes almost always have different checksums.
 Checksum = tuple[int, int]
 
 _COLUMNS = 1 << 10
@@ -76,7 +76,8 @@ def raise_everywhere(
 
     If several ranks have an error, all ranks raise the error of the first of these ranks.
 
-    Collective: all ranks of ``comm``. ``op_name`` names the call in errors about absent ranks.
+    Collective: all ranks of ``comm``. ``op_name`` names the call in errors about ranks that do not
+    arrive.
     """
     mine = None if error is None else (type(error), str(error))
     everyone = comm.host.gather_unless_equal(mine, op_name)
@@ -100,10 +101,10 @@ def agreed(
 
     Args:
         prepare: returns a result, and facts that must be equal on all ranks.
-        comms: groups of ranks that must agree.
+        comms: communicators of the ranks that must agree.
         op_name: names the call in errors.
         remedy: end of the error about facts that differ.
-        differ: begin of the error about facts that differ.
+        differ: start of the error about facts that differ.
 
     Raises:
         ValueError: on all ranks, if ``prepare`` raised on any rank or if facts differ.
@@ -115,8 +116,8 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # Exchange digests first: the facts of a large model take megabytes, and are almost always equal
-    # on all ranks.
+    # The facts of a large model take megabytes, and almost always they are equal on all ranks. So
+    # exchange digests first, and the facts only if the digests differ.
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
     mine = None if problem is None else str(problem), digest
     problems: list[str] = []

@@ -32,8 +32,8 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-_ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES  # largest value in bytes that fits into the frame
-_NAME_BYTES = 512  # longest name in the error about different names
+_ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES  # maximum number of bytes of a value in the frame
+_NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
 _LENGTH_BYTES = 8
 _DETAIL = re.compile(r"\(|: ")
 
@@ -57,8 +57,8 @@ def differ(maxima: bytes) -> list[bool]:
 
 def compared_name(op_name: str) -> str:
     """Return the part of a name before ``(`` or ``: ``, which must be equal on all ranks."""
-    # The rest of a name may differ between ranks: it is a path, for example, or a detail of one
-    # rank.
+    # Do not compare the rest of the name: the rest may be a path or another detail that differs
+    # between ranks.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
@@ -93,7 +93,8 @@ class HostExchange:
         self.group, self._rank = group, dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self.history = History(name or group.group_name, self._ranks, self._rank)
-        # The host waits in these collectives. Another thread can end such a wait only on gloo.
+        # The host waits in these collectives. Deadlock detection ends such a wait from another
+        # thread, by `abort`, which only works on gloo.
         if backend_for(group, "cpu") == "gloo":
             self._abort = partial(abort, group)
 
@@ -102,7 +103,7 @@ class HostExchange:
         self._frame("meeting", op_name, b"")
 
     def maxima(self, values: bytes, op_name: str) -> bytes:
-        """For each byte, the maximum over the ranks."""
+        """Return the maximum over the ranks for each byte of ``values``."""
         if len(self._ranks) == 1:
             return values
         found = self._frame(f"{len(values)} maxima", op_name, values[:_ROOM])
@@ -111,7 +112,7 @@ class HostExchange:
         return found
 
     def all_equal(self, value: bytes, op_name: str) -> bool:
-        """Whether ``value`` is the same on all ranks."""
+        """Return whether ``value`` is the same on all ranks."""
         return not any(differ(self.maxima(with_complements(value), op_name)))
 
     def reduce(self, values: Tensor, op: str, op_name: str) -> None:
@@ -149,8 +150,9 @@ class HostExchange:
         if len(self._ranks) == 1:
             return [value]
         row = pickle.dumps(value)
-        # All rows of a collective have the same length. Pad each row to a power of two: ranks then
-        # agree on the length by the maximum of the exponents, which take one byte of the frame.
+        # An all-gather needs rows of the same length, but the pickles differ in length. So pad each
+        # row to a power of two, and let all ranks use the largest exponent. The exponent takes only
+        # one byte of the frame.
         exponent = (len(row) + _LENGTH_BYTES).bit_length()
         (exponent,) = self._frame("objects", op_name, bytes([exponent]))
         row = len(row).to_bytes(_LENGTH_BYTES, "big") + row
@@ -178,7 +180,10 @@ class HostExchange:
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise on all ranks. The error has the exchange and the program line of each rank."""
+        """Raise CollectiveError with the exchange and the program line of each rank.
+
+        All ranks find the difference, so all ranks call this method.
+        """
         line = watch().program_line()
         place = f"{name}, at {line}" if line else name
         row = place.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
@@ -190,7 +195,7 @@ class HostExchange:
         raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
-        """The maximum of each byte, for ``data`` of the same length on all ranks."""
+        """Return the maximum over the ranks of each byte. ``data`` is equally long on all ranks."""
         sent = bytearray(data)
         mine = torch.frombuffer(sent, dtype=torch.uint8)
         wire = mine.to(self._device)  # no copy if the device is the CPU
@@ -201,7 +206,7 @@ class HostExchange:
         return bytes(sent)
 
     def _all_gather_bytes(self, row: bytes, op_name: str) -> list[bytes]:
-        """Each rank's ``row``, of the same length on all ranks."""
+        """Return the ``row`` of each rank, in order. All rows have the same length."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
         everything = mine.new_zeros(len(self._ranks) * len(row))
         with self._waiting(op_name):
@@ -217,7 +222,7 @@ class HostExchange:
 
 @lru_cache(maxsize=256)  # every step uses the same few names
 def _start_of(kind: str, op_name: str) -> bytes:
-    """The first bytes of a frame, which are equal on all ranks that are in the same exchange."""
+    """Return the first bytes of a frame: equal on all ranks that are in the same exchange."""
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _NO_TAG = (1 << 31) - 1  # tag for receives that must time out: no rank ever sends with this tag
-_LISTED = 16  # largest number of ranks that a text lists in full
+_LISTED = 16  # maximum number of ranks that `ranks_text` lists in full
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -38,7 +38,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Text that lists ranks, for messages: up to 16 ranks, or some ranks and their number."""
+    """Return a list of ranks for a message: up to 16 ranks in full, or a few and the total."""
     listed = list(ranks)
     if len(listed) <= _LISTED:
         return ", ".join(map(str, listed))
@@ -52,7 +52,7 @@ _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def made_here() -> set[dist.ProcessGroup]:
-    """The groups that ``new_group`` made in this process and that still exist."""
+    """Return the groups that ``new_group`` made in this process and that still exist."""
     return {group for group, pid in list(_made_in.items()) if pid == os.getpid()}
 
 
@@ -101,14 +101,15 @@ def new_group(
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The group's timeout, to pass to ``new_group``: torch does not inherit it."""
     for device in ("cpu", "cuda"):
-        # Ignore groups without a backend for the device, and backends without options.
+        # Both errors mean that this device has no timeout, so try the next device: the group may
+        # have no backend for the device (RuntimeError), or a backend without options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
 
 
 def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Name of the backend that moves tensors on devices of this type, or None."""
+    """Return the name of the group's backend for this type of device; None if there is none."""
     with contextlib.suppress(RuntimeError):
         return group._get_backend(torch.device(device_type)).name()
     return None
@@ -125,17 +126,18 @@ _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """Return a group of the same ranks for small exchanges between hosts, and a device.
+    """Return a group of the same ranks for exchanging small values, and a device for the values.
 
-    The group's backend can send tensors on the returned device. Collective at the first call for a
-    group without a backend for host memory.
+    The backend of the returned group can send tensors on the returned device. The device is the
+    CPU, except if gloo is not available. Collective at the first call for a group without a backend
+    for host memory.
     """
     if backend_for(group, "cpu") is not None:
         return group, torch.device("cpu")
     if not dist.is_gloo_available():
         return group, current_cuda(group)
-    # Exchange through host memory: reading the numbers from an accelerator would wait for all of
-    # its queued work.
+    # Make a gloo group, so that the values are exchanged in host memory: reading values from an
+    # accelerator would wait for all work that is queued there.
     if group not in _controls:
         _controls[group] = new_group(group, on_host=True)
     return _controls[group], torch.device("cpu")
@@ -162,25 +164,26 @@ def as_bytes(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the end of the program
 
 # [Note: end of the program]
-# While Python shuts down, a thread that requests the GIL is unwound (from Python 3.14 on, the
-# thread blocks for ever). If the unwound thread is in the middle of a backend's C++ code, the
-# process ends with SIGABRT, even if the program was successful. Two kinds of threads request the
-# GIL: flatshard's own threads, when a wait for other ranks ends, and gloo's threads, which free the
-# tensors of a collective after gloo has reported the end of the collective.
+# While Python shuts down, Python ends every other thread that requests the GIL, by unwinding the
+# thread's stack (from Python 3.14 on, the thread blocks for ever instead). If the thread is in the
+# middle of a backend's C++ code at this time, the process ends with SIGABRT, even if the program
+# was successful. Two kinds of threads request the GIL: flatshard's own threads, when a wait for
+# other ranks ends, and gloo's threads, which free the tensors of a collective after gloo has
+# reported the end of the collective. So both kinds must be idle before Python shuts down.
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
 _REST_SECONDS = 0.01  # twice the interval at which a waiting thread requests the GIL
-_END_SECONDS = 5.0  # longest time that `come_to_rest` waits
+_END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 
 
 def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Abort all unfinished collectives of ``groups``, and wait until their threads are at rest.
+    """Abort all collectives of ``groups``, and wait until flatshard's and gloo's threads are idle.
 
-    See [Note: end of the program]. The collectives fail on the other ranks too. This rank begins no
-    further collective.
+    See [Note: end of the program]. The collectives fail on the other ranks too. This rank must not
+    begin another collective on ``groups`` afterwards.
     """
     for group in groups:
         abort(group)
@@ -197,7 +200,10 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _what_threads_did() -> list[list[str]]:
-    """Each thread's state, and how often the thread was switched out; equal if it did not run."""
+    """Return the state and the context switches of each thread of flatshard and gloo.
+
+    Two results are equal if none of the threads ran between the two calls.
+    """
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     found = []
     for path in Path("/proc/self/task").glob("*/status"):  # no files if the system is not Linux

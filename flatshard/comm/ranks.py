@@ -40,7 +40,7 @@ class Ranks:
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
-        """Text of the division into groups, to compare between ranks."""
+        """Return a text that describes the division into groups; ranks compare their texts."""
         if self.grid is None:
             return f"{self.ranks_per_node} ranks per node"
         shard, replicate = self.grid
@@ -169,7 +169,7 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
         return ()
     is_pair = isinstance(process_group, tuple | list)
     groups = tuple(process_group) if is_pair else (process_group,)
-    # `new_group` returns this object to ranks that are not members.
+    # On ranks that are not members, `dist.new_group` returns this object instead of a group.
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
         raise ValueError(
             f"process_group: rank {dist.get_rank()} is not in this group. Wrap the model only on "
@@ -246,7 +246,9 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
-    """Check that all ranks passed consistent groups and modes, and return known shard groups.
+    """Check that all ranks passed consistent groups and modes.
+
+    Return the shard groups that this rank knows after the comparison.
 
     A rank sends the members of its replicate group to the ranks of its shard group, and the members
     of its shard group to the ranks of its replicate group. So each rank checks all groups that
@@ -304,7 +306,8 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
             return (
                 f"{_PAIR}: groups of different sizes: {kind} groups {first} and {second}. {remedy}"
             )
-    # Make a set of each group once: intersecting two sets takes only the time of the smaller set.
+    # Make a set of each group once, before the loop: intersecting two sets is faster than comparing
+    # two sequences, because it only iterates over the smaller set.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (
@@ -329,7 +332,8 @@ def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AU
     if group is None:
         return ALONE
     if (group, mode) not in _communicators:
-        # The communicator of a destroyed group would keep the threads of its transports alive.
+        # Users may destroy groups and make new groups, many times in one process. Drop the
+        # communicators of destroyed groups here, because they keep threads of transports alive.
         forget_destroyed()
         _communicators[group, mode] = Communicator(group, mode=mode)
     return _communicators[group, mode]
@@ -363,7 +367,8 @@ def _end() -> None:
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
     """Return the communicator of some of the parent's ranks, including this rank.
 
-    ``ranks``: ranks in the default group. Collective: ``ranks``, at the first call for them.
+    ``ranks``: the members, as ranks in the default group. Collective: all members, at the first
+    call with these members.
     """
     if len(ranks) == 1:
         return ALONE

@@ -42,7 +42,7 @@ class CollectiveWatch:
     """Interface of the extra ``deadlock``. Without the extra, this base class does nothing."""
 
     def add_group(self, history: History) -> None:
-        """Watch one more group. From now on other ranks of the group wait for this rank."""
+        """Watch one more group, whose other ranks may wait for this rank from now on."""
 
     def explain(self, wait: watched) -> str | None:
         """Return the reason why ``wait`` failed; None if the reason is not known.
@@ -94,7 +94,8 @@ class History:
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
-        # Text of the error that every further collective raises; "" as long as there is none.
+        # Message of the error that every later collective of this group raises, after ranks began
+        # different collectives. "": no error.
         self.problem = ""
         # Whether ranks compare names before a collective that gloo matches only by order.
         self.announces = True
@@ -120,10 +121,10 @@ class History:
             kind: the n-th collective of a kind on one rank matches the n-th on every other rank.
             what: describes the collective, equal on all ranks; "" if ranks need not compare the
                 collective.
-            abort: makes a wait for the collective fail.
+            abort: function that makes a wait for the collective fail.
 
         Raises:
-            RuntimeError: earlier collectives were mixed up.
+            RuntimeError: the ranks began different collectives earlier.
         """
         if self.problem:
             raise RuntimeError(self.problem)
@@ -216,7 +217,7 @@ _own = _Own()
 
 
 def waits_by_thread() -> list[ThreadWaits]:
-    """The waits of each running thread that has ever waited for other ranks."""
+    """Return the waits of each running thread that has ever waited for other ranks."""
     # `valuerefs` returns a list, so other threads may add entries during the loop.
     threads = [known() for known in _by_thread.valuerefs()]
     return [waits for waits in threads if waits is not None]
@@ -318,7 +319,7 @@ class AsyncWork:
     sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before `wait` is called
     need: WaitCondition | None = None  # the condition that ends the wait for ``works``
-    sends_need: WaitCondition | None = None
+    sends_need: WaitCondition | None = None  # the condition that ends the wait for ``sends``
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
@@ -408,8 +409,8 @@ class PendingSends:
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Works that never report their end, so that polling them is useless. A model may have two
-        # such works per unit.
+        # Works that never report their end before a wait. They have a separate list, so that
+        # `drop_sent` does not poll them in vain.
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
@@ -438,10 +439,10 @@ class PendingSends:
 
 @dataclass(eq=False)
 class RunLink:
-    """The unit's name and the unfinished sends, for the collectives of one flat parameter.
+    """State that all objects of one flat parameter share to run its collectives.
 
-    All objects that serve the flat parameter share this object, because both fields change when a
-    module around the unit is wrapped.
+    If a module around the unit is wrapped later, the unit's name changes, and the sends are kept by
+    another root. All objects see the changes, because they share this object.
     """
 
     unit_name: str  # for errors

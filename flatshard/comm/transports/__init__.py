@@ -32,7 +32,7 @@ from flatshard.plan.layout import FlatLayout
 
 
 class Members:
-    """The interface of a ``Communicator`` that transports use: the ranks, and their groups."""
+    """The part of a ``Communicator`` that transports use: the ranks and the process groups."""
 
     rank: int  # rank of this process within the group
     ranks: tuple[int, ...]  # global ranks of the members
@@ -66,12 +66,12 @@ class Members:
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition | None:
-        """Count a collective that this rank begins now, and return the condition that ends it.
+        """Record that this rank begins a collective, and return the condition that ends the wait.
 
         Args:
             group: the group of the collective.
-            kind: key that is the same for this collective on all ranks. None: the next collectives
-                of all ranks on the group belong together.
+            kind: key that is the same for this collective on all ranks. None: the collectives of
+                the group match by the order in which each rank begins them.
             what: description of the collective, equal on all ranks.
 
         Returns:
@@ -86,9 +86,9 @@ class Members:
     def announce(self, what: str) -> None:
         """Raise CollectiveError on all ranks if ranks are about to begin different collectives."""
         # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
-        # leaves the usual order of collectives waits here for all ranks. If the other ranks are in
-        # the usual collective, the ranks wait for each other, and deadlock detection ends the
-        # waits.
+        # is about to leave the usual order of collectives first waits here for all ranks, and
+        # `meet` compares the names. If the other ranks have begun the usual collective instead,
+        # all ranks wait for each other, and deadlock detection ends the waits.
         is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
         if what and not is_safe:
             self.host.meet(what)
@@ -140,8 +140,8 @@ class FlatChunks:
 class ChunkPlan:
     """Decides which gradients share a part of a ``FlatChunks``.
 
-    A gradient of ``min_bytes`` or more is a part without a copy. Smaller neighbours are copied into
-    one part.
+    A gradient of at least ``min_bytes`` becomes a part without a copy. Smaller gradients that are
+    neighbours in the flat parameter are copied into a common part.
     """
 
     def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
@@ -218,7 +218,8 @@ class Gather(NamedTuple):
     # The result of ``allocate_unsharded`` if ``out`` lies in it; otherwise None.
     memory: BufferMemory | None = None
     exact: bool = False  # whether to send the values unrounded, even with a wire dtype
-    # Whether this is the second half of an all-reduce. Then the order of reductions applies.
+    # Whether this all-gather is the second half of an all-reduce. If so, its order among reductions
+    # counts, and not its order among all-gathers.
     reduced: bool = False
 
     @property
@@ -278,15 +279,18 @@ class Transport(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def connect(cls, members: Members) -> Transport | str:
-        """Return a transport for the group, or a text why the group cannot use this transport.
+        """Return a transport for the group, or the reason why the group cannot use this class.
 
-        The text is empty if the user's options exclude the transport. Collective: either all ranks
-        return a transport or all ranks return a text.
+        The reason is "" if the user's options exclude the transport. Collective: either all ranks
+        return a transport or all ranks return a reason.
         """
 
     @abc.abstractmethod
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether the transport moves tensors on ``device`` with this tag; same on all ranks."""
+        """Whether the transport moves the flat parameter with this tag, on ``device``.
+
+        All ranks return the same.
+        """
 
     @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
@@ -303,11 +307,14 @@ class Transport(abc.ABC):
         """
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place; only in the native transport."""
+        """Begin averaging ``buffer`` over the ranks, in place.
+
+        Only the native transport overrides this method.
+        """
         raise NotImplementedError(f"{self.name} has no all-reduce")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        """Memory for an unsharded buffer, which ``gather`` fills."""
+        """Return memory for an unsharded buffer, which ``gather`` will fill."""
         return allocate(request.numel, request.dtype, request.device)
 
     def stream_waits(self, device: torch.device) -> bool:
@@ -315,15 +322,16 @@ class Transport(abc.ABC):
         return False
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        """The dtype in which reduce-scatters of ``dtype`` add, also the dtype of the result."""
+        """Return the dtype in which reduce-scatters add values of ``dtype``, and of the result."""
         return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Size in bytes from which sending a gradient in place is cheaper than copying it.
+        """Return the minimum size in bytes of gradients that are cheaper to send than to copy.
 
-        None: ``reduce_scatter`` accepts only chunks with one part.
+        Smaller gradients are copied together before they are sent. None: ``reduce_scatter`` accepts
+        only chunks with one part.
         """
-        # A subclass that can send several parts overrides this method.
+        # A subclass whose `reduce_scatter` can send several parts overrides this method.
         return None
 
     def warm_up(  # noqa: B027 (nothing to open)

@@ -17,7 +17,7 @@ from flatshard.comm.work import AsyncWork
 # name.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Number of elements that every backend reduces by its algorithm for large tensors.
+# Number of elements for which every backend chooses its algorithm for large tensors.
 _LARGE_NUMEL = 1 << 20
 
 
@@ -77,7 +77,8 @@ class NativeTransport(Transport):
         else:
             into, op = as_real(request.out), dist.ReduceOp.AVG
             work = _reduce_scatter_single(into, as_real(buffer), op=op, group=group, async_op=True)
-        # The handle of gloo's reduce-scatter never reports completion before a wait.
+        # Before a wait, the handle of gloo's reduce-scatter never reports completion. So nobody
+        # needs to poll it.
         reports_end = buffer.device.type not in self._on_gloo
         return self._under_way(work, op_name, *kept, need=need, then=then, reports_end=reports_end)
 

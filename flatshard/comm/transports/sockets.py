@@ -54,7 +54,7 @@ _ADDED_AT_ONCE = 1 << 14
 
 
 class _Message:
-    """One receive or send with a tag; same interface as ``dist.Work``."""
+    """One receive or send, matched by its tag. Has the interface of ``dist.Work``."""
 
     reports_end = False  # gloo completes a message only when a thread waits for the message
 
@@ -84,7 +84,7 @@ class _Message:
         return self._begun is None
 
     def wait(self) -> None:
-        """Wait until the message is completed. Call it only once, on one thread."""
+        """Wait until the message is completed. This method is called only once."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
         # Both attributes keep the tensor alive. Drop them now, because this object lives until all
@@ -259,7 +259,7 @@ class _Average:
             self._pieces.append(_Piece(out[part], values, receives))
 
     def receives(self) -> Iterator[_Message]:
-        """The receives that fill the values, piece by piece."""
+        """Return the receives that fill the values, in the order of the pieces."""
         return chain.from_iterable(piece.receives for piece in self._pieces)
 
     def is_completed(self) -> bool:
@@ -311,7 +311,7 @@ class _Average:
 
 
 class _Thread:
-    """Runs tasks one after another in a background thread, which the first task starts."""
+    """Runs tasks one after another in a background thread. The first task starts the thread."""
 
     # This class does not use `concurrent.futures`, because Python joins the threads of executors at
     # the end of the program. A thread that waits for a dead rank would then block the exit.
