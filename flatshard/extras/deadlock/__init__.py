@@ -1,12 +1,13 @@
-"""Extra: detects ranks that deadlock, makes these ranks raise, and logs long waits.
+"""Extra: detects a deadlock of ranks, makes the deadlocked ranks raise, and logs long waits.
 
-Used if this folder is installed. Without this folder, ranks that exchange values under different
-names still raise. Ranks that wait in different collectives wait until the timeout of the process
-group, and errors do not name lines of the program.
+Used by default if this folder is installed. Without this folder, ranks still raise if they exchange
+values under different names. But ranks that wait in different collectives wait until the timeout of
+the process group, and errors do not name lines of the program.
 
-One thread per process looks at the process's waits each second (``Watchdog``). The thread logs a
-long wait once (logger ``flatshard``, level WARNING), with the program's line and the ranks that
-report no wait. The thread ends a wait only if the wait would certainly never end (``detector``).
+One thread per process looks at the process's waits about once a second (``Watchdog``). The thread
+logs a long wait once (logger ``flatshard``, level WARNING), with the line of the user's program and
+the ranks that report no wait. The thread ends a wait only if the wait would certainly never end
+(``detector``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flatshard.extras.deadlock import detector, program
 from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
 from flatshard.extras.deadlock.program import OwnCollective
 
-# Seconds after which a wait is logged.
+# Minimum length, in seconds, of a wait that is logged.
 PATIENCE_SECONDS = 60.0
 
 _REMEDY = (
@@ -41,7 +42,7 @@ _REMEDY = (
     "rank, not under `if rank == 0:`"
 )
 
-_END_SECONDS = 5.0  # longest wait for the thread at the end of the program
+_END_SECONDS = 5.0  # maximum number of seconds to wait for a look of the thread to finish
 
 _logger = logging.getLogger("flatshard")
 
@@ -50,14 +51,14 @@ class Watchdog(CollectiveWatch):
     """Watches the waits of this process, in a thread."""
 
     def __init__(self) -> None:
-        self._pid = 0  # no thread runs before the first group
+        self._pid = 0  # the process that runs the thread; 0: no process, before the first group
         self._waits: dict[watched, BlockedWait] = {}  # the waits that the last `look` found
         self._users: set[int] = set()  # threads that communicate
         self._thread: threading.Thread | None = None
         self._looking = threading.Lock()  # held while the thread may be in a backend's code
         self._deadlock = Deadlock()
-        # The wait that the last `look` found in a collective of the program; None if there was no
-        # such wait.
+        # A wait in a collective that the user's program called itself, as found by the last `look`.
+        # None: the last `look` found no such wait.
         self._own: _OwnWait | None = None
         self._failure = ""
 
@@ -65,7 +66,7 @@ class Watchdog(CollectiveWatch):
         if self._pid != os.getpid():
             self._start()
         detector.histories[history.name] = history
-        tell_of_end()  # from now on other ranks wait for this rank
+        tell_of_end()  # from now on, other ranks may wait for this rank, and must learn of its end
 
     def explain(self, wait: watched) -> str | None:
         return detector.explain(self._waits.get(wait) or _blocked(wait))
@@ -74,16 +75,17 @@ class Watchdog(CollectiveWatch):
         return program.line_of(threading.get_ident())
 
     def _start(self) -> None:
-        # A forked process has neither the thread nor the waits of its parent.
+        # Start from an empty state. In a forked process, the attributes describe the thread and the
+        # waits of the parent process, which the forked process does not have.
         self.__init__()  # type: ignore[misc]
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        # At its end Python unwinds threads that still run. A thread that is unwound in the middle
-        # of a backend's C++ code ends the process with SIGABRT, whatever the exit code of the
-        # program was. The lock, held from here on, keeps the thread out of backends' code.
+        # Take the lock and never release it, so that the thread calls no backend any more. When the
+        # program ends, Python unwinds threads that still run. If a thread is unwound inside a
+        # backend's C++ code, the process aborts with SIGABRT, whatever the program's exit code is.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
 
@@ -98,7 +100,7 @@ class Watchdog(CollectiveWatch):
                     _logger.warning("a check for deadlocks failed, and is tried again: %s", error)
 
     def look(self) -> None:
-        """Look once at all waits."""
+        """Check all present waits once: log long waits, and end waits that never end."""
         if self._looking.acquire(timeout=_END_SECONDS):
             try:
                 self._look()
@@ -107,9 +109,9 @@ class Watchdog(CollectiveWatch):
 
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
-        # Do not count autograd's threads (one per accelerator; Python did not start them). While
-        # autograd's thread runs, the thread that called backward only waits, so the two threads
-        # never begin collectives at the same time.
+        # Leave out autograd's threads (one per accelerator), which Python did not start. While such
+        # a thread runs, the thread that called backward only waits, so the two threads never begin
+        # collectives at the same time and can be treated as one.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {
@@ -122,17 +124,20 @@ class Watchdog(CollectiveWatch):
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
-        # If several threads communicate, another thread may still begin the collective that other
-        # ranks wait for. So look for deadlocks only if a single thread communicates.
+        # Look for deadlocks only if a single thread communicates. Otherwise, while one thread
+        # waits, another thread may still begin the collective that the other ranks wait for.
         if len(self._users) == 1:
             (user,) = self._users
-            # Put the waits of the user's thread first, because a thread of autograd begins its
-            # waits inside the waits of the user's thread.
+            # Put the waits of the user's thread first, and so treat them as the outer waits: a
+            # thread of autograd begins its waits while the user's thread waits in backward.
             waits = chain(stacks.pop(user), *stacks.values())
             self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
 
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
-        """The wait of the only communicating thread, perhaps in a collective of the program."""
+        """Return the wait of the only thread that communicates, or None if it does not wait.
+
+        The wait may be in a collective that the user's program called itself.
+        """
         wait = waits[-1] if waits else None
         found = None
         if wait is None or wait.need is UNKNOWN:
@@ -165,18 +170,25 @@ def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
 
 
 class _OwnWait(BlockedWait):
-    """A wait in a collective of the program, perhaps inside a wait of flatshard."""
+    """A wait in a collective that the user's program called itself.
+
+    The wait may be inside of a wait of flatshard (``outer``), for example in a user's hook.
+    """
 
     def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
         name = found.name
         super().__init__(lambda: name, UNKNOWN, thread=thread)
-        # A weak reference, because a work keeps its tensors alive.
+        # Keep only a weak reference, because a work keeps its tensors alive.
         self.work = weakref.ref(found.work)
         self._outer = outer
         self._was_asked = False
 
     def is_known(self, found: OwnCollective) -> bool:
-        """Whether ``need`` is known. Looks ``need`` up once, after the wait has lasted seconds."""
+        """Whether ``need`` is known.
+
+        Looks up ``need`` only once, and only after some seconds, because the look-up is slow and
+        most waits are short.
+        """
         is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
         if is_long and not self._was_asked:
             self._was_asked = True
@@ -194,14 +206,14 @@ class _OwnWait(BlockedWait):
 
 
 def tell_of_end() -> None:
-    """Make this process tell the other ranks at once when and how its program ends."""
+    """Let this process tell the other ranks immediately when its program ends, and how."""
     # Otherwise the other ranks would notice the end only after the process's exit handlers, which
-    # may take long. Report an exception only if the program does not catch the exception, because a
-    # program that catches the exception continues.
+    # may take long. Use `sys.excepthook`, which Python calls only for exceptions that the program
+    # does not catch: a program that catches an exception continues.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # Register last, because exit handlers run in reverse order. So `_tell` runs before the exit
-    # handlers of other libraries, which take time.
+    # Register `_tell` again, so that it is registered last. Exit handlers run in reverse order, so
+    # `_tell` runs before the exit handlers of other libraries, which take time.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit(), or as its program was over")
 
@@ -214,7 +226,7 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
 def _tell(how: str) -> None:
     if WATCH._pid != os.getpid():  # a forked process is not a rank
         return
-    # Ignore an error of the store: if the store is gone, the other ranks fail too.
+    # Ignore errors of the store. If the store is gone, the other ranks fail anyway.
     with contextlib.suppress(Exception):
         if WATCH._own is not None:  # a thread was in a collective of the program
             WATCH.look()  # logs why the collective failed

@@ -1,9 +1,9 @@
-"""``Deadlock``: finds ranks that wait for one another for ever in different collectives.
+"""``Deadlock``: finds ranks that wait forever for one another in different collectives.
 
-After a wait of some seconds, a rank publishes a report in the process group's store. The report
+If a wait lasts some seconds, the rank publishes a report in the process group's store. The report
 says where the rank waits, and how many collectives the rank has begun. Then the rank reads the
-reports of some of the ranks that it waits for. During a shorter wait, a rank publishes and reads
-nothing.
+reports of some of the ranks that it waits for. A rank publishes and reads nothing during shorter
+waits.
 
 [Note: proof]
 A collective ends only after every rank has begun the collective. Take a set of ranks that all wait
@@ -13,9 +13,10 @@ begun the collective, no rank of the set ever continues, because a waiting rank 
 All ranks wait at the same moment if each rank published the same wait before and after the moment.
 A rank therefore publishes a wait again, with a later time, as long as the wait lasts.
 
-The proof covers waits in collectives of flatshard and of the program (see the note in ``program``).
-A rank that computes publishes nothing, so ranks that wait only for a slow rank are not in a
-deadlock. A process with several communicating threads publishes nothing.
+The proof covers waits in collectives of flatshard, and in collectives that the user's program calls
+itself (see the note in ``program``). A rank that computes publishes nothing, so ranks that only
+wait for a slow rank are never reported as a deadlock. A process in which several threads
+communicate publishes nothing either.
 
 [Note: traffic]
 The number of bytes that a rank publishes and reads does not grow with the number of ranks. A report
@@ -47,22 +48,23 @@ _logger = logging.getLogger("flatshard")
 
 _ENDED = -1  # value of ``_Report.wait`` that means that the program has ended
 
-# Seconds that a rank waits before it publishes the wait.
+# Minimum length, in seconds, of a wait that a rank publishes.
 FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-# Maximum number of awaited ranks whose reports a rank reads per wait. To prove a deadlock, one
-# awaited rank in the deadlock is enough.
+# Maximum number of awaited ranks whose reports a rank reads per wait. Reading more is not
+# necessary: to prove a deadlock, one awaited rank that is in the deadlock is enough.
 _ASKED = 16
 _READ = 4 * _ASKED  # maximum number of reports that a rank reads per look
-# Number of looks between a finding about collectives of the program and the end of the wait.
+# Number of looks for which a rank stays in its wait after it has published a finding about
+# collectives of the program. In this time, the other ranks read and log the finding.
 _LEAVE_LOOKS = 2
-_WORDS = 400  # characters of a wait's description that are published
+_WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
-PROGRAM = "the program's own"  # kind of the collectives that the program begins
+PROGRAM = "the program's own"  # kind of the collectives that the user's program calls itself
 
-# Keyed by group and kind: the number of collectives that a rank has begun, and the most recent of
-# these collectives in order.
+# For each group and kind of collective: the number of collectives that a rank has begun, and the
+# most recent of these collectives, in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
@@ -75,7 +77,7 @@ histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictiona
 
 
 def _known_histories() -> list[History]:
-    # `valuerefs` copies, because other threads may add histories meanwhile.
+    # Iterate over `valuerefs()`, which is a copy: other threads may add histories in the meantime.
     known = [one() for one in histories.valuerefs()]
     return [history for history in known if history is not None]
 
@@ -108,15 +110,15 @@ class _Finding(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """The report that a rank publishes while it waits."""
+    """The report that a rank publishes about its wait, or about the end of its program."""
 
     wait: int  # identifies the wait; 0: the wait is over
     time: float  # time of the publication, by `time.monotonic`
     text: str  # the wait in words
     need: WaitCondition
     begun: AllBegun
-    # True if `need` lists only the first awaited ranks. Then the wait needs all other ranks of the
-    # group.
+    # Whether `need` lists only the first `_ASKED` awaited ranks. If so, the wait is assumed to need
+    # all other ranks of the group.
     has_more: bool = False
 
     def to_json(self) -> str:
@@ -125,15 +127,18 @@ class _Report(NamedTuple):
         return json.dumps(self._replace(need=need, has_more=has_more))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
-        """Whether the wait lasts because ``rank``, which has begun ``begun``, is still missing."""
+        """Whether this wait needs ``rank`` to begin a collective that ``rank`` has not begun yet.
+
+        ``begun``: the collectives that ``rank`` has begun.
+        """
         need = self.need
         is_for = rank in need.ranks or (self.has_more and program.is_member(rank, need.group))
         return is_for and _missing(need, begun) > 0
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # Use JSON, not pickle: with pickle, anybody who can write to the store could run code on
-        # every rank.
+        # Use JSON and not pickle: unpickling can run code, so anybody who can write to the store
+        # could run code on every rank.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
@@ -170,11 +175,12 @@ class Deadlock:
         if wait.verdict is not None:
             self._give_up(wait)
             return
-        # The time of the next look if the store fails below.
+        # Set the time of the next look now, in case the store raises an error below. Otherwise the
+        # next look would fail at once again.
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
-            # Use a separate connection: another thread may block the connection of the default
-            # group.
+            # Open a separate connection to the store, because another thread may be waiting on the
+            # connection of the default group, and block it.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
@@ -182,20 +188,20 @@ class Deadlock:
         stuck = self._stuck(mine)
         finding = self._finding(wait, stuck)
         if finding is not None:
-            # Publish the finding before the other ranks notice that this rank leaves the
-            # collective.
+            # Publish the finding before this rank leaves the collective. Otherwise the other ranks
+            # could fail first, without the reason.
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A collective of the program raises only the backend's error, so each rank in such a
-            # collective logs the reason. Give these ranks time to log the reason before this rank
-            # raises, because a launcher kills all ranks after the first error.
+            # collective logs the reason. Wait before this rank raises, so that the other ranks have
+            # time to log: a launcher kills all ranks after the first error.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
                 self._give_up(wait)
             return
-        # Keep the older reports while the ranks and waits stay the same, so that each rank has time
-        # to publish its wait a second time (see [Note: proof]).
+        # While the same ranks stay in the same waits, keep the first reports, to compare them with
+        # later reports. The proof needs two reports of each wait (see [Note: proof]).
         if _ids(stuck) != _ids(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
@@ -204,7 +210,8 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # Log the reason, because a collective of the program raises only the backend's error.
+        # Log the reason here: a collective of the program raises the backend's error, which does
+        # not contain the reason.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
@@ -216,9 +223,10 @@ class Deadlock:
 
     @staticmethod
     def _compare(now: float) -> None:
-        """Compare this rank's collectives with other ranks' if no backward has compared them.
+        """Compare this rank's collectives with other ranks', if no backward has compared them.
 
-        In evaluation, ranks may begin different collectives and still not block one another.
+        The comparison is needed in evaluation, where ranks may begin different collectives without
+        a deadlock, and would then compute with wrong values.
         """
         for history in _known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
@@ -232,7 +240,7 @@ class Deadlock:
                 _logger.error("%s", history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Ranks that ``wait`` needs and that have published no wait of their own."""
+        """Return the ranks that ``wait`` needs and that have not published that they wait, too."""
         if wait is not self._wait or not wait.number:
             return []
         waiting = [rank for rank, report in self._heard.items() if report.wait]
@@ -243,12 +251,14 @@ class Deadlock:
         wait, self._wait, self._before = self._wait, None, {}
         if wait is None or not wait.number:
             return
-        if self._world() is not dist.group.WORLD:  # the older default group's store is gone
+        # If the program has made a new default group, the store of the old group is gone.
+        if self._world() is not dist.group.WORLD:
             return
         with contextlib.suppress(Exception):  # the store's process may have ended
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
-            # Another rank ended the wait.
+            # If another rank has published a finding about this wait, log the reason. This rank's
+            # own collective raised only the backend's error.
             if is_open and (finding := _told(self._store, wait.need)):
                 self._note(wait, finding)
 
@@ -262,7 +272,7 @@ class Deadlock:
         return report
 
     def _stuck(self, mine: _Report) -> _Reports:
-        """Reports of the ranks in a possible deadlock with this rank; {} without a deadlock."""
+        """Return the reports of ranks that may be in a deadlock with this rank, or {}."""
         me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
         new = {**self._heard, me: mine}
@@ -275,13 +285,16 @@ class Deadlock:
         return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
-        """Why the wait does not end, if this rank or a rank that it needs has found the reason."""
+        """Return why the wait never ends, if this rank or another rank knows the reason.
+
+        ``stuck``: the reports of ranks that may be in a deadlock with this rank.
+        """
         if told := _told(self._store, wait.need):
             return told
         if reason := _reason(wait.need, self._heard):
             return _Finding(reason, [])
-        # Keep ranks that published the same wait at the last look, and have published the wait
-        # again since then; see [Note: proof].
+        # Consider only ranks that published the same wait twice: in the reports of an earlier look,
+        # and again since then (see [Note: proof]).
         lasting = {
             rank: report
             for rank, report in stuck.items()
@@ -297,10 +310,10 @@ class Deadlock:
 
 
 def explain(wait: BlockedWait) -> str | None:
-    """Why a failed wait could not end; None if the reason is not known.
+    """Return why a failed wait could not end, or None if the reason is not known.
 
-    Also reads findings about other waits in the same group: an awaited rank may have given up an
-    earlier wait, and left, before this rank published ``wait``.
+    Also considers findings about other waits in the same group: an awaited rank may have given up
+    an earlier wait and ended before this rank published ``wait``.
     """
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
@@ -314,20 +327,27 @@ def explain(wait: BlockedWait) -> str | None:
 
 
 def _missing(need: WaitCondition, begun: AllBegun) -> int:
-    """Number of collectives that a rank must still begin for ``need``, having begun ``begun``."""
-    # A rank publishes numbers of the program's collectives only while the rank waits, and only if a
-    # single thread communicates. Without a number, assume that the rank has begun the collective.
+    """Return how many collectives a rank must still begin before ``need`` is met.
+
+    ``begun``: the collectives that the rank has begun.
+    """
+    # If the number is unknown, assume that the rank has begun the collective, so that no deadlock
+    # is reported. A rank publishes the number of the program's collectives only while the rank
+    # waits, and only if a single thread communicates.
     unsaid = need.number if need.kind == PROGRAM else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """The last reports of the first `_ASKED` ranks that a wait needs."""
+    """Read the latest reports of the first ``_ASKED`` ranks that a wait needs."""
     return _read(store, need.ranks[:_ASKED])
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> str | None:
-    """Why a wait never ends, whatever the other ranks do next; None if no reason is known."""
+    """Return a reason why a wait never ends, whatever other ranks do next; None if unknown.
+
+    There are two such reasons: a needed rank has ended, or ranks began different collectives.
+    """
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return report.text
@@ -342,12 +362,13 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
 
 
 def _all_begun() -> AllBegun:
-    """The collectives that this rank has begun."""
+    """Return the collectives that this rank has begun, for all groups."""
     return {history.name: _begun(history) for history in _known_histories()}
 
 
 def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
-    begun, recent = history.begun.copy(), history.recent()  # copies: other threads may add entries
+    # Work on copies, because other threads may add entries.
+    begun, recent = history.begun.copy(), history.recent()
     return {
         str(kind): (number, recent if kind == history.described else [])
         for kind, number in begun.items()
@@ -365,12 +386,11 @@ def _ids(reports: _Reports) -> dict[int, int]:
 
 
 def _circle(reports: _Reports) -> _Reports:
-    """Largest subset of ``reports`` in which each rank waits for another rank of the subset.
+    """Return the largest subset of ``reports`` in which each rank waits for a rank of the subset.
 
-    {} if this rank is not in the subset.
+    Returns {} if this rank is not in the subset.
     """
-    # Drop ranks that wait for no rank of the set, until every rank of the set waits for another
-    # rank of the set.
+    # Repeatedly drop the ranks that wait for no remaining rank, until no more ranks are dropped.
     while True:
         stuck = {
             rank: report
@@ -418,7 +438,10 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
 
 
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
-    """The last finding for the wait or, without ``is_exact``, for any wait in the same group."""
+    """Return the latest finding for the wait; with ``is_exact=False``, for any wait in its group.
+
+    Returns None if there is no finding.
+    """
     key = f"flatshard/deadlock/{need.group}"
     if not store.check([key]):
         return None
@@ -428,7 +451,7 @@ def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding
 
 
 def _read(store: Any, ranks: Iterable[int]) -> _Reports:
-    """Last report of each of ``ranks``, without ranks that never published a report."""
+    """Read the latest reports of ``ranks``, and skip ranks that have never published a report."""
     known = sorted(ranks)
     if known and not store.check([_key(rank) for rank in known]):
         known = [rank for rank in known if store.check([_key(rank)])]

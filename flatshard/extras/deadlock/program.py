@@ -1,14 +1,17 @@
-"""Finds the user's program in a wait: the program's line, its collectives and its other threads.
+"""Looks at the user's program during a wait: the line it runs, its collectives and its threads.
 
 [Note: collectives of the program]
-A thread in ``dist.barrier()`` waits in a Python frame of ``torch.distributed``. The frame's local
-variables hold the group and the work, so torch needs no patch. torch's flight recorder numbers the
-collectives of each gloo group in the same way on all ranks. The backend's sequence number of a
-group differs between ranks, because sends and receives also raise the number. The detector ignores
-a wait in a collective without a record. For a group without records, a rank publishes the sequence
-number, which is never smaller than the recorder's number. The rank then seems to have begun at
-least as many collectives as it really has. So the detector may miss a deadlock, but never takes a
-wait that will end for a deadlock.
+"Collectives of the program" are collectives that the user's program calls itself. A thread in
+``dist.barrier()`` waits in a Python frame of ``torch.distributed``. The frame's local variables
+contain the group and the work, so torch need not be patched.
+
+To compare ranks, each collective needs a number that is the same on all ranks. Torch's flight
+recorder numbers the collectives of each gloo group in this way. The backend's sequence number of a
+group differs between ranks, because sends and receives also increase it. The detector ignores a
+wait in a collective that the recorder has not recorded. For a group without records, a rank
+publishes the sequence number, which is never smaller than the recorder's number. Then the rank
+appears to have begun at least as many collectives as it really has. So the detector may miss a
+deadlock, but never mistakes a wait that will end for a deadlock.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Code of torch that begins no collective, because it reads data or compiles.
+# Parts of torch whose threads never begin a collective: data loading and compilation.
 _HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
 _LIBRARIES = (
     f"{Path(__file__).parents[2]}{os.sep}",
@@ -44,11 +47,11 @@ _LIBRARIES = (
     "<frozen",
 )
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_LINE_LENGTH = 80  # quoted characters of a source line
+_LINE_LENGTH = 80  # maximum number of characters of a source line that is quoted
 
 
 class OwnCollective(NamedTuple):
-    """A collective that the program called, without ``async_op``, and in which a thread waits."""
+    """A collective that the program called without ``async_op``, and in which a thread waits."""
 
     name: str
     work: Any
@@ -58,14 +61,15 @@ class OwnCollective(NamedTuple):
         """The collective's number in its group, the same on all ranks; None if unknown."""
         last = _last_of(_recorded(), self.group.group_name)
         with contextlib.suppress(RuntimeError):  # the group has no backend for host memory
-            # A receive also raises the sequence number, but is not a collective.
+            # If the two numbers differ, the last record is not this collective: a send or receive
+            # increases the sequence number without being a recorded collective.
             if last is not None and last["op_id"] == _sequence_number(self.group):
                 return int(last["collective_seq_id"])
         return None
 
 
 def own_collective(thread: int) -> OwnCollective | None:
-    """The collective of ``torch.distributed`` that a thread waits in; None without a collective."""
+    """Return the collective of ``torch.distributed`` in which a thread waits, or None."""
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _C10D:
         return None
@@ -74,17 +78,17 @@ def own_collective(thread: int) -> OwnCollective | None:
     group = local_variables.get("group") or dist.group.WORLD
     if work is None or not isinstance(group, dist.ProcessGroup):
         return None
-    # Collectives of objects call collectives of tensors. The user called the outermost function, so
-    # the message gives the name of the outermost function.
+    # Use the name of the outermost function of `torch.distributed`, because the user called this
+    # function. For example, collectives of objects call collectives of tensors.
     in_torch = takewhile(lambda one: one.f_code.co_filename.startswith(_TORCH), _outwards(frame))
     names = [one.f_code.co_name for one in in_torch if one.f_code.co_filename == _C10D]
     return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
 
 
 def begun(thread: int) -> dict[str, int]:
-    """Number of collectives that this rank's program has begun, keyed by process group name.
+    """Return how many collectives this rank's program has begun in each process group, by name.
 
-    {} if a thread other than ``thread`` may begin a collective.
+    Returns {} if a thread other than ``thread`` may begin a collective.
     """
     records = _recorded()
     found: dict[str, int] = {}
@@ -107,12 +111,13 @@ def is_member(rank: int, group: str) -> bool:
 
 
 def line_of(thread: int) -> str:
-    """Innermost line of the program in a thread's stack: file, line number and source text.
+    """Return the innermost line of the program in a thread's stack: file, number and source text.
 
-    "" if neither the thread nor the main thread runs code of the program.
+    Returns "" if neither the thread nor the main thread runs code of the program.
     """
-    # On an accelerator, backward runs in a thread of autograd, whose stack has no line of the
-    # program. The main thread waits in `backward()` meanwhile, and its stack has the line.
+    # If the thread's stack has no line of the program, try the main thread. On an accelerator,
+    # backward runs in a thread of autograd, while the main thread waits in the program's line that
+    # called `backward()`.
     for one in (thread, threading.main_thread().ident):
         for frame in _outwards(sys._current_frames().get(one or 0)):
             path, number = frame.f_code.co_filename, frame.f_lineno
@@ -127,16 +132,17 @@ def line_of(thread: int) -> str:
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     """Whether ``thread`` is the only thread that can begin a collective.
 
-    True if no other thread has begun a collective so far, and no other thread runs code of the
-    program or of torch, except ``_HARMLESS`` code.
+    This is assumed if no other thread has begun a collective so far, and no other thread runs code
+    of the program, or code of torch that is not ``_HARMLESS``.
     """
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     for other, frame in sys._current_frames().items():
         if other == thread or other in ours:
             continue
-        # Look at every frame. A thread of the program that is now in a DataLoader may begin a
-        # collective later, in the function that called the DataLoader.
+        # Look at every frame of the stack, and not only at the innermost frame. For example, if a
+        # function of the program is waiting for a DataLoader, the innermost frame is harmless, but
+        # the function may begin a collective later.
         paths = (one.f_code.co_filename for one in _outwards(frame))
         if other in began or any(map(_may_begin, paths)):
             return False
@@ -144,7 +150,7 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
 
 
 def _may_begin(path: str) -> bool:
-    """Whether code in a file may begin a collective."""
+    """Whether code in the file ``path`` may begin a collective."""
     return _is_program(path) or (path.startswith(_TORCH) and not path.startswith(_HARMLESS))
 
 
@@ -164,7 +170,10 @@ def _sequence_number(group: dist.ProcessGroup) -> int:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """The flight recorder's gloo collectives, oldest first. Reading them takes about 70 ms."""
+    """Read the gloo collectives in torch's flight recorder, oldest first. Takes about 70 ms.
+
+    Returns an empty list if this torch has no such recorder.
+    """
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):
         dump: Any = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
         records: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])

@@ -1,20 +1,21 @@
 """Extra: keeps shards, gradients and optimizer state in files (``CPUOffload(path=...)``).
 
-Without this folder, ``path`` raises when a model is wrapped. Offload to host memory needs no extra.
+Without this folder, wrapping a model with ``CPUOffload(path=...)`` raises an error. Offload to host
+memory needs no extra.
 
 [Note: files without a name]
 The files have no name in the directory, so the system deletes the files when the process ends, even
 if the process is killed.
 
-A write to a mapped page ends the process by SIGBUS if the disk is full. So ``create`` allocates the
-whole file on the disk before the file is mapped. ``reserve`` allocates disk space for later files,
-at a moment when a full disk can still raise an error.
+If the disk is full, a write to a mapped page ends the process by SIGBUS. So ``create`` allocates
+the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files
+that are created later, when a full disk could no longer be reported by an exception.
 
 [Note: optimizer steps a part at a time]
-An optimizer steps all its parameters in one call. Before the call, ``DiskSteps`` steps the
-parameters whose state is in files, a part of some megabytes at a time. After each part,
-``DiskSteps`` moves new state to files and releases the pages. The call itself steps the other
-parameters.
+A usual optimizer step would load the files of all parameters into memory at once. So before the
+optimizer's own step, ``DiskSteps`` steps the parameters whose state is in files, some megabytes at
+a time. After each part, ``DiskSteps`` moves new state to files and releases the part's memory
+pages. The optimizer's own step then steps only the other parameters.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untrac
 
 __all__ = ["DiskMemory"]
 
-_mapped: dict[int, int] = {}  # length in bytes of each mapped file, keyed by the first address
-# The disk that holds a parameter's optimizer state, keyed by parameter. Only for parameters that
-# are not sharded: for a ``FlatShardTensor``, ``spec.state_target`` is the disk.
+# Length in bytes of each mapped file, keyed by the address at which the file is mapped.
+_mapped: dict[int, int] = {}
+# For each parameter that is not sharded, the disk that holds the parameter's optimizer state. For a
+# sharded parameter (``FlatShardTensor``), the disk is ``spec.state_target``.
 _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
@@ -81,12 +83,14 @@ class DiskMemory(OffloadTarget):
             ) from error
 
     def _nameless(self) -> IO[bytes]:
-        # If the file system has no O_TMPFILE, Python creates a file with a name and removes the
-        # name at once.
+        # A TemporaryFile has no name, even if the file system lacks O_TMPFILE: then Python removes
+        # the file's name right after creating the file.
         return tempfile.TemporaryFile(prefix="flatshard-", dir=self._folder, buffering=0)
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Allocate disk space for later tensors; ``what`` describes these tensors in errors.
+        """Allocate disk space for tensors that are created later.
+
+        ``what`` describes these tensors in the error.
 
         Raises:
             OffloadError: the disk is full. Earlier reservations stay.
@@ -113,8 +117,8 @@ class DiskMemory(OffloadTarget):
 
         Returns an open file descriptor.
         """
-        # Shrink the reserve before allocating the file: on a full disk, only the reserve's space is
-        # free.
+        # First shrink the reserve by the size of the file: if the rest of the disk is full, the
+        # file can only use the space that the reserve gives up.
         if self._reserve is not None:
             self._reserve.truncate(max(0, self.reserved_bytes - nbytes))
         with self._nameless() as file:
@@ -125,7 +129,7 @@ class DiskMemory(OffloadTarget):
             return os.dup(file.fileno())
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """Map an open file, so that ``page_in`` and ``page_out`` know the file's pages."""
+        """Map an open file, and record its address and length for ``page_in`` and ``page_out``."""
         found = mapped_files.mapped(number, nbytes)
         address = mapped_files.address_of(found)
         _mapped[address] = nbytes
@@ -133,7 +137,7 @@ class DiskMemory(OffloadTarget):
         return found
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros in a file, of shape ``(numel,)``.
+        """Return a tensor of zeros in a new file, of shape ``(numel,)``.
 
         Raises:
             OffloadError: the disk is full, or the system cannot map another file.
@@ -155,7 +159,7 @@ class DiskMemory(OffloadTarget):
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """``tensor`` if its memory is a file already; otherwise a copy in a file.
+        """Return ``tensor`` if its memory is already a file; otherwise return a copy in a file.
 
         ``tensor`` must have no gaps in memory. The copy has the strides of ``tensor``.
         """
@@ -167,7 +171,8 @@ class DiskMemory(OffloadTarget):
     def _copy(self, tensor: Tensor) -> Tensor:
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        # Release both tensors. Otherwise each copied tensor's pages would stay in RSS.
+        # Release the pages of both tensors. Otherwise the process's memory (RSS) would grow by
+        # every tensor that is copied.
         self.page_out(place, tensor)
         return place
 
@@ -182,15 +187,17 @@ class DiskMemory(OffloadTarget):
 
     @staticmethod
     def page_in(*tensors: Tensor) -> None:
-        # Load all pages of a file in one call, because they are about to be written.
+        # Load all pages of each file in one call. This is faster than one page fault per page, and
+        # all pages are about to be used.
         for address in _addresses(tensors):
             mapped_files.want_pages(address, _mapped[address])
 
     @staticmethod
     def page_out(*tensors: Tensor) -> None:
-        # A page of a mapped file occupies the process's memory once the page is touched. A released
-        # page stays in the system's file cache, which writes pages to disk when memory is short. So
-        # a release costs little, and a page that is soon used again comes from the file cache.
+        # Once touched, a page of a mapped file counts as memory of the process, until the page is
+        # released here. Releasing costs little: the page stays in the system's file cache, which
+        # writes pages to disk only when memory is short. If the page is soon used again, it comes
+        # from the file cache.
         for address in _addresses(tensors):
             mapped_files.drop_pages(address, _mapped[address])
 
@@ -202,7 +209,7 @@ class DiskMemory(OffloadTarget):
 
 
 def rounded(nbytes: int) -> int:
-    """Length in bytes of a file for ``nbytes``: whole pages."""
+    """Return the length in bytes of a file for ``nbytes`` bytes, rounded up to whole pages."""
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
@@ -212,9 +219,10 @@ def is_on_disk(tensor: Tensor) -> bool:
 
 
 def state_disk(param: Any) -> DiskMemory | None:
-    """Disk that keeps a parameter's optimizer state; None: the state is in memory."""
+    """Return the disk that keeps a parameter's optimizer state, or None if no disk does."""
     if not isinstance(param, FlatShardTensor):
-        # Skip the slow lookup if no disk is in use: each step calls this for each parameter.
+        # If no disk is in use, skip the lookup, which is slow: each optimizer step calls this
+        # function for each parameter.
         return _state_disks.get(param) if _state_disks else None
     target = param.spec.state_target
     return target if isinstance(target, DiskMemory) else None
@@ -226,8 +234,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# A part is full at this number of parameter bytes. With Adam, a step of one part holds four times
-# as much in memory: parameters, gradients and two states.
+# Minimum number of parameter bytes at which a part is full. With Adam, a step of one part needs
+# four times as many bytes in memory: parameters, gradients and two states.
 _PART_BYTES = 8 << 20
 
 
@@ -250,7 +258,8 @@ class DiskSteps(OptimizerExtension):
         """Move the state of stepped parameters to the disk, and release the pages."""
         for param in params:
             storage = state_disk(param)
-            # Skip sharded parameters: their state is created on the disk.
+            # Move only the state of parameters that are not sharded: the state of sharded
+            # parameters is created on the disk.
             if storage is not None and not isinstance(param, FlatShardTensor):
                 state_to_target(optimizer.state.get(param, {}), param.shape, storage)
         DiskMemory.page_out(*_tensors(optimizer, params))
@@ -277,7 +286,8 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
         for param in group["params"]:
             if state_disk(param) is None or not _has_grad(param):
                 continue
-            # Keep parameters of one shard in one part, because they are stepped as one tensor.
+            # Put all parameters of one shard into the same part, because they are stepped together
+            # as one tensor.
             own = getattr(param, "flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append(StepPart(optimizer, group, []))
@@ -289,9 +299,9 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors that a step of ``params`` touches: parameters, state and gradients.
+    """Yield the tensors that a step of ``params`` touches: parameters, state and gradients.
 
-    Only parameters with state on a disk count.
+    Parameters without state on a disk are skipped.
     """
     for param in params:
         if state_disk(param) is None:
@@ -312,9 +322,9 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     stepped, if the disk is full.
     """
     if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
-        return False  # an optimizer that is not torch's may count its calls of `step`
-    # Reserve before the step. An optimizer creates its state in the step, and if the disk were full
-    # then, some parameters would be stepped and the others not.
+        return False  # an optimizer from another library may count the calls of its `step`
+    # Reserve the space before the step. An optimizer creates its state during the step, and if the
+    # disk were full at that moment, only some of the parameters would be stepped.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
@@ -334,11 +344,12 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
 
 
 def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: int) -> int:
-    """Bytes of disk space that one parameter's state still needs."""
+    """Return the number of bytes of disk space that a parameter's state still needs."""
     if param not in optimizer.state:
         nbytes = local_range(param).numel() * per_element
         return rounded(nbytes) if per_element else 0
-    # State from `load_state_dict` is in memory until the next step moves the state to files.
+    # The parameter has state, but state from `load_state_dict` is in memory until the next step
+    # moves it to files. Such state still needs disk space.
     values = optimizer.state[param].values()
     loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]
     return sum(rounded(value.nbytes) for value in loaded if not is_on_disk(value))
@@ -347,15 +358,15 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: in
 def _bytes_per_element(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
 ) -> int | None:
-    """Bytes of state per element; None if a step changes the group.
+    """Return the number of bytes of state per element, or None if a step changes the group.
 
-    An optimizer that changes its group in a step cannot be stepped in parts, because each part
-    would change the group again.
+    An optimizer that changes its group's options in a step (a step count, for example) cannot be
+    stepped in parts, because each part would change the group again.
     """
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    # Step the probe with the optimizer itself, because the arguments that would construct a second
-    # optimizer are not known.
+    # Find out by stepping a small probe parameter. Step it with the optimizer itself, and not with
+    # a second optimizer of the same class, because the constructor's arguments are not known.
     try:
         with torch.no_grad():
             changed = step_groups(optimizer, [{**group, "params": [probe]}])
@@ -370,8 +381,8 @@ def _bytes_per_element(
     )
 
 
-# Importing this module, which happens when the first model is given a disk, extends the steps of
-# all optimizers of the process.
+# Importing this module extends the steps of all optimizers of the process. The module is imported
+# when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
 extensions.append(_steps)
 register_optimizer_step_post_hook(_after_step)  # runs after the optimizer's own hooks

@@ -1,8 +1,8 @@
-"""Extra: units that some ranks skip in a step, or run in another order than other ranks.
+"""Extra: units that some ranks skip in a step, or run in a different order than other ranks.
 
-An all-gather needs every rank, so there must be no all-gather while ranks may run different units.
-All ranks therefore all-gather the divergent units when the outermost forward begins. These units
-stay unsharded until the outermost backward ends. Then all ranks reduce a unit's gradients if at
+Every rank must take part in an all-gather, so a divergent unit cannot be all-gathered when it runs.
+Instead, all ranks all-gather all divergent units when the outermost forward begins, and keep them
+unsharded until the outermost backward ends. At the end, all ranks reduce a unit's gradients if at
 least one rank has gradients of the unit.
 
 Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises an error that names the folder.
@@ -21,11 +21,14 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Moment, Phase, Unit
 
 Divergence: TypeAlias = bool | Iterable[type[nn.Module] | str | nn.Module]
-"""True for all units, or classes, names (in the unwrapped model) and modules that may diverge."""
+"""The modules that may diverge: True for all, or a list of classes, names and modules.
+
+Names are names in the unwrapped model.
+"""
 
 
 def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
-    """The modules that ``allow_divergence`` names, and all modules inside these modules.
+    """Return the modules that ``allow_divergence`` selects, and all modules inside of them.
 
     Raises:
         TypeError: ``allowed`` is not a ``Divergence``.
@@ -67,12 +70,13 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # After a failed step, the unit may still be unsharded on some ranks. Reshard the unit
-            # on all ranks, so that all ranks begin the all-gather below.
+            # Reshard the unit on all ranks, so that all ranks take part in the all-gather below.
+            # After a failed step, the unit may still be unsharded on only some ranks.
             unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            # If the unit is unsharded already, do not enter phase FORWARD: in this phase `Forward`
-            # would skip the unshard, and the unit's modules would not hold the full parameters.
+            # Enter phase FORWARD only if the all-gather is still under way. For a unit that is
+            # unsharded and in phase FORWARD, `Forward` would skip its unshard, which also lets the
+            # modules hold the full parameters.
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 
@@ -82,8 +86,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Finish the all-gather here, on every rank, also if no forward used the unit.
-                # Otherwise the other ranks would wait for this rank before they write their shards.
+                # Finish the all-gather here even if no forward used the unit on this rank. As long
+                # as this rank has not read the other ranks' shards, they cannot write the shards.
                 handle.wait_unshard()
                 handle.show_sharded()
                 if stays:
@@ -95,8 +99,10 @@ class DivergentUnits(StepExtension):
 
     def begin_backward(self) -> None:
         for unit in self._units:
-            # An earlier backward may have resharded the unit, if two backwards follow one forward
-            # or two forwards come before one backward.
+            # All-gather again if an earlier backward has resharded the unit. This happens if two
+            # backwards follow one forward, or two forwards come before one backward.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
-                unit.stick()  # on all ranks, also on a rank that does not run the unit
+                # Under create_graph, keep the buffers, even on a rank that does not run the unit:
+                # all ranks must decide in the same way whether to reshard the unit.
+                unit.stick()

@@ -39,14 +39,14 @@ __all__ = ["last_report", "record_steps"]
 
 PathLike = str | os.PathLike[str] | None
 
-_OWN = "{rank}"  # if a file name contains this text, every rank writes a file of its own
-_PANELS = 8  # maximum number of ranks in one plot; panels of more ranks would be too small to read
+_OWN = "{rank}"  # if a file name contains this text, every rank writes a separate file
+_PANELS = 8  # maximum number of ranks in one plot, because more panels would be too small to read
 # The report of the last recorded step, keyed by the model's context.
 _last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
 
 
 class _Doing(NamedTuple):
-    """Work for a unit that the training thread has begun and not ended."""
+    """Work that the training thread has begun for a unit and has not ended."""
 
     kind: Kind
     unit: int | None
@@ -68,9 +68,9 @@ class StepRecorder(StepObserver):
         """
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
-        # If a wrapper directly wraps another wrapper, the two units have the same name. The outer
-        # unit has no parameters and comes later in `units`. In reversed order, the inner unit,
-        # which has the parameters, overwrites the entry of the outer unit.
+        # If a wrapper directly wraps another wrapper, the two units have the same name, and only
+        # the inner unit has parameters. The inner unit comes first in `units`. So insert the units
+        # in reversed order: then the inner unit overwrites the entry of the outer unit.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()
@@ -84,7 +84,7 @@ class StepRecorder(StepObserver):
         self._ranges: list[Range] = []
         self._samples: list[MemorySample] = []
         self._volume: Counter[tuple[int | None, str]] = Counter()
-        # Begin of each pass and each collective that has not ended.
+        # Start time of each pass and each collective that has not ended.
         self._in_flight: dict[tuple[Kind, int | None], float] = {}
         self._held: dict[int, tuple[int, int]] = {}
         self._events.clear()  # drop collectives between the model's steps
@@ -94,13 +94,13 @@ class StepRecorder(StepObserver):
         self._look_at(self._units)
 
     def end_step(self) -> None:
-        """End the current step and keep its report, unless nothing of the step ran."""
+        """End the current step and keep its report. Do nothing if no part of the step has run."""
         report = self.report()
         if report is not None:
             self.reports.append(report)
 
     def report(self) -> StepReport | None:
-        """Report of the current step so far; None if nothing of the step ran."""
+        """Return a report of the current step so far, or None if no part of the step has run."""
         if not self._ranges:
             return None
         names = tuple(unit.name for unit in self._units)
@@ -117,7 +117,7 @@ class StepRecorder(StepObserver):
         )
 
     def begin_forward(self) -> None:
-        self._doing.clear()  # a step that failed leaves entries behind
+        self._doing.clear()  # drop entries of a step that failed
         if self._is_over or not self._ranges:
             self.end_step()
             self._begin_step()
@@ -130,7 +130,8 @@ class StepRecorder(StepObserver):
 
     def begin_backward(self) -> None:
         self._is_over = True
-        # A forward that runs a backward inside (to compute forces, for example) is one pass.
+        # If this backward runs inside a forward (to compute forces, for example), count its time as
+        # part of the forward.
         if (Kind.FORWARD_PASS, None) not in self._in_flight:
             self._in_flight[Kind.BACKWARD_PASS, None] = self._clock()
 
@@ -168,7 +169,7 @@ class StepRecorder(StepObserver):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """Remove the last entry equal to ``doing``; later entries, if there are any, stay."""
+        """Remove the last entry that equals ``doing``, and keep all other entries."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()
@@ -176,7 +177,7 @@ class StepRecorder(StepObserver):
                 return
 
     def _switch(self) -> None:
-        """Record the range of time since the last switch, for the thread's innermost work."""
+        """Record the time since the last switch as a range of the thread's innermost work."""
         now = self._clock()
         if self._doing:
             kind, unit, _ = self._doing[-1]
@@ -202,16 +203,17 @@ class StepRecorder(StepObserver):
                 if kind is not Kind.GATHER_WAIT:
                     self._look_at([unit])
             if purpose == "reduce":
-                # Look at all units: a gradient buffer is freed when all ranks have read the buffer,
-                # which this rank may notice in the wait of any unit.
+                # Look at the memory of all units, because any unit's gradient buffer may have been
+                # freed: a buffer is freed when this rank notices, in the wait of some unit, that
+                # all ranks have read the buffer.
                 self._look_at(self._units)
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record collectives that have just begun."""
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
-            # None if the event's unit is not in this model: the second stages of two models'
-            # reductions share a queue, so an event may belong to another model.
+            # The event may be of another model, because the second stages of two models' reductions
+            # share a queue. Then the name may not be found, and `unit` is None.
             unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
             self._volume[unit, purpose] += event.nbytes
             if unit is not None:
@@ -253,11 +255,12 @@ def peak_resident_bytes() -> int | None:
 
 @contextlib.contextmanager
 def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepReport]]:
-    """See ``ShardedWrapper.record_steps``."""
+    """Record steps inside the context; see ``ShardedWrapper.record_steps``."""
     context = sharding.check_between_steps("record_steps()")
     world, device = sharding.settings.ranks.world, sharding.settings.device
     file = None if memory is None else os.fspath(memory)
-    # Check before the first step: otherwise the error would come at the end of a long run.
+    # Check now that the file can be written. Otherwise the error would come at the end of what may
+    # be a long run.
     raise_everywhere(_problem(context, world, file), world)
     remedy = (
         "Pass the same on every rank: only rank 0 writes the file, unless its name has '{rank}'."
@@ -278,7 +281,7 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
 
 
 def last_report(context: RunContext) -> StepReport:
-    """See ``ShardedWrapper.step_report``."""
+    """Return the report of the last recorded step; see ``ShardedWrapper.step_report``."""
     recorder, report = context.observers.find(StepRecorder), _last_reports.get(context)
     if recorder is not None:
         report = recorder.report() or [report, *recorder.reports][-1]
@@ -291,14 +294,14 @@ def last_report(context: RunContext) -> StepReport:
 
 
 def _written(path: str, world: Communicator) -> str | None:
-    """The file that this rank writes; None if rank 0 writes the file for all ranks."""
+    """Return the file that this rank writes, or None if only rank 0 writes a file."""
     if _OWN in path:
         return path.replace(_OWN, str(world.rank))
     return path if world.rank == 0 else None
 
 
 def _problem(context: RunContext, world: Communicator, file: str | None) -> Exception | None:
-    """The reason why this rank cannot record, if there is one."""
+    """Return the error if this rank cannot record steps, or None if it can."""
     if context.observers.find(StepRecorder) is not None:
         return RuntimeError(
             "record_steps: the model's steps are being recorded already. Leave the other "
@@ -310,7 +313,7 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
     try:
         is_new = not Path(path).exists()
         Path(path).open("a").close()
-        if is_new:  # a run that fails leaves no empty file
+        if is_new:  # do not leave an empty file, in case the run fails
             Path(path).unlink()
         matplotlib()
     except OSError as error:
@@ -324,7 +327,7 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
 
 
 def _write(file: str, reports: Sequence[StepReport], world: Communicator) -> None:
-    """Draw the reports into the file. Collective if one file shows all ranks."""
+    """Plot the reports into the file. Collective if one file shows all ranks."""
     if _OWN not in file:
         everyone = world.host.gather(reports, "recorded steps")
         reports = [report for of_rank in everyone for report in of_rank]

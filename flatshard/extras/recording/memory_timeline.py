@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """Memory of a unit beside its shards, from ``seconds`` until the unit's next sample."""
+    """Memory of a unit in addition to its shards, from ``seconds`` to the unit's next sample."""
 
     seconds: float  # since the step began
     unit: int
@@ -21,14 +21,17 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Memory of the units of one rank over a step, beside their shards."""
+    """Memory of one rank's units over a step, in addition to their shards."""
 
     units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
     seconds: float  # duration of the step
-    samples: tuple[MemorySample, ...]  # before a unit's first sample, the unit holds nothing
+    samples: tuple[MemorySample, ...]  # before its first sample, a unit's memory is zero
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Time of each sample, with the unsharded and gradient bytes of all units from then on."""
+        """Return, for each sample, its time and the bytes of all units from this time on.
+
+        The bytes are a pair: unsharded bytes and gradient bytes.
+        """
         held: dict[int, tuple[int, int]] = {}
         gathered = gradients = 0
         found = []
@@ -52,7 +55,7 @@ def matplotlib(name: str = "figure") -> Any:
 
 
 def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Draw one panel per title and timeline. All timelines must have the same units.
+    """Plot each pair of title and timeline as a panel. All timelines must have the same units.
 
     A panel stacks the units: unsharded parameters at the bottom, gradients above, hatched.
     """

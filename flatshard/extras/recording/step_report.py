@@ -14,7 +14,7 @@ from flatshard.module.unit_report import show_bytes, tabulate
 
 
 class Range(NamedTuple):
-    """A range of time.
+    """A range of time in a step.
 
     Attributes:
         kind: the work that took the time.
@@ -31,17 +31,18 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit's part of a step. A unit's times exclude those of units nested in it.
+    """One unit's part of a step. A unit's times exclude the times of units nested in it.
 
-    Bytes count full tensors, as ``collectives.record`` does: the output of an all-gather, the input
-    of a reduce-scatter. A unit that is not sharded has no all-gathers.
+    As in ``collectives.record``, bytes are the bytes of full tensors: the output of an all-gather,
+    or the input of a reduce-scatter. A unit that is not sharded has no all-gathers.
 
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.
         forward_seconds: time computing forward.
         backward_seconds: time computing backward, with the recomputation of checkpoints.
         starting_seconds: time preparing and starting collectives.
-        gather_wait_seconds: exposed all-gather time: the thread waited for parameters.
+        gather_wait_seconds: time in which the thread waited for parameters (the part of the
+            all-gathers that did not overlap with computation).
         reduce_wait_seconds: time in which the thread waited for reduced gradients.
         gathered_forward_bytes: bytes all-gathered for forward.
         gathered_backward_bytes: bytes all-gathered again for backward.
@@ -67,8 +68,8 @@ class StepReport:
     begins. Under gradient accumulation, every micro-batch is a step. Several forwards before one
     backward belong to one step, and a forward in evaluation is a step.
 
-    Times are measured on the host. On an accelerator, a range counts the time to launch kernels.
-    The time that kernels run appears where the host waits for the kernels.
+    Times are measured on the host. On an accelerator, a range is therefore the time to launch
+    kernels. The time in which kernels run is part of the range in which the host waits for them.
 
     Attributes:
         number: number of steps recorded before this step.
@@ -78,9 +79,9 @@ class StepReport:
         forward_seconds: time in the outermost forward, with waits.
         backward_seconds: time from the first gradient of an output to the end of backward, with
             waits.
-        ranks_wait_seconds: time in waits that belong to no single unit: waits for the list of
-            parameters that other ranks used, for rank 0's buffers, and until other ranks have read
-            this rank's memory.
+        ranks_wait_seconds: time in waits that belong to no single unit. This rank waits to learn
+            which parameters other ranks used, to receive rank 0's buffers, and until other ranks
+            have read this rank's memory.
         other_bytes: communication volume that belongs to no single unit.
         units: reports of the units, the root last.
         peak_gathered_bytes: peak memory of unsharded parameters.
@@ -130,7 +131,7 @@ class StepReport:
         return self.other_bytes + sum(of_units)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures for JSON, without the timelines ``memory`` and ``ranges``."""
+        """Return all figures as a dict for JSON, except the timelines ``memory``, ``ranges``."""
         others = ("units", "memory", "ranges")
         names = [one.name for one in dataclasses.fields(self) if one.name not in others]
         names += ["other_seconds", "blocked_seconds", "moved_bytes"]
@@ -202,9 +203,13 @@ def sum_up(
 ) -> StepReport:
     """Sum up a step into a report.
 
-    ``volume`` has bytes by unit and purpose: "forward" and "backward" for all-gathers, "reduce" for
-    reductions. Bytes of another purpose have no unit. ``figures`` are the report's fields that
-    cannot be computed from the other arguments.
+    Args:
+        ranges: the ranges of time in the step.
+        volume: bytes of communication, by unit and purpose. The purposes are "forward" and
+            "backward" for all-gathers, and "reduce" for reductions. Bytes of other purposes have no
+            unit.
+        memory: the memory during the step.
+        figures: the report's fields that cannot be computed from the other arguments.
     """
     # At every moment, the training thread does one kind of work for one unit, or runs code outside
     # of flatshard. So the thread's ranges never overlap, and their sum is at most the step's time.
@@ -219,7 +224,7 @@ def sum_up(
         times: list[Any] = [seconds[kind, index] for kind in _TIMES]
         sizes = [volume.get((index, purpose), 0) for purpose in _PURPOSES]
         units.append(UnitReport(name, *times, *sizes))
-    # Before the step's first sample, the units hold nothing.
+    # Start with zero bytes: before the step's first sample, the units have no memory.
     held = [(0, 0), *(each for _, *each in memory.totals())]
     return StepReport(
         seconds=memory.seconds,
