@@ -441,8 +441,8 @@ class PendingSends:
 class RunLink:
     """State that all objects of one flat parameter share to run its collectives.
 
-    If a module around the unit is wrapped later, the unit's name changes, and the sends are kept by
-    another root. All objects see the changes, because they share this object.
+    If a module around the unit is wrapped later, the unit's name changes, and the new root collects
+    the unfinished sends. All objects see both changes, because they share this object.
     """
 
     unit_name: str  # for errors

@@ -45,8 +45,8 @@ GLIBC_LIMIT_BYTES = 32 << 20
 # Size of a chunk. Larger chunks are moved with fewer calls (15 us each), but waste more memory: a
 # buffer's last chunk is rarely used in full.
 _CHUNK_BYTES = 1 << 20
-# Largest number of chunks. Each chunk in a buffer is a separate mapping, and Linux allows a process
-# about 65,000 mappings.
+# Maximum number of chunks. The pool must not use up the mappings of the process: each chunk in a
+# buffer is a separate mapping, and Linux allows a process about 65,000 mappings.
 _MAX_CHUNKS = 1 << 13
 
 
@@ -74,7 +74,10 @@ class BufferMemory:
         return 0
 
     def take(self) -> None:
-        """Allocate the memory, unless this was done already. Only a mapped shard has values."""
+        """Allocate the memory, unless the buffer has memory already.
+
+        The values are undefined, except those of a mapped shard.
+        """
 
     def renew(self) -> None:
         """Called before the buffer is filled again with new values."""
@@ -117,7 +120,7 @@ class AllocatedBuffer(BufferMemory):
 
 
 def own_pages(values: Tensor) -> None:
-    """Copy the pages of a private file mapping, so that later writes to the file are not seen."""
+    """Copy the pages of a private file mapping, so that later writes do not change ``values``."""
     touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
     # Write one element of each page: on a write, the system gives this process its own copy of the
     # page.
@@ -245,7 +248,8 @@ class PooledBuffer(BufferMemory):
         """Take pages from the pool. Raises ``MemoryError`` if the process has too many mappings."""
         if self._is_taken:
             return
-        # Set this before taking pages, because after a failure ``free`` must return them.
+        # Set this flag before taking pages: if taking pages fails, ``free`` must return the pages
+        # that were taken so far.
         self._is_taken = True
         try:
             for start, end in self._rooms:
@@ -298,8 +302,8 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemo
 
 
 def fills_pages(nbytes: int) -> bool:
-    """Whether shards of ``nbytes`` can be mapped next to each other, and are large enough to."""
-    # The answer is the same on all ranks if all ranks run the same operating system.
+    """Whether mapping shards of ``nbytes`` next to each other is possible and saves time."""
+    # All ranks must get the same answer. They do if they run the same operating system.
     return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
@@ -317,7 +321,7 @@ def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTar
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """Return the bytes of the storages of ``tensors``. A shared storage counts once."""
+    """Return the total bytes of the storages of ``tensors``. A shared storage counts once."""
     storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -355,8 +359,8 @@ class BufferCache:
             new, is_worth_it = self._new(numel, dtype), True
         else:
             new = torch.empty(numel, dtype=dtype, device=device)
-            # Do not cache smaller tensors: the allocator caches their memory, and can use it for
-            # other purposes in between.
+            # Do not cache smaller tensors: the allocator already caches the memory of smaller
+            # tensors, and can lend this memory to other code in between.
             is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
         if not is_worth_it or self._kept is not None:
             return new
@@ -370,7 +374,7 @@ class BufferCache:
 
 
 def num_uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's storage, including one of this call."""
+    """Return the number of references to a tensor's storage, including the one of this call."""
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 

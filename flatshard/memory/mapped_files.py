@@ -62,7 +62,8 @@ def reserve_range(nbytes: int) -> mmap.mmap:
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:
     """Map an open file for reading and writing. Raises ``OSError``."""
-    # Do not use Python's `mmap` of a file, which would keep the file open.
+    # Do not use Python's `mmap` of a file, because it would keep a duplicate of the file descriptor
+    # open for as long as the mapping exists.
     found = reserve_range(nbytes)
     map_at(number, address_of(found), nbytes)
     return found
@@ -93,14 +94,16 @@ def drop_pages(place: int, nbytes: int) -> None:
 
 def want_pages(place: int, nbytes: int) -> None:
     """Allocate the pages of a range for writing, in one call."""
-    # Systems before Linux 5.14 return an error. Then each page is allocated at its first use.
+    # Ignore errors: systems before Linux 5.14 do not know this request, and then each page is
+    # allocated at its first use.
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 
 
 def move_pages(source: int, place: int, nbytes: int) -> bool:
     """Move the pages of one address range to another. Return whether this succeeded."""
     # Afterwards the source range reads as zeros and has no memory. The previous contents of the
-    # target range are lost. Systems before Linux 5.7 do not support this.
+    # target range are lost. The call fails on systems before Linux 5.7, which do not know the flag
+    # DONTUNMAP.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
 
@@ -116,7 +119,7 @@ def allow(place: int, nbytes: int) -> None:
 
 
 def give_back_freed() -> None:
-    """Make the allocator return its free memory to the system."""
+    """Make the C library's allocator return its free memory to the operating system."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 

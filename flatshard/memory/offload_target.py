@@ -33,7 +33,7 @@ class OffloadTarget:
         return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the target. A tensor that is there already is returned itself."""
+        """Copy a tensor into the target; return the tensor itself if it is already there."""
         return tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -41,18 +41,18 @@ class OffloadTarget:
         return tensor.clone()
 
     def page_in(self, *tensors: Tensor) -> None:
-        """Prepare those of ``tensors`` that are in the target for writing."""
+        """Prepare ``tensors`` for writing. Tensors that are not in the target are ignored."""
 
     def page_out(self, *tensors: Tensor) -> None:
-        """Free the memory that tensors need only while they are used. Their values stay."""
+        """Free memory that ``tensors`` need only while they are used. The values are kept."""
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve space for later tensors. ``what`` names them in errors. Raises OffloadError."""
+        """Reserve space for later tensors, which ``what`` names in errors. Raises OffloadError."""
 
     def keep_state_of(self, param: Tensor) -> None:
-        """Store optimizer state with one value per element of a plain parameter in the target.
+        """Make optimizers store state with one value per element of ``param`` in the target.
 
-        For a sharded parameter, ``ShardSpec.state_target`` has this effect.
+        This method is for plain parameters; sharded parameters have ``ShardSpec.state_target``.
         """
 
     def create(self, nbytes: int) -> int:
@@ -95,6 +95,8 @@ DEVICE = OffloadTarget()
 
 @dataclass(frozen=True)
 class OffloadTargets:
+    """The offload targets of one unit."""
+
     shard: OffloadTarget = DEVICE
     gradient: OffloadTarget = DEVICE
     # Target of optimizer state with one value per element. None: the device of the shard.
@@ -127,7 +129,7 @@ class OffloadTargets:
         self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
 
     def trim(self) -> None:
-        """Return memory that only the construction needed to the operating system."""
+        """Return memory that was freed during wrapping to the operating system."""
         if self.state is not None:
             mapped_files.give_back_freed()
 

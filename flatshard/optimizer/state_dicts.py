@@ -110,8 +110,8 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
         ValueError: state has neither one value per element nor one value per parameter.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
-    # If the optimizer is not element-wise, all other state is equal on all ranks, or was sent to
-    # all ranks by the rank that owns the parameter.
+    # Check other state only if the optimizer is element-wise. Otherwise, other state is equal on
+    # all ranks, or `shared_state` has sent it from the rank that owns the parameter to all ranks.
     is_alike = not is_elementwise(optimizer)
     for param, state in _sharded_params(optimizer, state_dict):
         for key, value in state.items():
@@ -130,9 +130,10 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
     mesh.
 
     Args:
-        states: state by name of the parameter; changed in place.
-        device: device of the full tensors. None: each tensor's device.
-        is_kept: False: this rank only takes part in the collectives, and gets empty tensors.
+        states: state, keyed by the parameter's name; changed in place.
+        device: device of the full tensors. None: each tensor stays on its device.
+        is_kept: whether this rank gets the full tensors. False: the rank takes part in the
+            collectives, but gets empty tensors.
     """
     for name in sorted(states, key=str):  # in the same order on all ranks
         for key, value in sorted(states[name].items()):
@@ -284,8 +285,8 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check the stamp of a state dict, and return the state dict without the stamp.
 
-    No tensor is copied. If torch's ``set_state_dict`` passes a state dict without a stamp, state
-    with one value per element is replaced by this rank's range.
+    If the state dict has a stamp, no tensor is copied. torch's ``set_state_dict`` passes state
+    dicts without a stamp; then state with one value per element is replaced by this rank's range.
     """
     if not is_stamped(state_dict):
         asked = torch_request()

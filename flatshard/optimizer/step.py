@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def restore_all() -> None:
-    """Restore the parameters of optimizers whose step raised: their post hooks never ran."""
+    """Restore the parameters of optimizers whose step raised, so that no post hook ran."""
     for optimizer in list(stepping):
         stepping.pop(optimizer).undo(optimizer)
 
@@ -146,7 +146,7 @@ def _refuse_sharded(optimizer: torch.optim.SparseAdam) -> None:
 
 
 class StepPart(NamedTuple):
-    """Some consecutive parameters of one group."""
+    """Consecutive parameters of one parameter group, which are stepped together."""
 
     optimizer: Optimizer
     group: dict[str, Any]
@@ -193,9 +193,9 @@ def _name_of(param: Any) -> str | None:
 
 
 def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None:
-    """Raise, on all ranks, if some unit trains on only some of the ranks.
+    """Raise, on all ranks, if a unit trains on only some ranks of ``world``.
 
-    The norms would differ between ranks.
+    The norm over all units would then differ between ranks.
     """
     for handle in handles:
         if handle.topology.world.size < world.size:
@@ -212,8 +212,8 @@ def check_reduced(
 ) -> None:
     """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    Collective: all ranks of ``world``. There is no communication if ``is_reducing`` is true: the
-    last forward began outside of ``no_sync``.
+    Collective: all ranks of ``world``. ``is_reducing``: whether the last forward began outside of
+    ``no_sync``. If so, the ranks do not communicate.
     """
     mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
     found = {world.rank: mine}
@@ -245,7 +245,8 @@ def clip_grad_norm_(
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # Sort sharded parameters like the handles, because the order decides the rounding of the sum.
+    # Sort sharded parameters like the handles instead of like ``params``: the rounding of the sum
+    # depends on the order, and so the norm does not depend on the order of ``params``.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():

@@ -168,7 +168,7 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
             stepper = extra("whole_tensors", asked_for).WholeStepper()
         else:
-            return Stepper()  # the optimizer may get sharded parameters later
+            return Stepper()  # not kept, because the optimizer may get sharded parameters later
         _steppers[optimizer] = stepper
     return stepper
 
@@ -242,15 +242,15 @@ def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> Non
 class Stepper:
     """Prepares the steps of one optimizer. This base class is for optimizers of plain parameters.
 
-    A stepper must not hold a reference to the optimizer, because it lives longer than a step and
-    would keep the optimizer alive.
+    A stepper must not hold a reference to the optimizer, because the stepper lives longer than a
+    step and would keep the optimizer alive.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Called before ``step()``. Return the optimizer that torch shall step.
 
-        A stepper that has already stepped all parameters itself returns a dummy optimizer. It may
-        also change the closure's ``loss``.
+        A stepper that has already stepped all parameters itself returns a dummy optimizer. Such a
+        stepper may also change the closure's ``loss``.
         """
         return optimizer
 
@@ -270,7 +270,7 @@ class Stepper:
         return {}
 
     def report(self, ids: Collection[int]) -> str | None:
-        """Text on how parameters with these ids were stepped in full. None if none were."""
+        """Return a text on how parameters with these ids were stepped in full, or None."""
         return None
 
 
@@ -360,7 +360,7 @@ ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
-    """A bucket's state, or the views of it that are a member's state."""
+    """State of a bucket, or state of a member, which consists of views of the bucket's state."""
 
     # All members share the tensor with the number of steps. This tensor must not be handed to other
     # code (see `apart`): increasing one member's number of steps would increase the number of all
@@ -371,7 +371,7 @@ class BucketState(dict[str, Any]):
         self._made_of = tuple(self.values())
 
     def is_unchanged(self, state: object) -> bool:
-        """Whether ``state`` is this object, and still holds the values of its construction."""
+        """Whether ``state`` is this object, and still has the values with which it was made."""
         same = map(operator.is_, self.values(), self._made_of)
         return state is self and len(self) == len(self._made_of) and all(same)
 
@@ -420,7 +420,7 @@ def _shown(value: Any) -> Any:
 
 
 def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The parameters of all groups, in order."""
+    """Return the parameters of all groups, in order."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
@@ -476,8 +476,8 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 def _flat_grad(param: Any) -> Tensor | None:
     """Return the flat gradient of which the parameter's gradient is a view.
 
-    The gradient lies in the flat gradient at the same place as the parameter in the shard. None if
-    there is no gradient, or a gradient that the user assigned.
+    The gradient lies in the flat gradient at the same place as the parameter in the shard. Return
+    None if the parameter has no gradient, or if the user assigned the gradient.
     """
     if isinstance(param, FlatShardTensor):
         grad = param.grad
@@ -562,8 +562,8 @@ class ParamBucket:
         set_grad(
             self.param, local_grad(first) if flat is None else flat.detach()[self._start : end]
         )
-        # Raise the version counter here, because an optimizer that writes to `p.data` does not.
-        # Otherwise flatshard would use unsharded buffers from before the step.
+        # Raise the version counter, because an optimizer that writes to `p.data` does not raise it,
+        # and flatshard would then reuse unsharded buffers from before the step.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
@@ -634,7 +634,7 @@ class ParamBucket:
 
 
 def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
-    """Move state of this shape to ``target``, which stores state between steps."""
+    """Move the tensors of ``shape`` in ``state`` to ``target``, which stores them between steps."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == shape:
             state[key] = target.take_in(value)

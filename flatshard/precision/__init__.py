@@ -196,8 +196,8 @@ _REFUSALS = {
 }
 
 
-# The descriptor's functions: under DisableTorchFunctionSubclass a call takes a third of the time of
-# the attribute `param.grad`.
+# Call these functions instead of reading or assigning `param.grad`: under
+# DisableTorchFunctionSubclass a call takes a third of the time.
 _GRAD: Any = Tensor.grad
 get_grad, _put_grad = _GRAD.__get__, _GRAD.__set__
 
@@ -224,7 +224,8 @@ def check_dtype(
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
             return
-    # The class whose `step` runs. A subclass may define its own `step`, with its own errors.
+    # Find the class that defines `step`, not the class of the optimizer: a subclass may inherit
+    # torch's `step`, or define its own `step` with its own errors.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
     why = _REFUSALS.get(kind)
@@ -271,7 +272,10 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """The dtype of modules or parameters that deviate from the policy. None: their own dtype."""
+    """The dtype of modules or parameters that deviate from the policy.
+
+    None: each parameter is unsharded in its own dtype.
+    """
 
     dtype: torch.dtype | None
 
@@ -297,7 +301,7 @@ class PrecisionPlan:
         """Choose the dtypes of all modules and parameters; change nothing in the model.
 
         Raises:
-            TypeError: a function in ``overrides`` returns something that is no floating point
+            TypeError: a function in ``overrides`` returns a value that is not a floating point
                 dtype.
             ValueError: the policies ask for two dtypes of one tied parameter.
         """
@@ -365,11 +369,11 @@ class PrecisionPlan:
         return self._override_of[module]
 
     def describe(self) -> str:
-        """Text of the choices that the policies do not show, to compare between ranks."""
+        """Return a text of all choices that do not follow from the policies; ranks compare it."""
         return ""
 
     def warnings(self) -> list[str]:
-        """Warnings about settings that have no effect."""
+        """Return warnings about settings that have no effect."""
         casts = any(policy.param_dtype or policy.buffer_dtype for policy in self._policies.values())
         if not casts or os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") != "1":
             return []
@@ -428,5 +432,5 @@ class PrecisionPlan:
 
 
 def _dtype_of(policy: MixedPrecision, override: Override | None) -> torch.dtype | None:
-    """The dtype of unsharded parameters. None: each parameter's own dtype."""
+    """Return the dtype of unsharded parameters. None: each parameter's own dtype."""
     return policy.param_dtype if override is None else override.dtype

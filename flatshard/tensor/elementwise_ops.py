@@ -1,6 +1,7 @@
 """Operations on sharded tensors that need no communication.
 
-Each rank runs element-wise operations, draws random numbers, and makes aliases for its own range.
+Each rank runs an element-wise operation on its own range. Random numbers are drawn on every rank
+for the full tensor, and each rank keeps the numbers of its own range.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
-        # Optimizers make their state with ``zeros_like`` and similar functions, so move the result
-        # to the offload target of optimizer state.
+        # The result may be optimizer state: optimizers make state with ``zeros_like`` and similar
+        # functions. So move the result to the offload target of optimizer state.
         result = target.take_in(result) if result.device == like.local.device else result
     computed = FlatShardTensor(result, spec, role=_role_of(func, args))
     computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
@@ -128,7 +129,7 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 
 
 def _role_of(func: Any, args: tuple[Any, ...]) -> str:
-    """Role of a computed tensor: the operation, numbers, and the roles of the operands."""
+    """Return the role of a computed tensor: the operation, and its numbers or operands' roles."""
     operands = (
         value.role if isinstance(value, FlatShardTensor) else repr(value)
         for value in args
@@ -152,7 +153,7 @@ def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any)
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on lists of tensors, which are matched by position."""
+    """Run an operation that combines the tensors at the same position of each list."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     # Find the spec of each position. At one position, some lists may have a sharded tensor and
     # other lists a plain tensor: a sharded parameter, for example, and a plain gradient.

@@ -163,7 +163,7 @@ class OriginalParam:
 
     @property
     def where(self) -> str:
-        """Text that names the parameter and its unit, for messages."""
+        """A text that names the parameter and its unit, for messages."""
         return f"parameter {self.spec.name!r} ({unit_text(self.spec.unit)})"
 
     @property
@@ -265,7 +265,7 @@ class OriginalParam:
             # The spec names the parameter in errors. The reference is weak, because the spec refers
             # to the parameter, and a cycle would be freed only by Python's garbage collector.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
-        # Integer parameters never require a gradient.
+        # This call does not raise for integer parameters, because they never require a gradient.
         self.full.requires_grad_(self.requires_grad)
         # Without a buffer, ``full`` and ``sharded`` are the same object. `model.to()` keeps this
         # object and its hooks, so there are no hooks to move.
@@ -295,13 +295,17 @@ class OriginalParam:
         for param in watched:
             if self._grad_hook is not None and (param.is_floating_point() or param.is_complex()):
                 is_trained = param.requires_grad
-                # torch refuses hooks on a frozen tensor, but users may unfreeze the tensor later.
+                # Register the hook even on a frozen tensor, because users may unfreeze it later.
+                # torch refuses hooks on a frozen tensor, so unfreeze the tensor for the call.
                 param.requires_grad_(True)
                 param.register_post_accumulate_grad_hook(self._grad_hook(self))
                 param.requires_grad_(is_trained)
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
-        """Return the copied parameter and its locations in deep-copied modules, same name."""
+        """Return the deep copy of the parameter, with its locations in the copied modules.
+
+        The copy keeps the parameter's name. ``memo`` is the dictionary of ``copy.deepcopy``.
+        """
         places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
         places[0] = replace(places[0], name=self.name)
         return ParamInfo(memo.get(id(self.sharded), self.sharded), places)

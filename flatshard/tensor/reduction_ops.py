@@ -44,7 +44,10 @@ Comms = Sequence[Communicator]
 
 
 def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
-    """Combine a few numbers in place over each of ``comms``. Collective: all ranks of these."""
+    """Combine a few numbers over the ranks of each communicator, in place.
+
+    Collective: all ranks of ``comms``.
+    """
     for comm in comms:
         values = comm.reduce_scalars(values, op, op_name=op_name)
     return values
@@ -64,7 +67,7 @@ def _part(tensor: FlatShardTensor) -> Tensor:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """Dtype in which elements of ``dtype`` are added. None: ``dtype`` itself."""
+    """Return the dtype in which elements of ``dtype`` are added. None: ``dtype`` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
@@ -111,12 +114,12 @@ def norms(
 def _sharded_norms(
     tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comms: Comms
 ) -> Tensor:
-    """Norms of tensors with the same communicators, float64, ``(len(tensors),)``."""
+    """Return the norms of tensors with the same communicators, float64, ``(len(tensors),)``."""
     parts = [_part(tensor) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
-    # The norm of complex numbers depends only on their absolute values. Take these first, because
-    # torch warns when it counts nonzero complex numbers (order 0).
+    # Take the absolute values of complex numbers first, because torch warns when it counts nonzero
+    # complex numbers (order 0). A norm depends only on absolute values, so it stays the same.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     local = _local_norms(parts, order, device)
@@ -215,8 +218,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
     wrote(gradients)
-    # Use a dictionary instead of a set, because all ranks must use the communicators in the same
-    # order.
+    # Collect the communicators in a dictionary, because all ranks must use the communicators in the
+    # same order, and a set has no fixed order.
     specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
     for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
@@ -270,7 +273,8 @@ for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
     ABOVE_AUTOGRAD[_function] = _refuse_gradients_of
 
 
-# The supported reductions. On N equal tensors SUM multiplies by N, the others change nothing.
+# The reductions that `_all_reduce` supports, because it can compute them without sending values: on
+# N equal tensors SUM multiplies by N, and the other reductions change nothing.
 _REDUCTIONS = ("SUM", "AVG", "MAX", "MIN")
 
 
@@ -321,7 +325,8 @@ def _trains(spec: ShardSpec, group: Any) -> bool:
     if len(spec.comms) > 1 or not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = set(dist.get_process_group_ranks(group))
-    # Each rank checks that ``group`` contains the rank's own shard group and replicate group.
+    # A rank knows only the members of its own shard group and replicate group, so each rank checks
+    # that ``group`` contains these two groups.
     parts = [comm.ranks for comm in (spec.comm, spec.replicas) if comm.size > 1]
     return len(ranks) == spec.comm.size * spec.replicas.size and ranks.issuperset(chain(*parts))
 

@@ -29,7 +29,7 @@ class ParamSplit(Protocol):
         """Return a DTensor over ``local``, this group's part. Modules hold the DTensor."""
 
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """Convert a user's hook on the gradient of the larger tensor to a hook on this part's."""
+        """Convert a hook on the larger tensor's gradient to a hook on the gradient of this part."""
 
     def full(self, local: Tensor) -> Tensor:
         """Return the larger tensor. Collective: the ranks of ``comms``."""
@@ -42,7 +42,7 @@ class ParamSplit(Protocol):
 
 
 class ParamOwner:
-    """Interface to the run of a model, for operations on parameters outside of their units.
+    """Interface by which an operation on a parameter calls the model that trains the parameter.
 
     This base class does nothing. It is the owner of a copied parameter, and of a parameter whose
     model was deleted.
@@ -55,7 +55,7 @@ class ParamOwner:
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Called before autograd adds a gradient from a use of a parameter outside of forward."""
+        """Called in backward, before the gradient of a use outside of forward is averaged."""
 
     def bring_back(self, spec: ShardSpec) -> bool:
         """Called when a freed full parameter is read. Returns True if the unit was unsharded."""
@@ -128,7 +128,8 @@ class ShardSpec:
                     f"that broadcasts to {self.shape}, got {tuple(tensor.shape)}",
                     self,
                 ) from None
-        # ``reshape`` returns a view if the tensor is in the parameter's memory order, else a copy.
+        # ``reshape`` returns a view if the tensor is in the parameter's memory order. Otherwise it
+        # returns a copy.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
 
     @property
@@ -172,7 +173,7 @@ class ShardSpec:
         return local if self.tensor_parallel is None else self.tensor_parallel.full(local)
 
     def split(self, full: Any) -> Any:
-        """Return this rank's part of a result of ``unsplit``. Other values return unchanged."""
+        """Return this rank's part of a result of ``unsplit``; return any other value unchanged."""
         split = self.tensor_parallel
         if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.shape:
             return full
@@ -204,7 +205,7 @@ class ShardSpec:
             )
 
     def where(self, described: str | None = None) -> str:
-        """Text that names a tensor, its unit and this rank.
+        """Return a text that names a tensor, its unit and this rank.
 
         ``described``: description of the tensor. None: the tensor is the parameter.
         """
@@ -233,8 +234,9 @@ def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
     return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)
 
 
-# Torch's wrappers that must not be applied to sharded parameters. A key is the module and the name
-# of a function that makes or runs the wrapper.
+# Torch's wrappers that must not be applied to sharded parameters. Keys: the module and the name of
+# the function that makes or runs the wrapper, to find on the call stack. Values: the wrapper's
+# name, for the error.
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",

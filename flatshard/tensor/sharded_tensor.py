@@ -103,7 +103,7 @@ class Origin:
 
 
 def digest_of(name: str, operands: Iterable[Any]) -> int | None:
-    """Digest of the result of operation ``name``. None if an operand may differ between ranks."""
+    """Return a digest of an operation's result; None if an operand may differ between ranks."""
     parts: list[Any] = [name]
     for operand in operands:
         if isinstance(operand, Tensor):
@@ -255,8 +255,8 @@ class FlatShardTensor(torch.Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The values without autograd.
 
-        An assignment copies the new values into the shard. Tensors that users read from ``data``
-        before get their own memory first, so they keep the old values.
+        An assignment copies the new values into the shard. Tensors that users took from ``data``
+        earlier keep the old values: they get their own memory before the copy.
         """
         return self.detach()
 
@@ -273,8 +273,8 @@ class FlatShardTensor(torch.Tensor):
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
 
-    # These properties make ``grad`` fast, because clipping and zero_grad() access ``grad`` of each
-    # parameter in each step: without the properties each access would call ``__torch_function__``.
+    # Without these properties each access to ``grad`` would call ``__torch_function__``, which is
+    # slow: clipping and zero_grad() access ``grad`` of each parameter in each step.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient."""
@@ -292,7 +292,7 @@ class FlatShardTensor(torch.Tensor):
             _GRAD.__delete__(self)
 
     def data_ptr(self) -> int:
-        """The address of this rank's range."""
+        """Return the memory address of this rank's range."""
         return self.local.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
@@ -306,7 +306,8 @@ class FlatShardTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # Refuse: a pickle would contain only this rank's range, without the means to get the rest.
+        # Refuse to pickle, because the pickle would contain only this rank's range, and could not
+        # be completed later.
         if self.is_parameter:
             raise RuntimeError(
                 f"parameter {self.spec.name!r} is sharded and cannot be pickled. Pass "
@@ -325,7 +326,7 @@ class FlatShardTensor(torch.Tensor):
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        if self.requires_grad:  # the parameter was unfrozen since the unit was last unsharded
+        if self.requires_grad:  # users may have unfrozen the parameter after the last unshard
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
         return full.register_hook(hook if split is None else split.hook_of_part(hook))
@@ -523,10 +524,10 @@ def is_counted() -> bool:
 
 
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
-    """Raise NeedsFullTensor in a forward, before the operation is tried on the shard.
+    """Raise NeedsFullTensor if an operation that may need the full tensor runs in a forward.
 
-    The attempt would save tensors for autograd and then fail, and the checkpoint would count the
-    saved tensors.
+    Raise before the operation is tried on the shard: the attempt would save tensors for autograd
+    and then fail, and ``torch.utils.checkpoint`` would count these tensors.
     """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])

@@ -149,7 +149,7 @@ class GatheredView(Tensor):
 
 
 def _lost(func: Any, view: GatheredView) -> RuntimeError:
-    """Make the error for a function that writes, or may write, to a view of a copy."""
+    """Return the error for a function that writes, or may write, to a view of a full copy."""
     return RuntimeError(
         f"parameter {view.parameter!r}: {torch.overrides.resolve_name(func) or func.__name__} "
         "writes to a view that was taken outside of forward. The view shows a copy of the "
@@ -173,11 +173,12 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
         if copies:
-            # Leave inference mode: a tensor that is made in it has no version counter, and a
-            # `GatheredView` detects writes by the version counter.
+            # Leave inference mode for the clone: a tensor that is made in inference mode has no
+            # version counter, and `GatheredView` needs the counter to detect writes.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
-        # If the tensor requires a gradient, autograd itself raises on an in-place write.
+        # A tensor that requires a gradient need not become a `GatheredView`, because autograd
+        # itself raises on an in-place write to the tensor.
         if tensor.requires_grad:
             return tensor
         shown = tensor.as_subclass(GatheredView)
@@ -190,8 +191,8 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
 class OutsideUse(torch.autograd.Function):
     """Differentiable function of all elements of a sharded tensor, for use outside of forward."""
 
-    # Number of calls, over all models. A call with parameters of two models counts only for the
-    # first model.
+    # Number of calls in this process, over all models. A step in backward compares the number with
+    # an earlier one, to notice uses of parameters outside of forward.
     count = 0
 
     @staticmethod
@@ -238,7 +239,8 @@ def average_full_gradients(param: FlatShardTensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         if param.is_floating_point() or param.is_complex():
             is_trained = param.requires_grad
-            # torch refuses hooks on a frozen tensor, but users may unfreeze the parameter later.
+            # Register the hook even on a frozen parameter, because users may unfreeze it later.
+            # torch refuses hooks on a frozen tensor, so unfreeze the parameter for the call.
             param.requires_grad_(True)
             Tensor.register_hook(param, partial(_averaged, param.spec))
             param.requires_grad_(is_trained)
