@@ -146,9 +146,9 @@ class Communicator(Members):
         with named(self.meeting):
             self.gather_group = new_group(group) if is_apart else group
             self.reduce_group = new_group(group)
-            # gloo ends the process if two ranks send different sizes in one collective. The native
-            # transport begins usual all-gathers without comparing names first, so its gather group
-            # must carry no other collectives.
+            # Exchange small values on a separate group. gloo ends the process if two ranks send
+            # different sizes in one collective, and the native transport begins usual all-gathers
+            # without comparing names first. So its gather group must carry no other collectives.
             control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
             control_group, self.control_device = control_of(control)
         self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
@@ -193,8 +193,8 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """Return the transport for tensors on ``device`` of the flat parameter with this tag."""
-        # The choice does not depend on the size: no transport is better for small tensors and worse
-        # for large tensors (1 MB takes 0.4 ms with each transport).
+        # Choose without regard to the tensor's size: no transport is faster for small tensors and
+        # slower for large tensors (1 MB takes 0.4 ms with each transport).
         return next(one for one in self.transports if one.accepts(device, tag))
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:

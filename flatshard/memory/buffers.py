@@ -234,7 +234,7 @@ class PooledBuffer(BufferMemory):
         self._leases: list[PageLease] = []
         self._is_taken = self._is_kept = False
         self._forbid()
-        # Skip the finalizer at the end of the process, which frees all memory anyway.
+        # Do not run the finalizer when Python exits: the end of the process frees all memory.
         weakref.finalize(everything, POOL.forget, self._leases).atexit = False
 
     @property

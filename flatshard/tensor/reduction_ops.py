@@ -140,7 +140,8 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
-    # An empty part contributes the neutral element.
+    # A rank with no elements must not change the result, so its norm is the neutral element of the
+    # reduction over the ranks: 0, or infinity for negative orders.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
     for dtype in {part.dtype for part in parts}:
