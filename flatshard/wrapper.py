@@ -1,8 +1,8 @@
 """``ShardedWrapper``: the public API. Each method checks its arguments and calls other modules.
 
 A wrapper is a ``ModuleProxy``, so it also has the attributes of its wrapped module. The wrapper's
-own state is a ``Sharding``, which ``construction`` makes: the unit, the settings, and the state of
-the model's steps.
+own state is a ``Sharding``, made by ``construction``: the unit, the settings, and the state of the
+model's steps.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     unit. Optimizers, losses, schedulers and data loaders need no change. Names, shapes and state
     dicts are the same as in the unwrapped module.
 
-    Collective: all ranks of the process group construct, run forward and backward, and take state
-    dicts together.
+    Collective: all ranks of the process group must construct the wrapper, run forward and backward,
+    and take state dicts.
 
     Example:
         ```python
@@ -142,11 +142,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
             ranks are not broadcast.
         allow_divergence: units that some ranks skip in a step, or run in another order: experts
-            that a rank chooses, layers that are dropped at random, a tower for images that only
-            some batches contain. A list of classes, of names in the unwrapped model, or of modules:
-            the units that these modules are or contain. True: all units. These units stay unsharded
-            from the beginning of the outermost forward to the end of backward, and every rank needs
-            the memory.
+            that a rank chooses, layers that are dropped at random, an image tower that only some
+            batches need. Pass a list of classes, of names in the unwrapped model, or of modules:
+            the option applies to the units that these modules are or contain. True: all units.
+            These units stay unsharded from the beginning of the outermost forward to the end of
+            backward, on every rank.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
             of its outermost dimension in memory; ``"tensor"``: nowhere, so that each parameter is
             whole on one rank; an int: at multiples of this many elements from the parameter's
@@ -312,9 +312,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         A rank without inputs left repeats the collective calls of the other ranks with zero
         gradients: forwards, backwards, ``model.clip_grad_norm_``, and steps of element-wise
         optimizers with the other ranks' learning rates. So all ranks end with the same model and
-        optimizer state. Buffers come from the highest rank that has input. An operation that such a
-        rank cannot repeat raises. Each forward costs a small exchange; once a rank has no input,
-        each all-gather costs another exchange.
+        optimizer state. Buffers come from the highest rank that has input. Operations that a rank
+        without input cannot repeat raise an error. Each forward costs a small exchange; once a rank
+        has no input, each all-gather costs another exchange.
 
         Collective: all ranks, at entry and at the end; on the outermost wrapper.
 
@@ -535,8 +535,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         The result equals ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, and costs one
         all-reduce per process group. On an inner wrapper, only gradients within this wrapper are
-        clipped. Ignored parameters count with this rank's gradients. If these gradients differ
-        between ranks, the norm differs, too: clip them separately. Collective: all ranks.
+        clipped. For ignored parameters, each rank uses its own gradients. If these gradients differ
+        between ranks, each rank gets another norm, so clip these gradients separately. Collective:
+        all ranks.
 
         Example:
             ```python
@@ -548,8 +549,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Args:
             max_norm: the largest norm allowed.
             norm_type: the order of the norm: any number, also ``inf`` and ``-inf``.
-            error_if_nonfinite: raise if the norm is infinite or NaN; if False, gradients are scaled
-                with this norm.
+            error_if_nonfinite: raise if the norm is infinite or NaN. False: scale the gradients
+                even by such a norm.
             foreach: use one kernel for many tensors; None: if supported.
 
         Returns:
@@ -584,12 +585,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     ) -> AbstractContextManager[None]:
         """Let the modules of ``module`` hold full plain parameters, under the unwrapped names.
 
-        At the end, also after an exception, each rank keeps its own range of its values. All ranks
-        must write the same values, otherwise the model becomes inconsistent. Edits of values and
-        ``requires_grad`` are kept, and with ``with_grads`` also edits of gradients. Hooks and other
-        attributes that are set inside the context are lost. Forwards inside the context do not
-        communicate, and compute in the parameters' own dtype. Backwards to the parameters, copies
-        of the model, and a nested summon of the same parameters raise.
+        At the end, even after an exception, each rank copies its own range of the full values into
+        its shards. All ranks must write the same values, otherwise the model becomes inconsistent.
+        Edits of values and ``requires_grad`` are kept, and with ``with_grads`` also edits of
+        gradients. Hooks and other attributes that are set inside the context are lost. Forwards
+        inside the context do not communicate, and compute in the parameters' own dtype. Backwards
+        to the parameters, copies of the model, and a nested summon of the same parameters raise.
 
         Collective: all ranks, at entry.
 
@@ -656,8 +657,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         As with an unwrapped model, in-place writes into the tensors reach the model: at the model's
         next use, or when the tensors are deleted. If the model has changed since the call, the
-        write raises RuntimeError then. Writes do not reach the model if ``set_state_dict_type``
-        asks for CPU memory or only rank 0.
+        written values are lost, and the model's next use raises RuntimeError. Writes do not reach
+        the model if ``set_state_dict_type`` asks for CPU memory or only rank 0.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
@@ -699,9 +700,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
-        Dtypes are cast. DistributedDataParallel's ``module.`` prefix is accepted. No communication:
-        every rank passes the same dict. If some ranks did not load at all, the end of the next
-        backward raises. Returns missing and unexpected keys.
+        Tensors are cast to the model's dtypes. DistributedDataParallel's ``module.`` prefix is
+        accepted. No communication: every rank passes the same dict. If only some ranks load, the
+        next backward raises at its end. Returns missing and unexpected keys.
 
         Example:
             ```python
@@ -741,7 +742,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: tensors with one
         value per element of a parameter have the parameter's shape and strides, and the state's
-        dtype. ``step``, options and other entries are kept. A tied parameter has its first name.
+        dtype. ``step``, options and other entries are kept. A tied parameter appears only under its
+        first name.
         The result does not depend on ranks or units, so it can be loaded with any number of ranks
         and any units, and into an optimizer of the unwrapped model: see
         ``optim_state_dict_to_load``.
@@ -758,7 +760,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Args:
             model: a wrapper, a module that contains some, or an unwrapped model.
-            optim: an optimizer over its parameters, made before or after wrapping.
+            optim: an optimizer over the model's parameters, made before or after wrapping.
             optim_state_dict: the result of ``optim.state_dict()``; None: calls it.
             group: no effect, because each unit knows its ranks.
             rank0_only: only rank 0 gets the state, other ranks an empty dict. None: the setting of
@@ -814,7 +816,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Args:
             model: a wrapper, a module that contains some, or an unwrapped model.
-            optim: an optimizer over its parameters.
+            optim: an optimizer over the model's parameters.
             optim_state_dict: the state, the same on every rank. It is not changed.
             is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
             load_directly: also load the result.
@@ -856,7 +858,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            module: a wrapper, or any module that contains wrappers. All of them are set.
+            module: a wrapper, or any module that contains wrappers. The setting applies to all of
+                these wrappers.
             state_dict_type: a member of torch's ``StateDictType``, or its name. Either
                 ``FULL_STATE_DICT``, or ``SHARDED_STATE_DICT`` for
                 ``torch.distributed.checkpoint``, which needs no communication (see
@@ -875,7 +878,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Raises:
             NotImplementedError: another type was passed.
             TypeError: a config does not belong to the type.
-            RuntimeError: units inside had different settings.
+            RuntimeError: the units had different settings before the call, so there is no single
+                setting to return.
         """
         names = extra("torch_names", "ShardedWrapper.set_state_dict_type()")
         options = names.read_options(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -965,7 +969,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
-        """All wrappers in ``module``, or only the outermost: FullyShardedDataParallel's API."""
+        """List all wrappers in ``module``, or only the outermost, as FSDP1 does."""
         found = outermost_shardings(module) if root_only else shardings_in(module)
         return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
 
@@ -1001,7 +1005,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # If several ranks train or unshard the copy, they must make their copies in the same order.
+        # Ranks that use a copy together must copy their models in the same order: each copy takes
+        # the next tags for messages of its process groups.
         return copy_model(self._sharding, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -1013,8 +1018,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
-        # torch calls this method before all others, on all ranks. Check the names here, because
-        # the optimizer's hooks cannot.
+        # torch's `get_state_dict` calls this method before all other methods of the model, on all
+        # ranks. Check the names here, because an optimizer's hooks do not know which ranks train a
+        # unit.
         if is_getting_shards():
             self._sharding.state_dict.check_names()
         return {"": "module"}

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# The name of each folder, and a text for the error that a user without the folder gets. Extras that
-# act in a step act in the order of this table.
+# Maps the name of each folder to a text for the error that a user without the folder gets. If
+# several extras act at the same event of a step, they act in the order of this table.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
     "divergence": "lets ranks skip units, or run them in another order",
@@ -61,7 +61,8 @@ def default_extra(name: str) -> Any | None:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        # Raise if the extra is installed, but imports another module that is missing.
+        # Do not hide a missing dependency: raise if the folder exists, but a module that the folder
+        # imports does not.
         if error.name not in (package, FOLDER):
             raise
         return None

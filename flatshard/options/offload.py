@@ -14,10 +14,10 @@ class OffloadError(RuntimeError):
 class CPUOffload:
     """Where shards, gradients and optimizer state live between uses.
 
-    docs/precision-and-offload.md says what each choice costs. Without ``path``, offloaded tensors
-    live in host memory. If the model computes on the CPU, they are in host memory anyway, and
-    nothing changes. With ``path``, they live in files, which have no name and disappear with the
-    process. Setting only ``path`` offloads everything.
+    Without ``path``, offloaded tensors live in host memory. If the model computes on the CPU, all
+    tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors live in
+    files without names, which disappear when the process ends. Setting only ``path`` offloads
+    everything. docs/precision-and-offload.md says how much time and memory each choice costs.
 
     Example:
         ```python
@@ -32,8 +32,8 @@ class CPUOffload:
             copies the shard to the device, each reduce-scatter copies the gradient back, and
             optimizers step in the offload target.
         offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
-            full precision shards. The device keeps a copy of each shard in the compute dtype. Has
-            no further effect if ``offload_params`` is set.
+            full precision shards. The device keeps a copy of each shard in the compute dtype. No
+            effect if ``offload_params`` is set, too.
         path: a directory for the files; ranks may pass different directories.
         pin_memory: whether to pin host memory, so that copies overlap with computation.
     """
@@ -59,7 +59,7 @@ class CPUOffload:
 
     @property
     def takes_params(self) -> bool:
-        """Whether shards are offloaded, and the device keeps no copy."""
+        """Whether shards are offloaded without a copy on the device."""
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:

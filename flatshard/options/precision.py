@@ -28,13 +28,14 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 class ReduceMode(enum.Enum):
-    """How the ranks' gradients are added: by flatshard or by the backend, and in which order."""
+    """Whether flatshard or the backend adds the ranks' gradients, and in which order."""
 
     AUTO = "auto"
     """The best order for the backend.
 
-    On gloo, flatshard adds gradients as with ``FIXED_ORDER``, except in all-reduces in fp32 or
-    wider. Other backends add gradients themselves, in ``reduce_dtype`` and in their own order.
+    On gloo, flatshard adds gradients as with ``FIXED_ORDER``, but gloo adds gradients in
+    all-reduces in fp32 or wider. Other backends add all gradients themselves, in ``reduce_dtype``
+    and in their own order.
     """
     FIXED_ORDER = "fixed_order"
     """On every backend, flatshard adds gradients in rank order and at least in fp32."""
@@ -158,7 +159,8 @@ class MixedPrecision:
 class ParamPrecision:
     """The dtypes of one flat parameter under a policy."""
 
-    compute_dtype: torch.dtype | None = None  # dtype of unsharded parameters. None: the shard's
+    # Dtype of the unsharded parameters. None: the shard's dtype.
+    compute_dtype: torch.dtype | None = None
     # Dtype in which gradients are reduced and sent. None: `compute_dtype`.
     reduce_dtype: torch.dtype | None = None
     # Float8 dtype in which the shard is sent. None: `compute_dtype`.
@@ -173,7 +175,10 @@ class ParamPrecision:
         return (self.compute_dtype or dtype) if dtype.is_floating_point else dtype
 
     def reduced_dtype(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> torch.dtype:
-        """The dtype in which gradients of parameters of ``dtype`` are reduced."""
+        """The dtype in which gradients of parameters of ``dtype`` are reduced.
+
+        ``of_hook``: the reduce dtype of a communication hook, which overrides the policy.
+        """
         reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
         return reduce_dtype if dtype.is_floating_point else dtype
 
@@ -236,7 +241,7 @@ def as_mixed_precision(value: object) -> MixedPrecision:
                 f"mixed_precision: {name}={given!r} is not supported. Leave it out; "
                 f"flatshard.MixedPrecision has {', '.join(ours)}."
             )
-    # FSDP1's policy has both fields. FSDP2's policy has only `cast_forward_inputs`, which applies
-    # to the root as well.
+    # FSDP1's policy has a separate field for the root, `cast_root_forward_inputs`. FSDP2's policy
+    # has only `cast_forward_inputs`, which also applies to the root.
     fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
     return MixedPrecision(**fields)

@@ -13,19 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Placement:
-    """The properties of a strategy. Code that runs steps reads these, never the strategy's name."""
+    """The properties of a strategy. Code that runs steps reads only these properties."""
 
     # Whether parameters, gradients and optimizer state are split over the shard group.
     sharded: bool
     # Whether units are resharded between forward and backward.
     reshard_after_forward: bool
-    # Whether units are resharded after backward, too. If not, a unit stays unsharded until its
-    # parameters change or a forward without gradients ends.
+    # Whether units are resharded after backward. If not, a unit stays unsharded until its
+    # parameters change, or until a forward without gradients ends.
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that nodes hold replicas.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Then nodes hold
-    # replicas only of the parameters that are all-gathered.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks, not only within
+    # each node. Then nodes hold replicas only of the parameters, to all-gather within the node.
     over_all: bool = False
     # A number k: after forward each rank keeps 1/k of the parameters, so that backward all-gathers
     # from only k ranks. None: backward all-gathers from the same ranks as forward.
@@ -115,7 +115,8 @@ _PLACEMENTS = {
     ),
 }
 
-# For some strategies, the strategy that is the same with `reshard_after_forward=False`.
+# Maps a strategy to the strategy that differs only in `reshard_after_forward=False`. Strategies
+# that are not in this table have no such counterpart.
 _WITHOUT_RESHARDING = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
@@ -129,9 +130,13 @@ def resharding(
 
     Args:
         strategy: the strategy.
-        after_forward: None: keep the strategy's behaviour. True or False: reshard after forward or
-            not. An int k: keep 1/k of the parameters after forward, and all-gather from k ranks in
-            backward.
+        after_forward: None: keep the strategy's behaviour. True: reshard after forward. False: do
+            not. An int k: each rank keeps 1/k of the parameters after forward, so that backward
+            all-gathers from k ranks.
+
+    Returns:
+        The strategy, which may be another one (``FULL_SHARD`` without resharding after forward is
+        ``SHARD_GRAD_OP``), and its placement.
     """
     placement = strategy.placement
     if after_forward is None:
@@ -141,7 +146,7 @@ def resharding(
             f"reshard_after_forward: expected True, False or a number of ranks, "
             f"got {after_forward!r}"
         )
-    # Compare by identity, because 0 == False, but 0 is an error.
+    # Compare by identity: `after_forward != False` would let 0 pass, because 0 == False.
     if after_forward is not False and (after_forward < 1 or not placement.reshard_after_forward):
         raise ValueError(
             f"reshard_after_forward={after_forward}: expected at least 1, with FULL_SHARD or a "
@@ -174,17 +179,17 @@ class BackwardPrefetch(_SameAsTorchs):
     """
 
     AUTO = "AUTO"
-    """``END_OF_FORWARD`` if backward all-gathers over gloo's sockets; else ``BACKWARD_PRE``."""
+    """``BACKWARD_PRE``, or ``END_OF_FORWARD`` if backward all-gathers over gloo's sockets."""
     BACKWARD_PRE = "BACKWARD_PRE"
     """Start before this unit's gradients are computed. This gives the most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
     """Start after this unit was resharded. This keeps one unit less in memory."""
     END_OF_FORWARD = "END_OF_FORWARD"
-    """``BACKWARD_PRE``, and also at the end of forward.
+    """Start as with ``BACKWARD_PRE``, and already at the end of forward.
 
-    When forward ends, the last unit stays unsharded, which saves one all-gather, and the all-gather
-    of the next unit for backward starts. Use this on a slow network, which would be idle between
-    forward and backward. After a forward without backward, both units stay unsharded.
+    When forward ends, the last unit stays unsharded, which saves one all-gather. The all-gather of
+    the unit that backward needs next starts at once. Use this on a slow network, which would be
+    idle between forward and backward. After a forward without backward, both units stay unsharded.
     """
 
 
@@ -206,7 +211,7 @@ def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
 def _as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
     if isinstance(value, kind):
         return value
-    # Torch's enums have the same member names.
+    # A member of torch's enum has the same name as our member, so look up the name.
     name = value.name if isinstance(value, enum.Enum) else value
     choices = ", ".join(kind.__members__)
     if not isinstance(name, str):

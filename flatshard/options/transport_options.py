@@ -10,7 +10,7 @@ import torch
 
 
 class Collectives(enum.Enum):
-    """Values of the user's option ``collectives``, which chooses the transport."""
+    """Values of ``ShardedWrapper(collectives=...)``, which choose the transport."""
 
     AUTO = "auto"
     """The best transport for the backend.
@@ -37,13 +37,14 @@ class TransportOptions:
 
     @property
     def needs_gloo(self) -> str:
-        """The user's option that only gloo supports, as text. "" if there is none."""
+        """The option of the user that only gloo supports, as text for a message; "" if none."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
 
 
-# Default of `coalesce_bytes`: neighbouring units are joined up to this many bytes of parameters.
+# Default of `coalesce_bytes`: maximum number of bytes of parameters in a unit that is joined from
+# neighbouring units.
 COALESCE_BYTES = 4 << 20
 
 
@@ -84,7 +85,7 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
 
 
 def check_launch_without_group() -> None:
-    """Raise if a launcher started other ranks: each rank would train its own model."""
+    """Raise RuntimeError if a launcher started several ranks: each would train a separate model."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         raise RuntimeError(
