@@ -1,8 +1,8 @@
 """Extra: initialises models that are built on the meta device, after sharding, group by group.
 
-``construction.wrap`` calls ``MetaInit``, which gives a group of modules full plain tensors to
-initialise. Each rank keeps its part of each tensor. Then the full tensors are freed, before the
-next group.
+``construction.wrap`` calls ``MetaInit``, which gives the modules of one group full plain tensors
+and lets the modules initialise the tensors. Each rank keeps its part of each tensor. Then the full
+tensors are freed before the next group gets tensors, so the full model never has to fit in memory.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises an error
 that names the folder. One case needs no folder: rank 0 has all values, the other ranks have tensors
@@ -44,8 +44,8 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 
-# For each module, the module's own functions that initialise tensors, keyed by function name. Used
-# if the user passes no `param_init_fn`.
+# For each module, the module's own functions that initialise tensors, keyed by function name. They
+# are used only if the user passes no `param_init_fn`.
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -106,8 +106,9 @@ def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> s
         missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
         if module in ignored.modules or not missing:
             continue
-        # With a `param_init_fn`, only ignored parameters count as existing values: the function may
-        # leave other parameters as they are, but `to_empty` in it drops ignored parameters.
+        # Find the module's parameters whose values would be lost. With a `param_init_fn`, these are
+        # only the ignored parameters: if the function calls `to_empty`, the values of ignored
+        # parameters are lost, but the function may leave other parameters as they are.
         kept = [
             attribute
             for attribute, param in module._parameters.items()
@@ -159,8 +160,8 @@ class _Slot:
     handle: FlatParamHandle | None = None
     param: OriginalParam | None = None
     # Whether this is the parameter's first place in the model. A tied parameter has several places.
-    # Initialise all places, because the model's constructor also draws random numbers for each
-    # place. Keep the values of the first place.
+    # All places are initialised, because the constructor of a model also draws random numbers for
+    # each place, and later random numbers must be the same. Only the first place's values are kept.
     is_first: bool = True
 
     @property
@@ -216,14 +217,14 @@ def _is_patterned(tensor: Tensor) -> bool:
     """Whether a tensor still has the pattern from ``_write_pattern`` everywhere."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    # Compare in pieces, because `all` stops at the first difference. In an initialised tensor, the
-    # first piece mostly differs.
+    # Compare in pieces, so that `all` can stop at the first piece that differs. In an initialised
+    # tensor, this is usually the first piece.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
 def _tie(slots: Iterable[_Slot]) -> None:
-    """Make modules share buffers again that they shared before initialisation."""
+    """Let modules that shared a buffer before initialisation share the buffer again."""
     first: dict[int, _Slot] = {}
     for slot in slots:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).tensor
@@ -257,12 +258,14 @@ class MetaInit:
         self._slots: dict[nn.Module, list[_Slot]] = {}
 
     def run(self, root: ModuleProxy, handles: Iterable[FlatParamHandle]) -> None:
-        """Initialise all tensors of ``root`` that need values; the units are sharded already.
+        """Initialise all tensors of ``root`` that need values, after the units were sharded.
 
         If the ranks' values differ, all ranks take the values of rank 0, except with
-        ``sync_module_states=False``. The first forward checks that tensors from ``leave_empty``
-        were loaded. Collective: all ranks. Raises RuntimeError, on every rank, if an initialiser
-        fails or misses a tensor.
+        ``sync_module_states=False``. The first forward will check that tensors that ``leave_empty``
+        left empty were loaded. Collective: all ranks.
+
+        Raises:
+            RuntimeError: an initialiser fails or misses a tensor. All ranks raise.
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
@@ -297,12 +300,13 @@ class MetaInit:
         A group is a module that needs values, with its submodules in the same unit. With a
         ``param_init_fn`` or an ``_init_weights``, a group is a whole unit.
         """
-        # Initialise children first, in registration order, as constructors do. Then the same seed
-        # gives the same values as a model that is built on its device, whatever the units are.
-        # A group is needed because a module may initialise parameters of its submodules, as
-        # nn.MultiheadAttention does.
-        # A `param_init_fn` is called from a unit's root downwards, as by FullyShardedDataParallel.
-        # `_init_weights` is called in the order of `apply`, and may set tensors of any submodule.
+        # Usually initialise children first, in registration order, as constructors do. Then a seed
+        # gives the same values as for a model that is built on its device, whatever the units are.
+        # A group also contains submodules, because a module may initialise parameters of its
+        # submodules, as nn.MultiheadAttention does.
+        # Call a `param_init_fn` from a unit's root downwards, as FullyShardedDataParallel does.
+        # Call `_init_weights` in the order of `apply`. It may set tensors of any submodule, so then
+        # a whole unit is a group.
         root_first = self._init_fn is not None
         by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []
@@ -348,8 +352,8 @@ class MetaInit:
                 except RuntimeError as error:
                     failed = error
             if start.sends:
-                # If rank 0 has failed, all ranks must raise now: otherwise the other ranks would
-                # wait for rank 0's values of this group.
+                # If the initialiser failed on rank 0, raise on all ranks now. Otherwise the other
+                # ranks would wait for rank 0's values of this group.
                 raise_everywhere(failed, start.world)
             elif failed is not None:
                 break
@@ -365,7 +369,8 @@ class MetaInit:
 
         Returns the tensors, keyed by name; None for a tensor that ``leave_empty`` left empty.
         """
-        # Give a `param_init_fn` tensors on the meta device, as FullyShardedDataParallel does.
+        # If there is a `param_init_fn`, give it tensors on the meta device, as
+        # FullyShardedDataParallel does: the function calls `to_empty` itself.
         memory = self._device if self._init_fn is None else "meta"
         # Leave the user's inference mode: tensors created in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
@@ -427,8 +432,8 @@ class MetaInit:
                 "reset_parameters() and param_init_fn must keep the meta module's shapes"
             )
         if LEFT_EMPTY in slot.module.__dict__:
-            # The shards already have memory. A buffer, and a tensor that rank 0 sends, also need a
-            # full tensor.
+            # A parameter of a left-empty module needs no full tensor, because its shard already has
+            # memory. But a buffer has no shard, and a tensor that rank 0 sends must be full.
             if tensor.is_meta and (self._start.sends or slot.handle is None):
                 slot.allocate(self._device)
         elif tensor.is_meta:
@@ -460,7 +465,8 @@ class MetaInit:
                     take_part(handle.flat_param, param, value, start.source)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
-            # Release the pages of shards on disk now: otherwise all shards would be in memory.
+            # Release the memory pages of shards on disk after each group. Otherwise the shards of
+            # all groups would be in memory at the end.
             for handle in _handles_of(slots):
                 handle.page_out()
 

@@ -1,7 +1,7 @@
-"""Extra: gives modules and parameters a dtype of their own, chosen by name or by a function.
+"""Extra: gives single modules and parameters another dtype, chosen by name or by a function.
 
-Without this folder, ``MixedPrecision(overrides=...)`` raises MissingExtraError. Modules of the
-classes in ``MixedPrecision.module_classes_to_ignore`` keep their own dtype without the extra.
+Without this folder, ``MixedPrecision(overrides=...)`` raises MissingExtraError. The option
+``MixedPrecision.module_classes_to_ignore`` does not need this extra.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class OverridesPlan(PrecisionPlan):
         policies: Mapping[nn.Module, MixedPrecision],
         left_alone: Collection[int],
     ) -> None:
-        """Choose the dtypes of all modules and parameters; raises errors as ``PrecisionPlan``."""
+        """Choose dtypes for all modules and parameters; raise the errors of ``PrecisionPlan``."""
         self._dtype_by_function: dict[str, torch.dtype] = {}  # keyed by the parameter's name
         self._matched_patterns: set[str] = set()
-        # Collect all names before the first choice, because a pattern may match any name of a
-        # module that has several names.
+        # Collect all names before the first dtype is chosen: a shared module has several names, and
+        # a pattern may match any of them.
         self._names: dict[nn.Module, list[str]] = {}
         for name, ancestry in paths(root):
             if not any(isinstance(module, ModuleProxy) for module in ancestry):
@@ -64,7 +64,7 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """Choose by the module's class, then by the module's names, then as for its parent."""
+        """Choose by the module's class. Otherwise by its names, and otherwise as for its parent."""
         override = super().choose_for_module(module, policy, None)
         override = override or self._by_name(self._names[module], policy, module.parameters())
         return override or around
@@ -72,7 +72,7 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """Choose by the parameter's names, then by the function, then as for its module."""
+        """Choose by the parameter's names, otherwise by the function or as for its module."""
         policy = self._policy_of[module]
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
         override = self._by_name(names, policy, [param])
@@ -106,12 +106,12 @@ class OverridesPlan(PrecisionPlan):
         return _override(dtype, [param])
 
     def describe(self) -> str:
-        """The dtypes that functions returned: they must be the same on every rank."""
+        """Return text about the dtypes that functions returned, to compare between ranks."""
         dtypes = self._dtype_by_function
         return f", overrides by function: {dtypes}" if dtypes else ""
 
     def warnings(self) -> list[str]:
-        """Warnings about settings without an effect, such as patterns that match no name."""
+        """Return warnings about settings without an effect, such as patterns that match no name."""
         given = [policy.overrides for policy in self._policies.values()]
         patterns = {name for names in given if isinstance(names, Mapping) for name in names}
         return super().warnings() + [
@@ -121,7 +121,8 @@ class OverridesPlan(PrecisionPlan):
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # `Override(None)` keeps the parameters' own dtype. Use None if all parameters already have the
-    # dtype: then these parameters share a flat parameter with others that keep their own dtype.
+    # If all parameters already have the dtype, use `Override(None)`, which keeps the parameters'
+    # own dtype. Then the parameters can share a flat parameter with other parameters that keep
+    # their own dtype.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)

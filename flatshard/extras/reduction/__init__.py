@@ -1,11 +1,11 @@
-"""Extra: communication hooks that replace reductions, and all-gathers in float8.
+"""Extra: users' communication hooks, which replace reductions, and all-gathers in float8.
 
 Without this folder, ``ShardedWrapper.register_comm_hook()`` and
 ``MixedPrecision(gather_dtype=...)`` raise an error that names the folder.
 
 [Note: float8]
-The ranks all-gather shards in float8, with one scale per block of elements. A large element reduces
-the precision of its own block only, as in ZeRO++ (arXiv 2306.10209).
+The ranks all-gather shards in float8, with one scale per block of elements. As in ZeRO++ (arXiv
+2306.10209), a large element therefore reduces only the precision of the elements in its own block.
 
 Scales are powers of two, so the product of a float8 number and its scale is exact in bfloat16 and
 wider dtypes. So values are rounded only once, when they are quantised, to the relative precision of
@@ -58,8 +58,13 @@ def register(
     """Give a hook to every flat parameter of ``units``; see ``ShardedWrapper``.
 
     Collective: all ranks that train the model. If a rank raises, no unit gets the hook, and the
-    other ranks raise ValueError, which names the rank and its error. ``units`` has the outermost
-    unit first. ``is_late``: the units are inside a model that has run a forward.
+    other ranks raise ValueError, which names the rank and its error.
+
+    Args:
+        units: the units with their precision; the outermost unit comes first.
+        state: the first argument of each call of the hook.
+        hook: the user's function.
+        is_late: whether the units are only a part of a model that has already run a forward.
     """
     outermost, _ = units[0]
     world = outermost.topology.world
@@ -79,15 +84,15 @@ def register(
             for unit, its in planned.items()
         }
 
-    # Set no hook before all ranks agree, because a hook on only some ranks would deadlock.
+    # Set the hook only after all ranks have agreed: a hook on only some ranks would deadlock.
     remedy = "Register the same hook on every rank."
     planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # Create the separate process group now, on all ranks at the same time: the group is first
-        # used in the middle of a backward.
+        # Create the separate process group for hooks now, because creating a group needs all ranks
+        # at the same time. The group is first used in the middle of a backward.
         _ = world.apart
 
 
@@ -118,8 +123,8 @@ def _plan(
                 f"{precision.reduce_dtype}). Choose one."
             )
         if is_average:
-            # Do not call the hook. flatshard's reduction also averages, so take only the hook's
-            # dtype.
+            # The hook only averages, and flatshard's reduction averages, too. So never call the
+            # hook, and only reduce in the hook's dtype.
             planned[unit] = CommHook(dtype)
         else:
             # ``ReduceQueue`` calls the hook instead of a reduction.
@@ -149,9 +154,9 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
     A dtype of None keeps the dtype of the gradients.
     """
-    # Compare functions, not names: with ``functools.wraps``, another function may have the name.
-    # Do not import torch's modules of hooks, which need numpy. If a module has not been imported,
-    # `hook` is not from the module.
+    # Compare the functions and not their names: another function may have the same name through
+    # ``functools.wraps``. Do not import torch's modules of hooks, which need numpy. If such a
+    # module has not been imported yet, `hook` cannot be one of its functions.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
@@ -211,15 +216,15 @@ def _user_hook(
 
     def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
         where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
-        # Fill `out` with NaN, so that elements that the hook does not write are noticed. The hook
-        # of an unsharded unit averages in place.
+        # For a sharded unit, fill `out` with NaN, so that the user notices elements that the hook
+        # does not write. The hook of an unsharded unit averages `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         try:
             with watched(lambda: where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
-            # A hook for DistributedDataParallel returns a future. Raise, because flatshard would
-            # not wait for the future.
+            # Refuse hooks that return a future (as hooks for DistributedDataParallel do), because
+            # flatshard would not wait for the future.
             if hasattr(returned, "wait"):
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but its reduction must be "
@@ -265,9 +270,9 @@ class Float8Shard:
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, shard: Tensor) -> Tensor:
-        """Quantise a shard of shape ``(numel,)`` to uint8 of shape ``(nbytes,)``.
+        """Quantise a shard of shape ``(numel,)``, and return uint8 of shape ``(nbytes,)``.
 
-        If a block has an element that is not finite, the whole block becomes NaN.
+        If a block has an element that is inf or NaN, all elements of the block become NaN.
         """
         blocks = shard.new_zeros(self.num_blocks * BLOCK_NUMEL, dtype=torch.float32)
         blocks[: self.numel].copy_(shard)
@@ -284,7 +289,9 @@ class Float8Shard:
     def unpack(self, everything: Tensor, out: Tensor) -> None:
         """Undo ``pack`` for the shards of all ranks.
 
-        ``everything`` has shape ``(ranks * nbytes,)``, ``out`` has shape ``(ranks * numel,)``.
+        Args:
+            everything: the packed shards of all ranks, ``(ranks * nbytes,)``.
+            out: the tensor to fill, ``(ranks * numel,)``.
         """
         full_blocks = self.numel // BLOCK_NUMEL
         # Unpack all ranks' shards in one call: on an accelerator, launching a small kernel takes

@@ -1,7 +1,7 @@
 """Extra: ranks on one host read one another's memory, and map one another's shards.
 
-Used for ``collectives="auto"`` if this folder is installed and the system permits it. Without this
-folder, ``collectives="auto"`` uses sockets.
+Used for ``collectives="auto"`` if this folder is installed and the system permits ranks to read one
+another's memory. Without this folder, ``collectives="auto"`` uses sockets.
 
 In a collective of ``SharedMemoryTransport``, each rank publishes the address of its part. Each
 other rank copies the part, or adds it up piece by piece, and then records that its reads have
@@ -13,9 +13,10 @@ all of these files, in rank order, onto one range of addresses. This range is th
 the mapped pages. A rank must not write its shard until the other ranks have finished reading the
 shard: ``PendingSends`` waits until then.
 
-The mapping is private. If a module writes to its unsharded parameters, resharding drops the written
-values, as with a copy. A rank that cannot create such a file, or cannot map the file of another
-rank, copies the shards instead. The other ranks need not know about the copy.
+The mapping is private, so a module that writes to its unsharded parameters does not change the
+shards: resharding drops the written values, as it does if shards are copied. A rank that cannot
+create its file, or cannot map another rank's file, copies the shards instead. The other ranks need
+not know about the copy.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ from flatshard.memory.buffers import BufferMemory, allocate, fills_pages, own_pa
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import TransportOptions
 
-# Offset of the tags of reduce-scatters: the second half of a mailbox is for reduce-scatters.
+# Added to the tags of reduce-scatters, which use the second half of a mailbox. So an all-gather and
+# a reduce-scatter of the same flat parameter have different tags.
 _REDUCING = peer_memory.TAGS // 2
-# Number of elements that are read and added at a time. A piece is small, so that it is still in the
+# Number of elements that are read and added at a time: few enough that a piece is still in the
 # CPU's cache when it is added.
 _PIECE_NUMEL = 1 << 16
 
@@ -68,8 +70,8 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For the last publication of each tag: the other ranks' "taken" records to wait for, and
-        # the condition that ends the wait.
+        # For each tag, what the next publication must wait for: the other ranks' records of having
+        # taken the last publication, and the condition that ends the wait.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -77,8 +79,9 @@ class SharedMemoryTransport(Transport):
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
         if not members.is_gloo:
             return ""
-        # With a wire dtype, values must be rounded even if all ranks are on one host, because
-        # results must not depend on the transport. This transport does not round.
+        # Use this transport only with default options. With a wire dtype, values must be rounded
+        # before they are sent, so that results do not depend on the transport, and this transport
+        # does not round.
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
@@ -99,7 +102,7 @@ class SharedMemoryTransport(Transport):
         part = request.numel // self.members.size
         can_map = request.shard_target is not None and fills_pages(part * request.dtype.itemsize)
         if can_map:
-            # If no file can be created, or no addresses are left, let this rank copy the shards.
+            # If no file can be created, or no address range is free, this rank copies the shards.
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
@@ -116,7 +119,8 @@ class SharedMemoryTransport(Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # Read the other ranks' memory in the wait, not here: they may not have published yet.
+        # Read the other ranks' memory only in the wait, because the other ranks may not have
+        # published their shards yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
@@ -181,11 +185,11 @@ class SharedMemoryTransport(Transport):
     def publish(
         self, address: int, tag: int, op_name: str, *kept: object, file: int = -1
     ) -> Publication:
-        """Publish an address and an open file, and begin to wait for the other ranks' publications.
+        """Publish an address and an open file. The returned work waits for the other ranks'.
 
         Collective: all ranks of the group. First waits until the other ranks have taken the
         previous publication of the tag. After all ranks have mapped the file, the file is closed.
-        The returned work keeps ``kept`` alive until the other ranks have read.
+        The returned work keeps ``kept`` alive until the other ranks have read this rank's memory.
         """
         # A mailbox has only one record per tag. If this rank overwrote the record too early, a slow
         # rank would never see the previous publication.
@@ -331,7 +335,8 @@ class MappedShards(BufferMemory):
         """Map or copy the shards of all ranks into the buffer. All shards are final now."""
         members, processes = self._transport.members, self._transport.processes
         for rank, record in records.items():
-            # The other process keeps the file open until this rank calls ``take``.
+            # The descriptor is valid: the other process keeps the file open until this rank calls
+            # ``take``.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
                     file = peer_memory.open_of(processes[rank].pid, record.file)
@@ -350,8 +355,8 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # The buffer no longer shows the other ranks' shards, so from now on the other ranks may
-        # write their shards.
+        # Tell the other ranks that they may write their shards, because this rank does not read
+        # them through the buffer any more.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -361,8 +366,8 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call ``take`` only after the copy, because ``take`` lets the other ranks write their
-            # shards.
+            # Call ``take`` only after the copy: as soon as this rank calls ``take``, the other
+            # ranks may write their shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

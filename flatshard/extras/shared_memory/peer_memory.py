@@ -1,9 +1,10 @@
 """``PeerProcess``: reads the memory and the mailbox of another process on this host.
 
-On Linux, a process can read the memory of another process of the same user by ``process_vm_readv``
-(Cross Memory Attach, which MPI implementations also use). The call makes a single copy, directly to
-the destination, at the speed of memory. If the kernel or a container forbids the call, or if the
-ranks are on several hosts, no rank reads memory: ``meet`` gives the same answer on all ranks.
+On Linux, a process can read the memory of another process of the same user with the system call
+``process_vm_readv`` (Cross Memory Attach, which MPI implementations also use). The call makes a
+single copy, directly to the destination, at the speed of memory. If the kernel or a container
+forbids the call on any rank, or if the ranks are on several hosts, no rank uses it: ``meet``
+returns the same answer on all ranks.
 
 Each rank publishes records in its own mailbox, a file in memory. The other ranks map and poll the
 file. There are two kinds of records: "publication n of this tag is at this address", and "this rank
@@ -47,8 +48,8 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Why other processes cannot read this process; empty if they can. If this field is set, the
-    # other fields have no meaning.
+    # Why other processes cannot read this process. Empty: they can. Otherwise the other fields are
+    # not valid.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
@@ -59,7 +60,10 @@ class RankAddress(NamedTuple):
 
 
 class Mailbox:
-    """The records of this process; ``address.problem`` says why other ranks cannot read."""
+    """The records that this process publishes.
+
+    If the mailbox cannot be created, ``address.problem`` contains the reason.
+    """
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -138,7 +142,8 @@ class PeerProcess:
 
     def taken(self, tag: int, number: int) -> Awaited:
         """The process's record of having taken publications ``number`` of a tag."""
-        # A process that has ended reads no more, so the end of the process counts as the record.
+        # If the process ends without the record, complete the wait anyway: a process that has ended
+        # does not read any more.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 
@@ -177,8 +182,8 @@ class Awaited:
         cannot be read any more, or after ``give_up``.
         """
         process, looks = self._process, 0
-        # Wait only one timeout for a process that is silent: if the process has missed a timeout
-        # since this record was requested, do not wait again.
+        # Do not wait for the full timeout again if another wait for the same process has timed out
+        # since this record was requested. Otherwise the timeouts of several records would add up.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
         while not self.is_completed():
@@ -236,16 +241,16 @@ def meet(
         if problem:
             return [], problem
         # If the Yama security module restricts `ptrace` (kernel.yama.ptrace_scope=1), a process can
-        # be read only by its ancestors, and by one process of its choice with the descendants of
-        # the chosen process. Choose the launcher of the ranks. If the ranks have several launchers,
-        # allow any process.
+        # be read only by its ancestors, and by a single process of its choice and the descendants
+        # of this single process. Choose the launcher, whose descendants are all ranks. If the ranks
+        # have several launchers, allow any process.
         launchers = {one.launcher for one in addresses}
-        # If the launcher is outside of the container, its process number is 0, and 0 would allow no
-        # process. So allow any process.
+        # If the launcher is outside of the container, its process id is 0 here. Passing 0 to the
+        # kernel would allow no process, so allow any process.
         reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY
         _readers.append(reader)
         _tell_kernel()
-        # Wait until every rank has given permission: before, the kernel refuses a read.
+        # Wait until every rank has given permission. Before that, the kernel would refuse reads.
         host.meet(_MEETING)
         processes, problem = _try_to_read(addresses, ranks, timeout)
         problem = _first_problem(host.gather(problem, _MEETING), ranks)
@@ -295,7 +300,10 @@ def _host() -> str:
 
 
 _readers: list[int] = []
-"""For each group of ranks, the process that may read this process. The kernel keeps one process."""
+"""For each group of ranks, the process that may read this process.
+
+The kernel stores only one such process. If the groups need different processes, any is allowed.
+"""
 _ANY = (1 << 64) - 1
 _PR_SET_PTRACER = 0x59616D61
 

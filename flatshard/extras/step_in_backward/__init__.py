@@ -1,12 +1,12 @@
 """Extra: optimizers that step each unit in backward, as soon as its gradients are reduced.
 
-The gradients of the whole model then never exist at the same time, and a step overlaps with the
-reductions of other units.
+Each unit's gradients are freed after the unit's step, so the gradients of the whole model never
+exist at the same time. A unit's step overlaps with the reductions of other units.
 
-A step updates each element separately and needs no communication. So one rank may step its part of
-a unit early and another rank later, with the same result. Each rank therefore decides for itself
-which units to step early. The rank steps the remaining units at the end of backward, when all ranks
-have agreed on which parameters were used.
+The supported optimizers update each element separately, without communication. So ranks may step
+their parts of a unit at different times, with the same result, and each rank decides for itself
+which units to step early. At the end of backward, when all ranks have agreed on which parameters
+were used, each rank steps the remaining units.
 
 Without this folder, ``ShardedWrapper.step_in_backward()`` raises an error that names the folder.
 """
@@ -154,13 +154,17 @@ class SteppedInBackward(StepExtension):
                 for extension in extensions:
                     extension.before_backward(optimizer)
         except RuntimeError as error:
-            # Raise at the end of backward, because other ranks may have no error and would wait.
+            # Keep the error, and raise it at the end of backward. If this rank raised now, ranks
+            # without an error would wait for this rank's collectives.
             self._problem = error
         else:
             self._parts = self._plan_parts()
 
     def _plan_parts(self) -> dict[int, list[StepPart]]:
-        """For each unit's index, lists of parameters that a step can update as one bucket."""
+        """Return, for the index of each unit, the parts to step.
+
+        A part has parameters of one optimizer, one group and one unit.
+        """
         self._owned = owned = _find_owned(self._units)
         parts: dict[int, list[StepPart]] = {}
         for optimizer in self.optimizers:
@@ -177,9 +181,9 @@ class SteppedInBackward(StepExtension):
             self._reduced.append(unit)
 
     def between_units(self) -> None:
-        """Step the units with reduced gradients whose parameters backward needs no more."""
-        # Step nothing if autograd runs another graph inside this backward, because the other graph
-        # may add gradients.
+        """Step the reduced units whose parameters this backward does not need any more."""
+        # Step no unit before the end of backward if another backward runs inside this backward,
+        # because the other backward may add gradients.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -202,15 +206,16 @@ class SteppedInBackward(StepExtension):
                 return
 
     def _may_step(self, unit: Unit) -> bool:
-        # A unit is done if (1) all its parameters have gradients, so that all parameters count as
-        # used, whatever other ranks used; (2) no forward of the unit waits for its backward; and
-        # (3) the unit's inputs have their gradients, so that backward computes nothing more in it.
-        # After its step, the unit must not be unsharded again in this backward, because the ranks
-        # would mix old and new shards. Prefetching therefore skips units whose backward is over.
+        # A unit may be stepped early only if the rest of this backward cannot use it. So (1) all
+        # its parameters must have gradients, and so are used, whatever other ranks used; (2) no
+        # forward of the unit may still wait for its backward; and (3) the unit's inputs must have
+        # their gradients, so that backward computes nothing more in the unit. After the step, the
+        # unit must not be unsharded again in this backward, because the ranks would mix old and new
+        # shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
-            # After accumulation, wait for the end if a parameter is frozen: another rank may have
-            # accumulated a gradient before the parameter was frozen.
+            # After accumulation, do not step a unit with a frozen parameter early: another rank may
+            # have accumulated a gradient before the user froze the parameter.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
             and not self.state.pending_sends.is_sending(handle.flat_param)
@@ -220,7 +225,7 @@ class SteppedInBackward(StepExtension):
         )
 
     def votes(self) -> bytes:
-        """For each unit, whether this rank has stepped the unit."""
+        """Return, for each unit, whether this rank has stepped the unit."""
         return bytes(unit.index in self._stepped for unit in self._units)
 
     def tally(self, maxima: bytes) -> None:
@@ -233,9 +238,12 @@ class SteppedInBackward(StepExtension):
                 raise _got_more(unit_text(unit.name))
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Step the remaining units, after users' hooks. Also raises the error of an early step."""
-        # If this backward runs inside a forward, the forward's own backward steps the remaining
-        # units.
+        """Step the remaining units. Raises the error of an early step, if there was one.
+
+        Users' post-accumulate hooks have run before.
+        """
+        # If this backward runs inside a forward, do nothing: the backward that follows the forward
+        # steps the remaining units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -255,8 +263,8 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Set `.grad` to a tensor that raises when it is read. Wait until now, because backward
-            # may add gradients.
+            # Set `.grad` to a tensor that raises when it is read. Do this only at the end, because
+            # backward could have added further gradients to `.grad`.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
@@ -364,8 +372,8 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # Disable `__torch_function__`, so that reading an attribute is cheap. `__torch_dispatch__`
-    # below sees every operation.
+    # Disable `__torch_function__`, because it would make every attribute access slow. It is not
+    # needed: `__torch_dispatch__` below sees every operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -373,7 +381,8 @@ class ConsumedGrad(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ZEROING:
-            # A list for `_foreach_zero_` may also have ordinary gradients. Set these to zero.
+            # `_foreach_zero_` takes a list, in which ordinary gradients may stand beside
+            # placeholders. Set the ordinary gradients to zero.
             for tensor in args[0] if isinstance(args[0], list) else []:
                 if not isinstance(tensor, cls):
                     tensor.zero_()
@@ -390,6 +399,6 @@ class ConsumedGrad(torch.Tensor):
         )
 
 
-# Importing this module, which happens at the first `step_in_backward`, extends the steps of all
-# optimizers of the process.
+# Importing this module extends the steps of all optimizers of the process. The module is imported
+# at the first call of `step_in_backward()`.
 extensions.append(_DropConsumed())

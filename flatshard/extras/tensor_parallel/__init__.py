@@ -1,7 +1,8 @@
 """Extra: parameters that are DTensors (tensor parallelism).
 
-flatshard shards the local part of each DTensor, over ranks outside of the DTensor's mesh. In a
-forward, modules compute with a DTensor whose local part is the unsharded parameter.
+flatshard shards the local part of each DTensor over the data parallel ranks, which are not in the
+DTensor's mesh. In a forward, modules compute with a DTensor whose local part is the unsharded
+parameter.
 
 Without this folder, wrapping a model with a DTensor among its parameters raises an error that names
 the folder.
@@ -44,7 +45,7 @@ class TensorParallel:
         return self  # copies of a model share this object, because process groups cannot be copied
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """A DTensor whose local part is ``local``; its backward gives ``local`` the gradient.
+        """Return a DTensor whose local part is ``local`` and gets its gradient in backward.
 
         If the parameter is replicated in the mesh, torch sums the gradient over the mesh's ranks.
         """
@@ -65,7 +66,7 @@ class TensorParallel:
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
         """Convert a hook for the DTensor's gradient into a hook for the local part's gradient.
 
-        ``hook`` gets a DTensor, so a norm that the hook computes is the norm of all parts.
+        ``hook`` receives a DTensor. So if the hook computes a norm, it is the norm of all parts.
         """
 
         def call(grad: Tensor) -> Any:
@@ -77,13 +78,19 @@ class TensorParallel:
         return call
 
     def full(self, local: Tensor) -> Tensor:
-        """The tensor whose part on this rank is ``local``. Collective: all ranks of the mesh."""
+        """Return the full tensor, of which ``local`` is this rank's part.
+
+        Collective: all ranks of the mesh.
+        """
         with torch.no_grad():
             shown: Any = self.as_dtensor(local.to(self.layout.mesh.device_type))
             return shown.full_tensor().to(local.device, copy=True)  # type: ignore[no-any-return]
 
     def part_of(self, full: Tensor) -> Tensor:
-        """This rank's part of ``full``, which is on all ranks of the mesh. No communication."""
+        """Return this rank's part of ``full``, a tensor that all ranks of the mesh have.
+
+        No communication.
+        """
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         mesh, placements = self.layout.mesh, self.layout.placements
@@ -93,7 +100,7 @@ class TensorParallel:
             return full.redistribute(mesh, placements).to_local()
 
     def offsets(self) -> tuple[int, ...]:
-        """Index at which this rank's part begins, for each dimension."""
+        """Return, for each dimension, the index at which this rank's part begins."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         layout = self.layout
@@ -119,8 +126,9 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     for name, (_, param) in found.items():
         _check(name, param, settings)
     try:
-        # Put a new parameter into the module: `torch.utils.swap_tensors` cannot swap a DTensor and
-        # an ordinary parameter, whose classes have different slots.
+        # Put a new parameter into the module instead of changing the DTensor into the local part:
+        # `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter, because their
+        # classes have different slots.
         for name, (one, param) in found.items():
             _put(one, _local_part(param))
             param.flattened_as = name
@@ -131,7 +139,8 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
             _put(one, param)
         raise
     for _, param in found.values():
-        # Free the DTensor's memory, because an optimizer may keep the DTensor itself alive.
+        # Free the DTensor's memory here. An optimizer may still refer to the DTensor, and would
+        # keep the memory.
         param._local_tensor = param._local_tensor.new_empty(0)
 
 

@@ -19,15 +19,17 @@ from flatshard.state.model_state import StateDictOptions
 
 
 class Keyword(NamedTuple):
-    """The reason why a keyword of torch's wrappers has no effect or raises."""
+    """A keyword of torch's wrappers, with the reason why it has no effect or raises."""
 
     reason: str
     default: Any = None  # mostly torch's default; this value causes no warning or error
 
 
-# Keywords of torch's wrappers without an effect. If the user sets such a keyword, rank 0 warns.
+# Keywords of torch's wrappers that have no effect here. If the user passes another value than the
+# default, rank 0 warns.
 IGNORED = {
-    # The default here is True, because ShardedWrapper always acts so. FSDP1's default is False.
+    # The value without a warning is True, because ShardedWrapper always behaves in this way. (In
+    # FSDP1, the default is False.)
     "use_orig_params": Keyword("parameters keep their names and shapes", True),
     "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
     "bucket_cap_mb_list": Keyword("there are no buckets; auto_wrap_policy makes units"),
@@ -134,7 +136,7 @@ ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
 
 
 def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> Any:
-    """Value of an attribute that torch's wrappers have and ``ShardedWrapper`` does not define.
+    """Return the value of an attribute that torch's wrappers have, for a ``ShardedWrapper``.
 
     ``sharding`` is None while the wrapper is being built or copied.
 
@@ -149,7 +151,7 @@ def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> An
 
 
 def why_missing(name: str) -> str | None:
-    """Error text for a method that only torch's wrappers have; None for every other name."""
+    """Return the error text for a method that only torch's wrappers have, or None."""
     reason = MISSING_METHODS.get(name)
     return reason and f"{name} is not available on a ShardedWrapper: {reason}"
 
