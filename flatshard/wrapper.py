@@ -222,7 +222,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             given, without_effect = torch_names.read_keywords(others, own, known)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
-                f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
+                f"param_init_fn: expected a function of a module, got {param_init_fn!r}."
             )
         flags = as_flags(
             sync_module_states=given["sync_module_states"],
@@ -719,7 +719,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         if not isinstance(state_dict, Mapping):
             got = type(state_dict).__name__
-            raise TypeError(f"load_state_dict: expected a model's state dict, got {got}")
+            raise TypeError(f"load_state_dict: expected a model's state dict, got a {got}.")
         self._sharding.context.recover()
         children = [name for name, _ in self.module.named_children()]
         own = model_state.without_ddp_prefix(dict(state_dict), children)

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if (name := options["dtype"]) is not None:
                 options["dtype"] = getattr(torch, name, None)
                 if not isinstance(options["dtype"], torch.dtype):
-                    raise ValueError(f"--dtype: no dtype of torch is called {name!r}")
+                    raise ValueError(f"--dtype: expected a dtype such as bfloat16, got {name!r}.")
             convert(**options)
     except (ValueError, OSError) as error:
         print(f"flatshard {command}: {error}", file=sys.stderr)
@@ -59,7 +59,8 @@ def describe(path: str) -> str:
     source = open_source(path)
     if source.incomplete:
         missing = ", ".join(source.incomplete)
-        raise ValueError(f"{path}: incomplete: its files lack values of {missing:.300}")
+        text = f"{path} is incomplete: its files lack values of {missing:.300}."
+        raise ValueError(f"{text} Use another checkpoint.")
     facts = {"format": source.kind, **source.facts}.items()
     lines = [f"{name}: {value}" for name, value in facts]
     named = {".".join(names): one for names, one in source.tensors.items()}

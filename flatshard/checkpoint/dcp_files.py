@@ -70,7 +70,8 @@ def read_metadata(folder: Path) -> Any:
             metadata = _Metadata(stream).load()
         metadata.storage_data.values()
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder / '.metadata'} cannot be read: {error}") from error
+        text = f"{folder / '.metadata'} cannot be read: {error}. Use another checkpoint."
+        raise ValueError(text) from error
     return metadata
 
 

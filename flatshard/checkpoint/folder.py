@@ -71,7 +71,8 @@ def read_marker(folder: Path) -> Marker | None:
         files = {name: FileRecord(**record) for name, record in said.pop("files").items()}
         return Marker(files=files, **said)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / MARKER} cannot be read: {error!r}") from error
+        text = f"{folder / MARKER} cannot be read: {error!r}. Load another checkpoint."
+        raise ValueError(text) from error
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -167,11 +168,11 @@ def begin(path: Path, keep: int | None) -> None:
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
-            f"keep={keep}: expected at least 1, and a checkpoint whose name has a number to find "
-            f"older checkpoints by, such as 'step-00001000', got {path.name!r}"
+            f"keep={keep} with checkpoint {path.name!r}: expected keep of at least 1, and a number "
+            "in the checkpoint's name (such as 'step-00001000'), which orders the checkpoints."
         )
     if path.exists():
-        raise FileExistsError(f"{path} exists. Save under another name, or delete it")
+        raise FileExistsError(f"{path} already exists. Save under another name, or delete {path}.")
     for one in sorted(path.parent.glob(f"*{INCOMPLETE}")):
         if _series(one.with_name(one.name.removesuffix(INCOMPLETE))) == _series(path):
             shutil.rmtree(one)

@@ -168,6 +168,6 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
     if training.shards is None:
         raise ValueError(
             f"{caller}: expected a ShardedWrapper or a module that contains some, got an unwrapped "
-            f"{type(model).__name__}. For an unwrapped model, use safetensors.torch"
+            f"{type(model).__name__}. For an unwrapped model, use the package safetensors.torch."
         )
     return training.shards, training.ranks

@@ -100,14 +100,15 @@ def load(
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
-            raise ValueError(f"{path} was saved without a scheduler. Call load() without one")
+            raise ValueError(f"{path} was saved without a scheduler. Do not pass scheduler.")
         incomplete = dcp_files.incomplete_tensors(found)
         return marker, found, wanted, _targets(path, found, wanted, incomplete)
 
     # If one rank fails here, all ranks raise before any tensor is overwritten.
     marker, found, wanted, targets = ranks.agree(prepare, op_name)
     saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
-    ranks.compare(saved_at, op_name, lambda _: "All hosts must share the file system.")
+    remedy = f"Put {path} on a file system that all hosts share."
+    ranks.compare(saved_at, op_name, lambda _: remedy)
     num_bytes = marker.bytes * (1 + verify) // ranks.size
     progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)
     if verify:
@@ -154,9 +155,9 @@ def _targets(
     asked = ("model",) if wanted["optimizer"] is None else ("model", "optimizer")
     if incomplete := [key for key in incomplete if key.startswith(asked)]:
         raise ValueError(
-            f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. When "
-            "they were saved, ranks held the state of different parameters. Load another "
-            "checkpoint, or pass no optimizer to load only the model."
+            f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. "
+            "The ranks that saved the checkpoint held the state of different parameters. Load "
+            "another checkpoint, or pass no optimizer to load only the model."
         )
     missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
     missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()
@@ -180,7 +181,8 @@ def _targets(
             targets[key] = like.new_empty(size, dtype=saved.properties.dtype)
     problems += [f"{name!r}: expected it, got nothing" for name in sorted(missing)]
     if problems:
-        raise ValueError(f"{path} is of another model: {'; '.join(problems)}")
+        remedy = "Build the model and the optimizer as in the program that saved them."
+        raise ValueError(f"{path} is of another model: {'; '.join(problems)}. {remedy}")
     return targets
 
 
@@ -213,15 +215,17 @@ def _require_complete(path: Path) -> Marker:
             state = "is incomplete: its save did not end" if is_begun else "does not exist"
             raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
         if inside is not None:
-            raise ValueError(f"{path} is no checkpoint, but a directory of checkpoints. {remedy}")
-        kind = "nothing that is known"
+            raise ValueError(
+                f"{path} is not a checkpoint, but a directory of checkpoints. {remedy}"
+            )
+        kind = "files of an unknown format"
         with contextlib.suppress(ValueError, OSError):
-            kind = f"the format of {open_source(path).kind}"
+            kind = f"files of {open_source(path).kind}"
         raise ValueError(
             f"{path} was not saved by flatshard.checkpoint.save: expected {folders.MARKER}, got "
             f"{kind}. {remedy}"
         )
-    remedy = "Load another checkpoint. (The hosts must share the file system.)"
+    remedy = "Load another checkpoint. All hosts must share its file system."
     folders.check_lengths(path, marker.lengths, remedy)
     return marker
 

@@ -20,7 +20,7 @@ from flatshard.checkpoint.safetensors import Plan, find_tensors, plan_files
 from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
 
-_REMEDY = "Make this call on all ranks, with the same model, path and options"
+_REMEDY = "Make this call on all ranks, with the same model, path and options."
 Entries = Mapping[str, EntryShard]
 
 
@@ -212,8 +212,8 @@ def _check_fits(
             f"{name!r}: expected {expected.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
             for name in names
         )
-        remedy = "" if wrong else ". With strict=False, the other tensors load"
-        raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}{remedy}")
+        remedy = "Load into the same model" + ("." if wrong else ", or pass strict=False.")
+        raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}. {remedy}")
 
 
 def _read(entries: Entries, places: Mapping[str, Place], progress: Progress) -> None:

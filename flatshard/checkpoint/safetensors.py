@@ -127,15 +127,16 @@ def plan_files(
     path = Path(path).absolute()
     is_file = path.suffix == ".safetensors"
     if is_file and max_shard_size is not None:
-        raise ValueError(f"{path} is a file, but max_shard_size makes several files. Pass a folder")
+        text = f"max_shard_size makes several files, but {path} is one file. Pass a folder."
+        raise ValueError(text)
     unknown = [
         f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
     ]
     if unknown:
-        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Pass dtype=...")
+        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Pass dtype=.")
     metadata = {"format": "pt", **(metadata or {})}
     if not all(isinstance(one, str) for pair in metadata.items() for one in pair):
-        raise ValueError(f"metadata: expected a dict of strings, got {metadata!r}")
+        raise ValueError(f"metadata: expected a dict of strings to strings, got {metadata!r}.")
     if is_file:
         plan = Plan(path.parent)
         plan.add(path.name, tensors, metadata)
@@ -168,7 +169,7 @@ def _read_size(size: int | str | None) -> float:
     with contextlib.suppress(ValueError):
         if size is None or (found and float(found[1]) > 0):
             return float(found[1]) * _UNITS[found[2] or "B"] if found else float("inf")
-    raise ValueError(f'max_shard_size: expected bytes or a size such as "5GB", got {size!r}')
+    raise ValueError(f'max_shard_size: expected bytes or a size such as "5GB", got {size!r}.')
 
 
 # ---------------------------------------------------------------- reading
@@ -197,11 +198,13 @@ def find_tensors(path: str | os.PathLike[str]) -> Found:
         weight_map = dict(json.loads(path.read_text())["weight_map"])
         files = {name: _read_header(path.parent / name) for name in set(weight_map.values())}
     except (TypeError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected the index of safetensors files") from error
+        text = f"{path}: expected the index of safetensors files, with a weight_map."
+        raise ValueError(f"{text} Pass the files' folder or one .safetensors file.") from error
     found = Found({}, {})
     for name, file in weight_map.items():
         if name not in files[file].places:
-            raise ValueError(f"{path} lists {name!r} in {file}, which has no such tensor")
+            text = f"{path} lists {name!r} in {file}, which has no such tensor."
+            raise ValueError(f"{text} Save or copy all files of the folder again.")
         found.places[name] = files[file].places[name]
         found.metadata.update(files[file].metadata)
     return found
@@ -214,20 +217,20 @@ def _main_file(folder: Path) -> Path:
             return files[0]
         if files:
             names = ", ".join(one.name for one in files[:5])
-            raise ValueError(f"{folder}: several files ({names}) without an index. Pass one file")
-    raise ValueError(f"{folder}: no safetensors file in this folder")
+            raise ValueError(f"{folder} has several files ({names}) but no index. Pass one file.")
+    raise ValueError(f"{folder}: there is no safetensors file in this folder. Check the path.")
 
 
 def _read_header(path: Path) -> Found:
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: there is no such file. Check the path.")
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= min(nbytes - 8, _MAX_HEADER_BYTES) else b""
     try:
         if not text:
-            raise ValueError(f"a header of {length} bytes in a file of {nbytes}")
+            raise ValueError(f"a header of {length} bytes does not fit a file of {nbytes} bytes")
         entries = json.loads(text)
         metadata = dict(entries.get("__metadata__", {}))
         places = _places_in(str(path), length, entries)
@@ -239,8 +242,8 @@ def _read_header(path: Path) -> Found:
         if nbytes != end:
             raise ValueError(f"expected {end} bytes, got {nbytes}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is no complete safetensors file ({why})") from error
+        text = f"{path} is no complete safetensors file ({type(error).__name__}: {error})."
+        raise ValueError(f"{text} Copy or save the file again.") from error
     return Found(places, metadata)
 
 
@@ -252,5 +255,6 @@ def _places_in(path: str, header_bytes: int, entries: Mapping[str, Any]) -> dict
             shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
             places[name] = place = Place(path, 8 + header_bytes + low, dtype, shape)
             if min(shape, default=0) < 0 or place.nbytes != high - low:
-                raise ValueError(f"{name!r}: {high - low} bytes for shape {shape}, {dtype}")
+                text = f"{name!r} has {high - low} bytes, which do not fit shape {shape}, {dtype}"
+                raise ValueError(text)
     return places

@@ -34,10 +34,10 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 logger = logging.getLogger("flatshard.checkpoint")
 
 _DESTROYED = (
-    "the process group was destroyed before the save was complete. Call wait() on the result of "
-    "save() before destroy_process_group()."
+    "the process group was destroyed before the save was complete. Call wait() on the object that "
+    "save() returned before destroy_process_group()."
 )
-_ARGUMENTS = "Pass equal values on every rank. Gather values that differ into a list first."
+_ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
 _TENSORS = (
     "Each rank saves its part of every sharded tensor, and a part is missing. An optimizer that "
     "keeps the state of a parameter on only some ranks cannot be saved: use an optimizer that "
@@ -368,7 +368,7 @@ class Save:
 
         def complete() -> None:
             if missing := dcp_files.incomplete_tensors(metadata):
-                raise ValueError(f"the files lack values of {', '.join(missing):.300}")
+                raise ValueError(f"the files lack values of {', '.join(missing):.300}. {_TENSORS}")
             files = {name: record for one in records for name, record in one.items()}
             step = snapshot.extra.get("step")
             marker = Marker(ranks.size, step if isinstance(step, int) else None, files)

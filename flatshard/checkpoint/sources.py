@@ -66,7 +66,8 @@ class Source:
             found = [()]
         if len(found) != 1:
             known = ", ".join(sorted(".".join(one) for one in prefixes if one)) or "no tensors"
-            raise ValueError(f"which entry is the model? Choose one by its key: {known}")
+            wrong = f"expected one entry that is the model, got {len(found)}"
+            raise ValueError(f"key={key!r}: {wrong}. Pass the model's key, one of: {known}.")
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
         # DistributedDataParallel and torch.compile put these prefixes before all names.
@@ -76,8 +77,8 @@ class Source:
         flat = next((name for name in model if name.endswith("_flat_param")), None)
         if flat is not None:
             raise ValueError(
-                f"{flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT. Only the wrapped model "
-                "knows its layout. Save the model with SHARDED_STATE_DICT"
+                f"{flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT, which cannot be read "
+                "without the wrapped model. Save the model again with SHARDED_STATE_DICT."
             )
         return model
 
@@ -92,9 +93,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+        raise ValueError(f"{path}: there is no such file or folder. Check the path.")
     if path.name.endswith(".incomplete"):  # being saved or deleted
-        raise ValueError(f"{path} is incomplete: its save did not end")
+        raise ValueError(f"{path} is incomplete: its save did not end. Use another checkpoint.")
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
@@ -104,7 +105,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
             raise ValueError(
                 f"{path}: expected files of torch.distributed.checkpoint, DeepSpeed or "
-                f"safetensors, got {held}"
+                f"safetensors in this folder, got {held}."
             )
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
@@ -166,14 +167,15 @@ def load_torch(path: Path, library: str = "") -> Any:
         stand_ins: list[Any] = [(_Inert, one) for one in found if library and library in one]
         if len(found) > len(stand_ins):
             raise ValueError(
-                f"{path} contains objects such as {found[0]}, whose loading may run code. Save a "
-                "state_dict()"
+                f"{path} contains objects such as {found[0]}, whose loading may run code, and is "
+                "not loaded. Save a state_dict() instead."
             )
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).partition(". ")[0].partition("\n")[0]
-        raise ValueError(f"{path}: torch.load cannot read this file safely: {why}") from error
+        text = f"{path}: torch.load cannot read this file safely: {why}. Save a state_dict()."
+        raise ValueError(text) from error
 
 
 def leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
@@ -260,7 +262,8 @@ def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict
     states = [load_torch(one, "deepspeed") for one in _by_rank(folder, "optim")]
     first = models[0]
     if list(folder.glob("*mp_rank_01_*")) or list(folder.glob("*expert*")):
-        raise ValueError(f"{folder}: files of tensor or expert parallelism are not supported")
+        text = "files of tensor or expert parallelism are not supported. Convert them in DeepSpeed."
+        raise ValueError(f"{folder}: {text}")
     facts = {"DeepSpeed": first["ds_version"], "step": first["global_steps"]}
     ties, whole = first.get("shared_params") or {}, first["module"]
     if not states:  # without ZeRO
@@ -271,7 +274,8 @@ def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict
     stage = getattr(stage, "args", [stage])[0]
     size = max(counts) if isinstance(counts, list) else counts
     if len(states) != size or (stage == 3 and len(models) != size):
-        raise ValueError(f"{folder}: incomplete: expected files of {size} ranks, got {len(states)}")
+        text = f"{folder} is incomplete: expected files of {size} ranks, got {len(states)}."
+        raise ValueError(f"{text} Copy the files of all ranks into this folder.")
     names = first["buffer_names"] if stage == 3 else [name for name in whole if name not in ties]
     found = {name: _Pieces(tuple(whole[name].shape), [whole[name]]) for name in names}
     for name, shape in (first["frozen_param_shapes"] or {}).items():

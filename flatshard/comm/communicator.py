@@ -213,8 +213,8 @@ class Communicator(Members):
         shard, out = request.shard, request.out
         if out.numel() != shard.numel() * self.size:
             raise ValueError(
-                f"{request.unit_fqn}: all-gathering {shard.numel()} elements from {self.size} "
-                f"ranks does not fill {out.numel()}"
+                f"{unit_text(request.unit_fqn)}: all-gathering {shard.numel()} elements from each "
+                f"of {self.size} ranks does not fill a buffer of {out.numel()} elements."
             )
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:

@@ -50,7 +50,7 @@ def check_same_model(
     """
     # Number the settings, tensors and units, because their order must be the same too.
     facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
-    facts["what is ignored"] = repr(list(ignored))
+    facts["the list of ignored tensors"] = repr(list(ignored))
     tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
     facts |= {f"tensor {number}": described for number, described in enumerate(tensors)}
     facts |= {f"unit {number}": described for number, described in enumerate(units)}

@@ -114,8 +114,8 @@ def _regather(shard: Communicator, placement: Placement) -> Communicator | None:
         return None
     if shard.size % size:
         raise ValueError(
-            f"reshard_after_forward={size}: must divide the {shard.size} ranks that share "
-            "the parameters"
+            f"reshard_after_forward={size}: expected a divisor of {shard.size}, the number of "
+            "ranks that share the parameters. Pass True, False or a divisor."
         )
     starts = range(0, shard.size, size)
     return _rows_and_columns(shard, [shard.ranks[start : start + size] for start in starts])[0]
@@ -179,7 +179,7 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     if not are_groups or (is_pair and len(groups) != 2):
         raise TypeError(
             "process_group: expected a ProcessGroup, or a pair (shard group, replicate group), "
-            f"got {process_group!r}"
+            f"got {process_group!r}."
         )
     return groups
 
@@ -187,7 +187,7 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
 def _groups_of_mesh(mesh: Any) -> Any:
     """The group of a 1-D mesh, or the (shard, replicate) pair of a 2-D mesh."""
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
-        raise TypeError(f"device_mesh: expected a DeviceMesh, got {mesh!r}")
+        raise TypeError(f"device_mesh: expected a DeviceMesh of torch.distributed, got {mesh!r}.")
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.ndim != 2:
@@ -303,16 +303,15 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         by_size = {len(group): group for group in groups}
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
-            return (
-                f"{_PAIR}: groups of different sizes: {kind} groups {first} and {second}. {remedy}"
-            )
+            return f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
     # Make a set of each group once, before the loop: intersecting two sets is faster than comparing
     # two sequences, because it only iterates over the smaller set.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (
                 f"{_PAIR}: shard group ({ranks_text(sorted(row))}) and replicate group "
-                f"({ranks_text(sorted(column))}) share {len(row & column)} ranks. {remedy}"
+                f"({ranks_text(sorted(column))}) share {len(row & column)} ranks, expected 1. "
+                f"{remedy}"
             )
     return None
 

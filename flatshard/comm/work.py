@@ -183,14 +183,14 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
             ranks_of.setdefault(mine[number], []).append(rank)
         if len(ranks_of) > 1:
             alike = [f"rank {ranks_text(some)} began [{what}]" for what, some in ranks_of.items()]
-            return f"the first difference: {'; '.join(alike)}"
+            return f"The first difference: {'; '.join(alike)}"
     return None
 
 
 def describe_difference(names: Mapping[int, str]) -> str:
     """Text of an error that lists the collective of each rank, and the remedy."""
     differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
-    return f"the ranks are in different collectives, {differ}. {REMEDY} [FS-DEADLOCK]"
+    return f"the ranks are in different collectives. {differ}. {REMEDY} [FS-DEADLOCK]"
 
 
 # ---------------------------------------------------------------- what this rank waits for
@@ -288,13 +288,13 @@ class named(watched):
         if reason is not None:
             raise CollectiveError(f"{failed}: {reason}") from error
         remedy = (
-            "A peer died, ran other units than this rank, or did not come within the group's "
+            "Another rank died, ran other units, or did not arrive within the process group's "
             "timeout. Look for the first error on the other ranks."
         )
         if "Duplicate GPU" in str(error):  # text of an NCCL error
             remedy = (
-                "Ranks have the same GPU: call torch.cuda.set_device(local_rank) before the "
-                "model is made, or pass device_id=local_rank."
+                "Several ranks use the same GPU. Call torch.cuda.set_device(local_rank) before "
+                "the model is made, or pass device_id=local_rank."
             )
         raise CollectiveError(f"{failed}. {remedy} Reported by the backend: {error}") from error
 
@@ -365,7 +365,7 @@ class AsyncWork:
     def _describe(self, works: Sequence[Any]) -> str:
         for work, peer in zip(works, self.peers, strict=False):
             if not work.is_completed():
-                return f"{self.op_name}, not heard of rank {peer}"
+                return f"{self.op_name} (rank {peer} has not arrived)"
         return self.op_name
 
     @property

@@ -190,7 +190,7 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
     known = map(first_difference, of_group.values())
     raise RuntimeError(
         f"{where}: ranks all-gathered different units, or asked for different norms and sums, and "
-        "may have received values of other parameters; "
-        f"{next(filter(None, known), 'the first difference is too long ago to be known')}. "
+        "may have received values of other parameters. "
+        f"{next(filter(None, known), 'The first difference is too long ago to be known')}. "
         f"{REMEDY} Start again from a checkpoint. [FS-DEADLOCK]"
     )

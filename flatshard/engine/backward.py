@@ -324,7 +324,7 @@ class Backward:
         if self._had_accumulated:
             warnings.warn(
                 "a backward failed, and the gradients that were accumulated before this backward "
-                "are lost, too. Accumulate the gradients again.",
+                "are lost, too. Run all backward passes of this step again.",
                 stacklevel=4,
             )
         try:

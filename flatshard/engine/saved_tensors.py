@@ -175,6 +175,6 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a {tuple(tensor.shape)} {tensor.dtype} tensor is at version "
-            f"{tensor._version}, expected version {version}"
+            f"{tensor._version}, expected version {version}. Edit it after backward, or a clone()."
         )
     return tensor

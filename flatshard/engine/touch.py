@@ -222,8 +222,8 @@ class Touch(ParamOwner):
             return
         self._warned.add(what)
         remedy = (
-            "An average of weights made by copy.deepcopy(model) after wrapping needs no "
-            "communication. This warning is given once."
+            "To average weights without communication, make the average with "
+            "copy.deepcopy(model) after wrapping. This warning is given once."
             if is_average
             else "The result is right, but the all-gather takes time, and all ranks must take "
             "part. Make the module that uses the parameter a unit (auto_wrap_policy), or call the "

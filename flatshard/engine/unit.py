@@ -146,7 +146,7 @@ class Unit:
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(
             f"{unit_text(self.name)}: the module of a ShardedWrapper cannot be copied or pickled "
-            "without it. copy.deepcopy(model) copies, flatshard.checkpoint.save saves the wrapper."
+            "without the wrapper. Call copy.deepcopy(model) or flatshard.checkpoint.save."
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -200,8 +200,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 raise FileNotFoundError(
                     f"load_state: {folder} has no folder {_FOLDER}_0: another Accelerator saved "
                     "it, such as accelerate's own under DistributedDataParallel. After prepare(), "
-                    "load its model.safetensors by flatshard.checkpoint.load_safetensors(model, "
-                    "path), and its optimizer.bin by ShardedWrapper.optim_state_dict_to_load("
+                    "load model.safetensors with flatshard.checkpoint.load_safetensors(model, "
+                    "path), and optimizer.bin with ShardedWrapper.optim_state_dict_to_load("
                     "model, optimizer.optimizer, torch.load(path), load_directly=True)."
                 )
 
@@ -230,8 +230,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             trained += [(model, one.optimizer) for one in own] or [(model, None)]
         if rest:
             raise ValueError(
-                "save_state, load_state: an optimizer has no parameters of a prepared model. "
-                "Pass the optimizer's model to prepare() too."
+                "save_state, load_state: a prepared optimizer steps no parameter of a prepared "
+                "model. Pass the model of every optimizer to prepare() too."
             )
         self._models, self._optimizers = [], []
         try:

@@ -61,16 +61,16 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, *, state_dict_type: str = "full", **keywords: Any) -> None:
         super().__init__(**keywords)
         if state_dict_type not in _TYPES:
-            raise ValueError(f"state_dict_type: expected one of {_TYPES}, got {state_dict_type!r}")
+            raise ValueError(f"state_dict_type: expected one of {_TYPES}, got {state_dict_type!r}.")
         self._state_dict_type = state_dict_type
 
     def setup(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
-                    f"strategy='flatshard': {type(callback).__name__} would average full "
-                    "parameters. Write a Callback that makes torch.optim.swa_utils.AveragedModel("
-                    "trainer.model) when training starts, and updates it after each batch."
+                    f"strategy='flatshard' does not support {type(callback).__name__}, which needs "
+                    "full parameters. Use a Callback that makes torch.optim.swa_utils.AveragedModel"
+                    "(trainer.model) when training starts, and updates it after each batch."
                 )
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
@@ -218,7 +218,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         for model in self._models:
             if ids & {id(param) for param in model.parameters()}:
                 return model
-        raise ValueError("the optimizer has no parameters of a model that Fabric has set up")
+        raise ValueError("an optimizer steps no model of Fabric. Call setup(model, optimizer).")
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]

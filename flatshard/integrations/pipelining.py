@@ -33,9 +33,9 @@ class PipelineStage(TorchStage):
         if isinstance(model, ShardedWrapper):
             if backward_type != "full":
                 raise NotImplementedError(
-                    f"stage {self.stage_index}: the schedule splits each backward in two (zero "
-                    "bubble), so a ShardedWrapper cannot tell when all gradients are complete. Use "
-                    "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
+                    f"stage {self.stage_index}: a schedule that splits each backward in two (zero "
+                    "bubble) is not supported, because a ShardedWrapper cannot tell when gradients "
+                    "are complete. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
                 )
             plan_backward(model, reduces=last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

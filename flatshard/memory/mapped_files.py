@@ -87,8 +87,8 @@ def drop_pages(place: int, nbytes: int) -> None:
     """Free the memory of a range. The next access reads zeros, or the file if one is mapped."""
     if _madvise(place, nbytes, _MADV_DONTNEED) != 0:
         raise RuntimeError(
-            f"giving {nbytes:,} bytes back to the system failed (madvise: "
-            f"{os.strerror(ctypes.get_errno())}). Is their memory locked (mlockall, ulimit -l)?"
+            f"freeing {nbytes:,} bytes of memory failed (madvise: "
+            f"{os.strerror(ctypes.get_errno())}). Do not lock the process's memory (mlockall)."
         )
 
 

@@ -215,28 +215,29 @@ def _warnings(plan: ModelPlan) -> list[str]:
         found.append(explain_no_match(module, settings.policy, ignored))
     if module in ignored.modules:
         found.append(
-            "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
+            "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
+            "Leave the module out of ignored_modules and ignored_states."
         )
     units = [member.module for member in plan.chosen]
     units += [sharding.wrapper.module for sharding in shardings_in(module)]
     if plan.divergent and module not in plan.divergent and plan.divergent.isdisjoint(units):
         found.append(
-            "allow_divergence has no effect: none of these modules is in a unit of its own, so "
-            "their parameters are all-gathered with the module around them"
+            "allow_divergence has no effect, because none of its modules is a unit: the modules "
+            "around them all-gather their parameters. Make these modules units (auto_wrap_policy)."
         )
     if ignored.is_elsewhere:
         found.append(
-            "ignored_modules, ignored_states: nothing of them is in the "
-            f"{type(module).__name__} that is wrapped, so they have no effect there"
+            "ignored_modules, ignored_states: none of these is in the wrapped "
+            f"{type(module).__name__}, so they have no effect. Pass modules of the wrapped model."
         )
     if isinstance(module, ModuleProxy):
         found.append(
             f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
-            "ShardedWrapper already, and the outer one adds nothing. Wrap it once, with all "
-            "settings"
+            "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once, "
+            "with all settings."
         )
     if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
-        found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
+        found.append("cpu_offload has no effect on parameters in CPU memory. Leave it out.")
     # Read the topology of the root unit, not `settings.topology`. If all units may diverge, no unit
     # has the placement of `settings`. Then reading `settings.topology` would create process groups,
     # which is collective, but this function runs only on rank 0.

@@ -86,8 +86,8 @@ def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) 
         if asked != span.strides:
             raise RuntimeError(
                 f"{param.where}: the memory format "
-                f"cannot be changed after wrapping: strides are {span.strides}, {asked} are asked "
-                "for. Call model.to(memory_format=...) before ShardedWrapper(model)."
+                f"cannot be changed after wrapping: expected strides {span.strides}, got {asked}. "
+                "Call model.to(memory_format=...) before ShardedWrapper(model)."
             )
 
 
@@ -109,8 +109,8 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
             return
         if converted.device.type == "meta":
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: moving a sharded model to the meta device would "
-                "lose its weights"
+                f"{unit_text(handle.unit_name)}: a sharded model cannot move to the meta device, "
+                "where its weights would be lost. To free its memory, delete the model."
             )
         if converted.device != handle.flat_param.device:
             handle.device = converted.device

@@ -77,11 +77,11 @@ class InitialValues:
         first, *others = self.different
         listed = f"{first!r} and {len(others)} more" if others else repr(first)
         outcome = (
-            "Every rank now takes rank 0's. Seed all ranks alike, or pass sync_module_states=True "
-            "to say that this is meant."
+            "Every rank now takes the weights of rank 0. Call torch.manual_seed() with one seed on "
+            "all ranks before making the model, or pass sync_module_states=True."
             if self.sync is None
-            else "Each keeps its own part, as sync_module_states=False asks: the result is a "
-            "mixture of different models."
+            else "With sync_module_states=False each rank keeps its own part, so the weights are a "
+            "mixture. Pass sync_module_states=True, or load the same weights on all ranks."
         )
         what = f"ShardedWrapper: the ranks start from different weights ({listed})."
         return [f"{what} {outcome} [FS-WEIGHTS]"]

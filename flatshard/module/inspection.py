@@ -71,8 +71,8 @@ def check_tensors(
         # state and behaviour of the subclass would be lost.
         if type(param.data) is not Tensor:
             raise TypeError(
-                f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
-                "plain tensors can be flattened"
+                f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}, but only "
+                "plain tensors can be sharded. Pass its module in ignored_modules."
             )
         _check_memory(f"parameter {name!r}", param)
         if drops_gradients and param.grad is not None and bool(param.grad.any()):
@@ -85,8 +85,8 @@ def check_tensors(
         first = first or (name, param.device)
         if param.device != first[1]:
             raise ValueError(
-                f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} "
-                f"on {str(first[1])!r}. Move the module to one device before wrapping."
+                f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, but {first[0]!r} "
+                f"is on {str(first[1])!r}. Move the module to one device before wrapping."
             )
 
 
@@ -125,8 +125,8 @@ def _check_memory(where: str, tensor: Tensor) -> None:
             kind = "freed"  # reading the freed memory would crash the process
     if kind is not None:
         raise TypeError(
-            f"ShardedWrapper: {where} is {kind}; only dense tensors with memory can be sharded or "
-            "synchronised. Convert it (to_dense(), dequantize()), or pass its module in "
+            f"ShardedWrapper: {where} is {kind}, but only dense tensors with memory can be sharded "
+            "or synchronised. Convert it (to_dense(), dequantize()), or pass its module in "
             "ignored_modules."
         )
 
@@ -147,7 +147,7 @@ def _share_elements(one: Tensor, other: Tensor) -> bool:
 
 def _check_module(module: nn.Module, policy: Policy | None) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
+        raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
     if policy is not None:
         check_policy(policy)
     for name, inner in module.named_modules():
@@ -178,21 +178,21 @@ def _read_device(device_id: int | str | torch.device) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     if isinstance(device_id, int) and not isinstance(device_id, bool):
         if accelerator is None:
-            raise ValueError(f"device_id={device_id}: this host has no accelerator")
+            raise ValueError(f"device_id={device_id}: this host has no accelerator. Pass 'cpu'.")
         device = torch.device(accelerator.type, device_id)
     else:
         try:
             device = torch.device(device_id)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"device_id: expected an index or a device, got {device_id!r}"
+                f"device_id: expected an index or a device, got {device_id!r}."
             ) from error
     has = accelerator is not None and accelerator.type == device.type
     count = torch.accelerator.device_count() if has else 0
     if device.type not in ("cpu", "meta") and (device.index or 0) >= count:
         raise ValueError(
             f"device_id: there is no {str(device)!r} on this host, which has {count} {device.type} "
-            "devices. Pass one of them, or 'cpu'."
+            "devices. Pass one of these devices, or 'cpu'."
         )
     # Add the index: "cuda" without an index means the current device, which a thread may change.
     return torch.empty(0, device=device).device

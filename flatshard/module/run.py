@@ -92,9 +92,9 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         topology, world = unit.topology, unit.topology.world
         if world is not expected and not set(world.ranks) <= set(expected.ranks):
             raise ValueError(
-                f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, the "
-                f"module around it on {expected.ranks_text}. Pass the same ranks to both, or pass "
-                "a subset of these ranks to the unit."
+                f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, but "
+                f"the module around it trains on {expected.ranks_text}. Pass the same ranks to "
+                "both, or pass a subset of the outer module's ranks to the unit."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group, topology.across))
@@ -106,8 +106,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard.ranks_text} and "
                 f"replicates over {replicate.ranks_text}, "
-                f"{outermost.name or 'the module around it'!r} the other way round. Pass both the "
-                "same pair of groups (shard group, replicate group)."
+                f"but {outermost.name or 'the module around it'!r} does the opposite. Pass the "
+                "same pair of groups (shard group, replicate group) to both."
             )
 
 
@@ -233,7 +233,7 @@ def accumulating(
     as_flags(replicas_only=replicas_only)
     context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
-        raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
+        raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
     before = context.syncs, context.under_no_sync
     context.syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
     context.under_no_sync = True

@@ -40,7 +40,7 @@ def as_flags(**given: Any) -> dict[str, bool | None]:
     for keyword, value in given.items():
         # Do not call `bool` on other values: `bool("no")` is True.
         if value is not None and value not in (True, False):
-            raise TypeError(f"{keyword}: expected True or False, got {value!r}")
+            raise TypeError(f"{keyword}: expected True or False, got {value!r}.")
     return {keyword: None if value is None else bool(value) for keyword, value in given.items()}
 
 
@@ -132,8 +132,8 @@ class Settings:
         asked = self.ranks.mode.needs_gloo
         if asked and self.device.type != "cpu":
             raise ValueError(
-                f"{asked} is for gloo and parameters in host memory; they are on {self.device}. "
-                "Leave the keyword out: then the backend communicates. To send fewer bytes, pass "
+                f"{asked} is for gloo and parameters in host memory, but the parameters are on "
+                f"{self.device}. Leave the keyword out. To send fewer bytes, pass "
                 "MixedPrecision(param_dtype, reduce_dtype)."
             )
 
@@ -147,8 +147,8 @@ def ranks_or_alone(
     # `new_group` returns a negative number instead of the group.
     if any(isinstance(d, str | torch.device) or (isinstance(d, int) and d >= 0) for d in given):
         raise TypeError(
-            f"process_group: expected ranks, got the devices {process_group!r}. "
-            "DistributedDataParallel's second argument is device_ids: pass it by its name, "
+            f"process_group: expected a ProcessGroup or a pair, got {process_group!r}, which looks "
+            "like DistributedDataParallel's device_ids. Pass device_ids by name: "
             f"device_ids={process_group!r}."
         )
     if process_group is None and device_mesh is None:
@@ -158,7 +158,7 @@ def ranks_or_alone(
             check_launch_without_group()
             warnings.warn(
                 "ShardedWrapper: no process group, so this process trains alone and nothing is "
-                "sharded",
+                "sharded. To train on several ranks, start them with torchrun.",
                 stacklevel=3,
             )
     return read_ranks(process_group, device_mesh, mode=mode)

@@ -82,7 +82,7 @@ class Sharding:
             if not inside.issuperset(unit.modules):
                 name = self.unit.names[list(self.unit.modules).index(self.wrapper.module)]
                 raise RuntimeError(
-                    f"{unit_text(unit.name)}: {name!r} cannot be {action} alone, because the "
+                    f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: the "
                     "module is small and shares a unit with its neighbours. Use the outermost "
                     "wrapper, or wrap with coalesce_bytes=0."
                 )
@@ -144,7 +144,7 @@ def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """Return a model's units. Raises RuntimeError inside of a step or ``summon_full_params``."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}: expected a model first, got {type(module).__name__}")
+        raise TypeError(f"{caller}: expected a model first, got a {type(module).__name__}.")
     for one in shardings_in(module):
         one.check_between_steps(caller)
     for one in outermost_shardings(module):

@@ -186,8 +186,8 @@ def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
     if shapes:
         raise ValueError(
             f"state {key!r} of parameter {param.spec.name!r} ({unit_text(param.spec.unit)}) has "
-            f"tensors of shape {sorted(shapes)}. Expected numbers, or tensors with one value per "
-            "element of the parameter: no other state can be collected from all ranks."
+            f"shapes {sorted(shapes)}, which ranks cannot combine. Expected numbers, or one value "
+            "per element of the parameter. Use optimizer.state_dict() on each rank instead."
         )
 
 

@@ -130,8 +130,8 @@ def _check_params(optimizer: Optimizer) -> None:
                 # A gradient is in UNREDUCED if no part or only some parts of it are reduced.
                 if UNREDUCED and grad in UNREDUCED:
                     raise RuntimeError(
-                        f"{unit_text(UNREDUCED[grad])}: step() on gradients that were accumulated "
-                        "under no_sync and not reduced. Run the last backward before a step "
+                        f"{unit_text(UNREDUCED[grad])}: step() got gradients that were accumulated "
+                        "under no_sync and not reduced. Run the last backward before step() "
                         "outside of no_sync."
                     )
 
@@ -139,7 +139,7 @@ def _check_params(optimizer: Optimizer) -> None:
 def _refuse_sharded(optimizer: torch.optim.SparseAdam) -> None:
     if any(isinstance(param, FlatShardTensor) for param in all_params(optimizer)):
         raise RuntimeError(
-            "SparseAdam: gradients of sharded parameters are dense, also with "
+            "SparseAdam cannot step sharded parameters: their gradients are dense, even with "
             "nn.Embedding(sparse=True). Use an optimizer for dense gradients, such as Adam, SGD or "
             "Adagrad."
         )
@@ -200,9 +200,9 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: clip_grad_norm_() of a model in which this unit "
-                f"trains only on ranks {handle.topology.world.ranks_text}: the norm would differ "
-                "between ranks. Compute a norm yourself and clip with it, or call "
+                f"{unit_text(handle.unit_name)}: clip_grad_norm_() is not supported, because this "
+                f"unit trains only on ranks {handle.topology.world.ranks_text}, and the norm would "
+                "differ between ranks. Compute a norm yourself and clip with it, or call "
                 "clip_grad_norm_() of the units."
             )
 
@@ -224,7 +224,7 @@ def check_reduced(
     for rank, unit in found.items():
         if unit is not None:
             raise RuntimeError(
-                f"{unit_text(unit)}, rank {rank}: clip_grad_norm_() on gradients that were "
+                f"{unit_text(unit)}, rank {rank}: clip_grad_norm_() got gradients that were "
                 "accumulated under no_sync and not reduced. Clip after a backward outside of "
                 "no_sync."
             )

@@ -47,10 +47,10 @@ class CPUOffload:
         for name in ("offload_params", "offload_optimizer", "pin_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
-                    f"CPUOffload: {name} must be True or False, got {getattr(self, name)!r}"
+                    f"CPUOffload: {name} must be True or False, got {getattr(self, name)!r}."
                 )
         if self.path is not None and not isinstance(self.path, str | os.PathLike):
-            raise TypeError(f"CPUOffload: path must be a directory's path, got {self.path!r}")
+            raise TypeError(f"CPUOffload: path must be a directory's path, got {self.path!r}.")
 
     @property
     def is_on(self) -> bool:
@@ -80,4 +80,4 @@ def as_cpu_offload(value: object) -> CPUOffload:
         return CPUOffload()
     if isinstance(getattr(value, "pin_memory", None), bool):
         return CPUOffload(offload_params=True, pin_memory=value.pin_memory)  # type: ignore[attr-defined]
-    raise TypeError(f"cpu_offload: expected CPUOffload(offload_params=...), got {value!r}")
+    raise TypeError(f"cpu_offload: expected CPUOffload(offload_params=...), got {value!r}.")

@@ -115,17 +115,17 @@ class MixedPrecision:
             if dtype is not None and not is_float_dtype(dtype):
                 raise TypeError(
                     f"MixedPrecision: {name} must be a floating point torch.dtype or None, "
-                    f"got {dtype!r}"
+                    f"got {dtype!r}."
                 )
         if self.gather_dtype is not None and self.gather_dtype not in FLOAT8:
             raise TypeError(
                 f"MixedPrecision: gather_dtype must be None or one of {', '.join(map(str, FLOAT8))}"
-                f", got {self.gather_dtype!r}"
+                f", got {self.gather_dtype!r}."
             )
         for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
-                    f"MixedPrecision: {name} must be True or False, got {getattr(self, name)!r}"
+                    f"MixedPrecision: {name} must be True or False, got {getattr(self, name)!r}."
                 )
         if self.keep_low_precision_grads and not HAS_GRAD_DTYPE:
             raise NotImplementedError(
@@ -209,7 +209,7 @@ def _as_classes(value: object) -> tuple[type[nn.Module], ...]:
     for one in classes:
         if not (isinstance(one, type) and issubclass(one, nn.Module)):
             raise TypeError(
-                f"MixedPrecision: module_classes_to_ignore must be classes of modules, got {one!r}"
+                f"MixedPrecision: module_classes_to_ignore must be classes of modules, got {one!r}."
             )
     return classes
 
@@ -219,7 +219,7 @@ def _as_reduce_mode(value: object) -> ReduceMode:
         return ReduceMode(value)
     except ValueError:
         choices = " or ".join(f'"{one.value}"' for one in ReduceMode)
-        raise ValueError(f"MixedPrecision: reduce_mode must be {choices}, got {value!r}") from None
+        raise ValueError(f"MixedPrecision: reduce_mode must be {choices}, got {value!r}.") from None
 
 
 def as_mixed_precision(value: object) -> MixedPrecision:
@@ -229,7 +229,7 @@ def as_mixed_precision(value: object) -> MixedPrecision:
     if isinstance(value, MixedPrecision):
         return value
     if not hasattr(value, "param_dtype"):
-        raise TypeError(f"mixed_precision: expected a MixedPrecision, got {value!r}")
+        raise TypeError(f"mixed_precision: expected a MixedPrecision, got {value!r}.")
     ours = MixedPrecision.__dataclass_fields__
     fields: dict[str, Any] = {}
     for name, given in vars(value).items():

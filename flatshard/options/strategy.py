@@ -144,20 +144,24 @@ def resharding(
     if not isinstance(after_forward, int):
         raise TypeError(
             f"reshard_after_forward: expected True, False or a number of ranks, "
-            f"got {after_forward!r}"
+            f"got {after_forward!r}."
         )
     # Compare by identity: `after_forward != False` would let 0 pass, because 0 == False.
-    if after_forward is not False and (after_forward < 1 or not placement.reshard_after_forward):
+    if after_forward is not False and after_forward < 1:
         raise ValueError(
-            f"reshard_after_forward={after_forward}: expected at least 1, with FULL_SHARD or a "
-            f"HYBRID strategy that reshards after forward; the strategy is {strategy.name}"
+            f"reshard_after_forward={after_forward}: expected True, False, or at least 1 rank."
+        )
+    if after_forward and not placement.reshard_after_forward:
+        raise ValueError(
+            f"reshard_after_forward={after_forward}: {strategy.name} never reshards after forward. "
+            "Pass False, or sharding_strategy FULL_SHARD or HYBRID_SHARD."
         )
     if after_forward is True:
         return strategy, placement
     if placement.over_all and after_forward > 1:
         raise ValueError(
             f"reshard_after_forward={after_forward}: {strategy.name} always keeps a part of the "
-            "parameters within each node. Use True or False"
+            "parameters within each node. Use True or False."
         )
     if after_forward is False or after_forward == 1:
         strategy = _WITHOUT_RESHARDING.get(strategy, strategy)

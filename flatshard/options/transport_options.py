@@ -54,9 +54,11 @@ def as_coalesce_bytes(value: object) -> int:
         return COALESCE_BYTES
     # Refuse True, because True is an int and would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}")
+        raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}.")
     if value < 0:
-        raise ValueError(f"coalesce_bytes: expected 0 or more bytes, got {value}")
+        raise ValueError(
+            f"coalesce_bytes: expected 0 or more bytes, got {value}. 0: do not coalesce."
+        )
     return value
 
 
@@ -66,15 +68,15 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
         chosen = Collectives(collectives)
     except ValueError:
         choices = ", ".join(f'"{one.value}"' for one in Collectives)
-        raise ValueError(f"collectives: expected one of {choices}, got {collectives!r}") from None
+        raise ValueError(f"collectives: expected one of {choices}, got {collectives!r}.") from None
     if wire_dtype is None:
         return TransportOptions(chosen)
     if not isinstance(wire_dtype, torch.dtype):
-        raise TypeError(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}")
+        raise TypeError(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}.")
     if wire_dtype is not torch.bfloat16:
         raise ValueError(
-            f"wire_dtype: expected torch.bfloat16, which has the range of float32, or None; "
-            f"got {wire_dtype}"
+            f"wire_dtype: expected torch.bfloat16, which has the range of float32, or None, "
+            f"got {wire_dtype}."
         )
     if chosen is Collectives.NATIVE:
         raise ValueError(

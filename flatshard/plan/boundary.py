@@ -44,9 +44,9 @@ def as_boundary(value: object) -> Boundary:
     expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
     # Refuse True and False, which are ints in Python: True would mean one element.
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"{expected}, got {value!r}")
+        raise TypeError(f"{expected}, got {value!r}.")
     if value not in _CHOICES if isinstance(value, str) else value < 1:
-        raise ValueError(f"{expected}, at least 1, got {value!r}")
+        raise ValueError(f"{expected}, at least 1, got {value!r}.")
     return "element" if value == 1 else value
 
 

@@ -76,8 +76,8 @@ def find_ignored(
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
-            "ShardedWrapper: pass either ignored_modules or ignored_states, not both; "
-            "ignored_states takes modules and parameters"
+            "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
+            "ignored_states takes modules and parameters."
         )
     chosen = [
         *_read("ignored_modules", ignored_modules, (nn.Module,)),
@@ -131,11 +131,11 @@ def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
     try:
         found = [] if values is None else list(values)
     except TypeError:
-        raise TypeError(f"{keyword}: {expected}, got a {type(values).__name__}") from None
+        raise TypeError(f"{keyword}: {expected}, got a {type(values).__name__}.") from None
     for position, value in enumerate(found):
         if not isinstance(value, kinds):
             name = type(value).__name__
-            raise TypeError(f"{keyword}: {expected}, got a {name} at position {position}")
+            raise TypeError(f"{keyword}: {expected}, got a {name} at position {position}.")
     return found
 
 
@@ -146,7 +146,7 @@ def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignore
         if unit in below:
             raise ValueError(
                 f"ShardedWrapper: module {name!r} cannot be ignored, because it is or contains a "
-                "ShardedWrapper. Ignore the modules beside the ShardedWrapper instead."
+                "ShardedWrapper. Ignore only modules that contain no ShardedWrapper."
             )
         if module in set(unit.modules()) - theirs.modules:
             raise ValueError(

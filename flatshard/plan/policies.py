@@ -368,7 +368,7 @@ def check_policy(policy: object) -> None:
     if isinstance(policy, str):
         is_name = policy.endswith(("_policy", "Policy"))
         hint = f" To use {policy}, pass the object, not its name." if is_name else ""
-        raise ValueError(f"auto_wrap_policy: unknown policy {policy!r}; {expected}.{hint}")
+        raise ValueError(f"auto_wrap_policy: {expected}, got {policy!r}.{hint}")
     if isinstance(policy, type | nn.Module) or not callable(policy):
         kind = type(policy).__name__
         raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)} ({kind}).")
@@ -376,9 +376,9 @@ def check_policy(policy: object) -> None:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"auto_wrap_policy: {_show(policy)} can't be called with the keywords module, recurse "
-            f"and nonwrapped_numel ({error}); {expected}. Set further arguments by "
-            "functools.partial."
+            f"auto_wrap_policy: {expected}, got {_show(policy)}, which cannot be called with the "
+            f"keywords module, recurse and nonwrapped_numel ({error}). Bind all other arguments "
+            "with functools.partial."
         ) from error
 
 

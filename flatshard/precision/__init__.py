@@ -380,7 +380,7 @@ class PrecisionPlan:
         return [
             "mixed_precision: FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect: after model.eval() "
             "param_dtype and buffer_dtype are used as in training. To evaluate in full precision, "
-            "wrap without them, and train under torch.autocast"
+            "wrap without these dtypes, and train under torch.autocast."
         ]
 
     def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:

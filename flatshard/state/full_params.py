@@ -189,7 +189,7 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
         for one in reversed(opened):
             problems += one.close()
     if problems:
-        raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}")
+        raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}.")
 
 
 def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:

@@ -110,8 +110,8 @@ class ModelShards:
                 )
         if others:
             raise ValueError(
-                "a safetensors file contains only tensors of the model. The state dict has other "
-                f"entries, which cannot be saved: {', '.join(others)}"
+                "a safetensors file can contain only tensors of the model, but the state dict also "
+                f"has {', '.join(others)}. Use flatshard.checkpoint.save instead."
             )
         return entries
 

@@ -158,7 +158,7 @@ def _by_name(
 
 def _check_optimizer(value: object) -> None:
     if not isinstance(value, torch.optim.Optimizer):
-        raise TypeError(f"expected an optimizer as the second argument, got {value!r:.100}")
+        raise TypeError(f"expected an optimizer as the second argument, got {value!r:.100}.")
 
 
 def _check_form(state_dict: Any) -> None:
@@ -322,8 +322,8 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
             return copied(value)
         raise ValueError(
             f"state {key!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
-            f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Was the state saved from "
-            "another model?"
+            f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Load a state that was "
+            "saved from the same model."
         )
     device = original.sharded.device
     if not original.is_sharded:

@@ -124,8 +124,8 @@ class ShardSpec:
                 tensor = tensor.expand(self.shape)
             except RuntimeError:
                 raise NeedsFullTensor(
-                    f"parameter {self.name!r}: expected a tensor of shape {self.shape} or a shape "
-                    f"that broadcasts to {self.shape}, got {tuple(tensor.shape)}",
+                    f"parameter {self.name!r} is sharded: expected a tensor of a shape that "
+                    f"broadcasts to {self.shape}, got {tuple(tensor.shape)}. Use p.full_tensor().",
                     self,
                 ) from None
         # ``reshape`` returns a view if the tensor is in the parameter's memory order. Otherwise it

@@ -404,7 +404,7 @@ def markdown(cells: Cells) -> str:
             if verdict != "yes":
                 # Alike but for the strategy and for numbers of ranks.
                 why = re.sub(r"over \d replicas", "over replicas", why)
-                why = why.replace(f"strategy is {strategy}", "strategy is another")
+                why = why.replace(f"{strategy} never reshards", "the strategy never reshards")
                 others.setdefault(reasons.of(Cell(verdict, why)), []).append(strategy)
         shown = "all" if not others else ", ".join(good)
         notes = "; ".join(f"{', '.join(some)}: {note}" for note, some in others.items())

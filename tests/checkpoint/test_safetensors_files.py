@@ -135,7 +135,7 @@ def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lists 'd' in some.safetensors, which has no such"):
         find_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {"d": "none.safetensors"}}))
-    with pytest.raises(ValueError, match=r"none.safetensors: no such file"):
+    with pytest.raises(ValueError, match=r"none.safetensors: there is no such file"):
         find_tensors(tmp_path)
     index.write_text("[]")
     with pytest.raises(ValueError, match="expected the index of safetensors files"):

@@ -149,7 +149,7 @@ def _on_a_stream(rank: int, world_size: int) -> None:
                 assert swapped.isnan().all()
         with contextlib.suppress(CollectiveError):
             model.clip_grad_norm_(math.inf)
-    error = r"backward.*the first difference: rank 0.*norm of order 2 of parameter '0.bias'"
+    error = r"backward.*The first difference: rank 0.*norm of order 2 of parameter '0.bias'"
     with pytest.raises(RuntimeError, match=error):
         model(torch.ones(4, 8)).sum().backward()
 

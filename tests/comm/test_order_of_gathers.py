@@ -42,7 +42,7 @@ def _after(rank: int, world_size: int) -> None:
             if rank == 1 or order == [rank]:
                 model.module.order = order
             with pytest.raises(
-                RuntimeError, match=r"the first difference: .*'layers\.\d'.*'layers\.\d'"
+                RuntimeError, match=r"The first difference: .*'layers\.\d'.*'layers\.\d'"
             ):
                 step(model)
         model = wrapped(*EQUAL)
@@ -77,5 +77,5 @@ def test_first_difference() -> None:
         two.begin("gather", "b" if number == 70 else "a")
     assert one.digest != two.digest
     known = first_difference({0: one.recent(), 1: two.recent(), 2: one.recent()})
-    assert known == "the first difference: rank 0, 2 began [a]; rank 1 began [b]"
+    assert known == "The first difference: rank 0, 2 began [a]; rank 1 began [b]"
     assert first_difference({0: one.recent()[:5], 1: two.recent()[-5:]}) is None

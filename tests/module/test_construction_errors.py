@@ -82,7 +82,7 @@ def test_tensors_without_plain_memory() -> None:
             with_param.odd = nn.Parameter(tensor, requires_grad=False)
             for model, what in ((with_buffer, "buffer"), (with_param, "parameter")):
                 found = re.escape(f"ShardedWrapper: {what} 'odd' is {kind}")
-                with pytest.raises(TypeError, match=f"{found}; only dense tensors"):
+                with pytest.raises(TypeError, match=f"{found}, but only dense tensors"):
                     ShardedWrapper(model, sync_module_states=sync)
 
 
@@ -170,7 +170,7 @@ def _different_transports(rank: int, world_size: int) -> None:
                 ShardedWrapper(Mlp(), process_group, "FULL_SHARD", **odd)
     model = Mlp()
     model.fc2 = ShardedWrapper(model.fc2, tuple(reversed(pairs)), "HYBRID_SHARD")
-    with pytest.raises(ValueError, match=r"unit 'fc2' shards .* the other way round"):
+    with pytest.raises(ValueError, match=r"unit 'fc2' shards .* does the opposite"):
         ShardedWrapper(model, tuple(pairs), "HYBRID_SHARD")
     torch.manual_seed(0)
     ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))

@@ -79,5 +79,5 @@ def _with_policy(rank: int, world_size: int) -> None:
     outer = nn.Sequential(nn.Tanh(), inner)
     with pytest.raises(ValueError, match=r"contains, at '1', .* wrap the model once"):
         ShardedWrapper(outer, auto_wrap_policy=LINEARS)
-    with pytest.warns(UserWarning, match=r"the module, a Sequential, .*Wrap it once"):
+    with pytest.warns(UserWarning, match=r"the module, a Sequential, .*Wrap the module once"):
         ShardedWrapper(inner)

@@ -311,7 +311,7 @@ class Transport(abc.ABC):
 
         Only the native transport overrides this method.
         """
-        raise NotImplementedError(f"{self.name} has no all-reduce")
+        raise NotImplementedError(f"the transport {self.name} has no all-reduce.")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Return memory for an unsharded buffer, which ``gather`` will fill."""
@@ -369,7 +369,7 @@ class LocalTransport(Transport):
         return AsyncWork([], op_name)
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        raise NotImplementedError("one rank's gradients are their average")
+        raise NotImplementedError("a group of one rank needs no reduce-scatter.")
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
         return AsyncWork([], op_name, [buffer])

@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 60.0
 _REMEDY = (
     "If another rank is only slow, this wait ends by itself. If another rank is past this call, "
     "the wait never ends: call forward, backward, state_dict() and every other collective on every "
-    "rank, not under `if rank == 0:`"
+    "rank, not under `if rank == 0:`."
 )
 
 _END_SECONDS = 5.0  # maximum number of seconds to wait for a look of the thread to finish
@@ -215,7 +215,7 @@ def tell_of_end() -> None:
     # Register `_tell` again, so that it is registered last. Exit handlers run in reverse order, so
     # `_tell` runs before the exit handlers of other libraries, which take time.
     atexit.unregister(_tell)
-    atexit.register(_tell, "sys.exit(), or as its program was over")
+    atexit.register(_tell, "sys.exit() or the end of its program")
 
 
 def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, trace: Any) -> None:

@@ -357,7 +357,7 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
         differ = first_difference({dist.get_rank(): mine[kind][1], rank: theirs})
         if differ is not None:
             where = reports[rank].text and f" Now rank {rank} is in [{reports[rank].text}]."
-            return f"ranks began different collectives, {differ}.{where} {REMEDY}"
+            return f"ranks began different collectives. {differ}.{where} {REMEDY}"
     return None
 
 

@@ -38,7 +38,7 @@ def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
     if isinstance(allowed, bool):
         return set(root.modules()) if allowed else set()
     if isinstance(allowed, str | type) or not isinstance(allowed, Iterable):
-        raise TypeError(f"{expected}, got {allowed!r}")
+        raise TypeError(f"{expected}, got {allowed!r}.")
     named = dict(root.named_modules())
     found: set[nn.Module] = set()
     for one in allowed:
@@ -49,7 +49,7 @@ def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
         elif isinstance(one, nn.Module):
             tops = [module for module in named.values() if module is one]
         else:
-            raise TypeError(f"{expected}, got {one!r} in it")
+            raise TypeError(f"{expected}, got a list that contains {one!r}.")
         if not tops:
             what = f"the {type(one).__name__}" if isinstance(one, nn.Module) else repr(one)
             raise ValueError(

@@ -82,7 +82,8 @@ def joining(
 def _check(root: Sharding) -> None:
     """Raise, on all ranks, if ranks without input could not follow the model's steps."""
     if not root.wrapper.check_is_root():
-        raise RuntimeError(f"join(): {unit_text(root.unit.name)} is not the outermost wrapper.")
+        name = unit_text(root.unit.name)
+        raise RuntimeError(f"join() of {name}, which is inside a wrapper. Join the outermost one.")
     for extension in root.context.extensions:
         extension.needs_gradients("join()")
     for unit in root.context.units:
@@ -153,12 +154,15 @@ class Join(StepExtension):
             if one != first:
                 raise RuntimeError(
                     f"join(): all ranks with input must take the same action. Rank {rank}: {one}; "
-                    f"rank {self._active[0]}: {first}. If only learning rates differ: a scheduler "
-                    "with a step per batch falls behind without input; load another rank's state."
+                    f"rank {self._active[0]}: {first}. If only learning rates differ, load another "
+                    "rank's scheduler state: without input, a rank's scheduler may fall behind."
                 )
         if self._throws and len(self._active) < self._comm.size:
             ranks = ranks_text(sorted({*range(self._comm.size)} - doing.keys()))
-            raise RuntimeError(f"join(): throw_on_early_termination: no input on ranks {ranks}.")
+            raise RuntimeError(
+                f"join(): no input is left on ranks {ranks}, and throw_on_early_termination=True "
+                "ends the loop. To let these ranks follow the others, leave the argument out."
+            )
         return first
 
     def _fail(self, message: str) -> None:

@@ -123,10 +123,10 @@ def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> s
     if unknown:
         return (
             "ShardedWrapper: these tensors are on the meta device, and their modules have no "
-            f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn, which gives a "
-            "module's own tensors memory (module.to_empty(device=..., recurse=False)) and values; "
-            "flatshard.leave_empty, if load_state_dict() follows; or sync_module_states=True, if "
-            "rank 0 has the weights."
+            f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn that gives a module's "
+            "own tensors memory (module.to_empty(device=..., recurse=False)) and values, or "
+            "param_init_fn=flatshard.leave_empty if load_state_dict() follows, or "
+            "sync_module_states=True if rank 0 has the weights."
         )
     if mixed:
         return (
@@ -428,8 +428,8 @@ class MetaInit:
         if tensor is None or tuple(tensor.shape) != expected:
             got = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise RuntimeError(
-                f"{slot.name!r}: expected shape {expected}, got {got} after initialising: "
-                "reset_parameters() and param_init_fn must keep the meta module's shapes"
+                f"{slot.name!r}: expected shape {expected}, got {got} after initialising. Let "
+                "reset_parameters() or param_init_fn keep the shapes of the meta module."
             )
         if LEFT_EMPTY in slot.module.__dict__:
             # A parameter of a left-empty module needs no full tensor, because its shard already has
@@ -444,9 +444,8 @@ class MetaInit:
             )
         elif _is_patterned(tensor):
             raise RuntimeError(
-                f"{slot.name!r}: {' and '.join(self._resets[slot.module])} of "
-                f"{self._where(slot.module)} does not initialise it. Initialise it there, or pass "
-                "a param_init_fn."
+                f"{' and '.join(self._resets[slot.module])} of {self._where(slot.module)} gave no "
+                f"values to {slot.name!r}. Initialise {slot.name!r} there, or pass a param_init_fn."
             )
 
     def _keep(self, slots: Sequence[_Slot], values: dict[str, Any]) -> None:
@@ -477,8 +476,8 @@ class MetaInit:
                 if isinstance(value, Tensor) and value.is_meta:
                     return RuntimeError(
                         f"{self._where(module)}: attribute {attribute!r} is a tensor on the meta "
-                        "device, and neither parameter nor buffer, so nothing gives it values. "
-                        "Register it as a buffer, or set it in reset_parameters()."
+                        "device, but neither a parameter nor a buffer, so nothing gives it values. "
+                        "Register the tensor as a buffer, or set it in reset_parameters()."
                     )
         return None
 
@@ -503,7 +502,7 @@ def check_loaded(root: nn.Module, world: Communicator) -> None:
     problem = None
     if empty:
         problem = RuntimeError(
-            f"{empty[0]!r}{others}: left empty (flatshard.leave_empty), and not loaded since. Call "
+            f"{empty[0]!r}{others}: left empty (flatshard.leave_empty) and not loaded since. Call "
             "model.load_state_dict(...) with all parameters and buffers before the first forward. "
             "Buffers with persistent=False are in no state dict: initialise these buffers in the "
             "param_init_fn, and call leave_empty(module) there only for other modules."

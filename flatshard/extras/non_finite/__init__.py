@@ -58,7 +58,7 @@ class NonFiniteWatch(StepObserver):
                 self._observers.remove(self)
                 warnings.warn(
                     f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} "
-                    f"holds {abs(largest)} on this rank, before any average over "
+                    f"contains {abs(largest)} on this rank, before any average over "
                     "ranks. It is the first such gradient of this backward. "
                     "torch.autograd.detect_anomaly() finds the operation that made it. If fp16 "
                     "overflows, use torch.amp.GradScaler. Checking ends with this warning: call "

@@ -30,13 +30,13 @@ def as_overrides(value: object) -> Overrides:
             return value
         raise TypeError(
             "MixedPrecision: overrides must be a mapping of name patterns to dtypes or a "
-            f"function of a parameter, got {value!r}"
+            f"function of a parameter, got {value!r}."
         )
     for pattern, dtype in value.items():
         if not isinstance(pattern, str) or not is_float_dtype(dtype):
             raise TypeError(
                 "MixedPrecision: overrides must map name patterns to floating point dtypes, "
-                f"got {pattern!r}: {dtype!r}"
+                f"got {pattern!r}: {dtype!r}."
             )
     return dict(value)
 
@@ -100,7 +100,7 @@ class OverridesPlan(PrecisionPlan):
         if not is_float_dtype(dtype):
             raise TypeError(
                 f"mixed_precision: overrides({name!r}) must give a floating point torch.dtype or "
-                f"None (for the policy's param_dtype), got {dtype!r}"
+                f"None (for the policy's param_dtype), got {dtype!r}."
             )
         self._dtype_by_function[name] = dtype
         return _override(dtype, [param])
@@ -115,7 +115,8 @@ class OverridesPlan(PrecisionPlan):
         given = [policy.overrides for policy in self._policies.values()]
         patterns = {name for names in given if isinstance(names, Mapping) for name in names}
         return super().warnings() + [
-            f"mixed_precision: overrides: no module or parameter is called {pattern!r}"
+            f"mixed_precision: overrides names {pattern!r}, which matches no module or parameter. "
+            "Use names as in named_parameters() before wrapping."
             for pattern in sorted(patterns - self._matched_patterns)
         ]
 

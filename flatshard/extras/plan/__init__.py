@@ -230,7 +230,7 @@ def predict(
             or the model is already sharded.
     """
     if world_size < 1:
-        raise ValueError(f"predict: world_size must be at least 1, got {world_size}")
+        raise ValueError(f"predict: world_size must be at least 1, got {world_size}.")
     if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
         raise ValueError("predict: the model is already sharded. Pass the unwrapped model.")
     ranks = Ranks(ALONE, None, ranks_per_node, TransportOptions())
@@ -269,7 +269,7 @@ def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
     if per_node is None or per_node < 1 or world_size % per_node:
         raise ValueError(
             f"predict: {settings.strategy.name} needs ranks_per_node, a divisor of "
-            f"world_size={world_size}, got {per_node}"
+            f"world_size={world_size}, got {per_node}."
         )
     return world_size if placement.over_all else per_node, per_node
 

@@ -262,9 +262,7 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
     # Check now that the file can be written. Otherwise the error would come at the end of what may
     # be a long run.
     raise_everywhere(_problem(context, world, file), world)
-    remedy = (
-        "Pass the same on every rank: only rank 0 writes the file, unless its name has '{rank}'."
-    )
+    remedy = "Pass the same path on every rank. To write a file per rank, put '{rank}' in its name."
     agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
     with record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)

@@ -103,8 +103,8 @@ def _plan(
         _check_can_register(unit)
     if not callable(hook):
         raise TypeError(
-            f"expected a callable as hook, got {hook!r}. The order of arguments is "
-            "register_comm_hook(state, hook)."
+            f"expected a callable as hook, got {hook!r}. Pass the state first "
+            "and then the hook: register_comm_hook(state, hook)."
         )
     is_average, dtype = _read_average(hook)
     if is_average:
@@ -114,13 +114,13 @@ def _plan(
         wrapped_with = f"{unit_text(unit.name)} was wrapped with MixedPrecision"
         if not is_average and precision.reduce_mode is ReduceMode.FIXED_ORDER:
             raise ValueError(
-                f"{_name(hook)} adds gradients in an order of its own, but {wrapped_with}("
-                'reduce_mode="fixed_order"). Choose one.'
+                f"{_name(hook)} may add gradients in any order, but {wrapped_with}("
+                'reduce_mode="fixed_order"). Leave out the hook or reduce_mode.'
             )
         if dtype is not None and precision.reduce_dtype not in (None, dtype):
             raise ValueError(
                 f"{_name(hook)} reduces in {dtype}, but {wrapped_with}(reduce_dtype="
-                f"{precision.reduce_dtype}). Choose one."
+                f"{precision.reduce_dtype}). Leave out the hook or reduce_dtype."
             )
         if is_average:
             # The hook only averages, and flatshard's reduction averages, too. So never call the
@@ -200,8 +200,8 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
         )
     if unit.placement.hybrid:
         raise NotImplementedError(
-            f"{unit_text(unit.name)} has a HYBRID strategy, and its gradients are reduced in two "
-            f"stages that no hook can replace. {_COMPRESS}. To use this hook, use FULL_SHARD."
+            f"{unit_text(unit.name)} has a HYBRID strategy, which reduces gradients in two stages. "
+            f"No hook can replace both. {_COMPRESS}. To use this hook, use FULL_SHARD."
         )
     try:
         signature.bind(*arguments.split())
@@ -228,12 +228,12 @@ def _user_hook(
             if hasattr(returned, "wait"):
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but its reduction must be "
-                    "over when the hook returns: call wait() in the hook"
+                    "over when the hook returns. Call wait() in the hook."
                 )
             if out.shape != shape:
                 raise ValueError(
                     f"the hook resized its result: expected shape {tuple(shape)}, got "
-                    f"{tuple(out.shape)}. Let it write to `out` in place: out.copy_(...)"
+                    f"{tuple(out.shape)}. Write to `out` in place: out.copy_(...)."
                 )
         except Exception as error:
             error.add_note(where)

@@ -191,13 +191,13 @@ class Awaited:
             if looks > _QUICK_LOOKS:
                 now = time.monotonic()
                 if self._is_given_up:
-                    raise RuntimeError(f"gave up the wait for {process.name}")
+                    raise RuntimeError(f"the wait for {process.name} was given up.")
                 if now - began > timeout:
                     process.given_up = now
                     raise RuntimeError(
-                        f"nothing from {process.name} in {process.timeout:g} s, the process "
-                        "group's timeout: look for an error in the output of that process, or "
-                        "check whether it runs other modules"
+                        f"{process.name} sent nothing in {process.timeout:g} s, the process "
+                        "group's timeout. Look for an error in the output of that process, or "
+                        "check whether that process runs other modules."
                     )
                 if now - asked > _ALIVE_SECONDS:
                     asked = now
@@ -347,12 +347,12 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
             number = ctypes.get_errno()
             if number == errno.ESRCH:
                 raise _ProcessGone(
-                    f"{process.name} has ended: it failed (see the output of that process), or "
-                    "its program was over. All ranks must make this call before any rank ends"
+                    f"{process.name} has ended. Look for an error in the output of that process. "
+                    "All ranks must make this call before any rank ends."
                 )
             denied = number == errno.EPERM
-            remedy = ". Run all ranks as one user, or pass collectives='sockets'" if denied else ""
+            remedy = " Run all ranks as one user, or pass collectives='sockets'." if denied else ""
             raise RuntimeError(
-                f"reading {nbytes} bytes of {process.name} failed: {os.strerror(number)}{remedy}"
+                f"reading {nbytes} bytes of {process.name} failed: {os.strerror(number)}.{remedy}"
             )
         done += got

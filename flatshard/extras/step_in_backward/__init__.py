@@ -103,7 +103,7 @@ class SteppedInBackward(StepExtension):
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"step_in_backward: expected a torch.optim.Optimizer, got {optimizer!r}"
+                f"step_in_backward: expected a torch.optim.Optimizer, got {optimizer!r}."
             )
         kind = type(optimizer).__name__
         if not is_elementwise(optimizer):

@@ -29,7 +29,7 @@ from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_tree import ParamInfo, find_params, unit_text
 
 _NATIVE = TransportOptions(Collectives.NATIVE)  # these communicators only exchange numbers
-_OTHERWISE = "Leave that out, or do not apply tensor parallelism to this parameter."
+_OTHERWISE = "or do not apply tensor parallelism to this parameter."
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,9 @@ def _check(name: str, param: Any, settings: Settings) -> None:
     }
     for reason, applies in reasons.items():
         if applies:
-            raise NotImplementedError(f"{where} {reason}, which is not supported. {_OTHERWISE}")
+            remedy = "Change this before wrapping"
+            text = f"{where} {reason}, which is not supported. {remedy}, {_OTHERWISE}"
+            raise NotImplementedError(text)
 
 
 def check_units(units: Iterable[PlannedUnit]) -> None:
@@ -200,5 +202,5 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
                 if first is not None and applies:
                     raise NotImplementedError(
                         f"{unit_text(unit.name)}: {reason} with parameter {first.name!r}, a "
-                        f"DTensor, is not supported. {_OTHERWISE}"
+                        f"DTensor, is not supported. Change this setting, {_OTHERWISE}"
                     )

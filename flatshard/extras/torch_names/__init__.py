@@ -98,7 +98,7 @@ _MISSING = {
     "use `register_comm_hook(state, hook)` for reductions": (
         "set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook"
     ),
-    "a forward may follow an exception: nothing is to be reset": "reset_iter_state",
+    "after an exception, call forward again; no state needs a reset": "reset_iter_state",
     "unused parameters are always found": "set_reduce_scatter_unused_params",
     "streams and buffers cannot be chosen; `collectives` chooses the transport": (
         "set_allocate_memory_from_process_group_for_comm set_symm_mem_for_comm set_post_optim_event"
@@ -153,7 +153,7 @@ def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> An
 def why_missing(name: str) -> str | None:
     """Return the error text for a method that only torch's wrappers have, or None."""
     reason = MISSING_METHODS.get(name)
-    return reason and f"{name} is not available on a ShardedWrapper: {reason}"
+    return reason and f"{name} is not available on a ShardedWrapper: {reason}."
 
 
 def read_keywords(
@@ -176,12 +176,14 @@ def read_keywords(
         if name not in accepted:
             close = difflib.get_close_matches(name, [*known, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint += " docs/migration.md lists all keywords."
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
         keyword = IGNORED.get(name) or REFUSED.get(name)
         if value is None or (keyword is not None and value == keyword.default):
             continue
         if name in REFUSED:
-            raise NotImplementedError(f"ShardedWrapper: {name}={value!r}: {REFUSED[name].reason}")
+            text = f"{name}={value!r} is not supported: {REFUSED[name].reason}"
+            raise NotImplementedError(f"ShardedWrapper: {text}.")
         if name in IGNORED:
             notes.append(f"{name}: {IGNORED[name].reason}")
             continue
@@ -194,8 +196,8 @@ def read_keywords(
                 meant[our_name] = ours
             elif before is not ours and (our_name != "device_id" or len(texts) > 1):
                 raise ValueError(
-                    f"ShardedWrapper: {name}={value!r:.200} contradicts another keyword, with "
-                    f"{our_name}={before!r:.200}. Pass only one keyword."
+                    f"ShardedWrapper: {name}={value!r:.200} contradicts another keyword, which "
+                    f"gives {our_name}={before!r:.200}. Pass only one of the two keywords."
                 )
     return meant, notes
 
@@ -203,8 +205,8 @@ def read_keywords(
 def _only(device_ids: Sequence[Any]) -> Any:
     if len(device_ids) > 1:
         raise ValueError(
-            f"ShardedWrapper: device_ids={list(device_ids)}: a process trains on one device. Pass "
-            "one index, or device_id."
+            f"ShardedWrapper: device_ids={list(device_ids)} names several devices, but a process "
+            "trains on one device. Pass one index, or device_id."
         )
     return device_ids[0]
 
@@ -237,8 +239,8 @@ def read_options(
         # Compare class names instead of importing torch's classes, because the import is slow.
         if kind not in (base.__name__ for base in type(config).__mro__):
             raise TypeError(
-                f"state_dict_type: {keyword}: expected torch's {kind}, which belongs to {name}, "
-                f"got {config!r}"
+                f"state_dict_type: {keyword} must be torch's {kind} for {name}, got {config!r}. "
+                f"Pass a {kind}, or leave {keyword} out."
             )
         options[f"{prefix}offload_to_cpu"] = config.offload_to_cpu
         options[f"{prefix}rank0_only"] = getattr(config, "rank0_only", False)

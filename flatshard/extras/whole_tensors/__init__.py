@@ -125,8 +125,8 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
         if losses:
             return losses.pop()
         raise NotImplementedError(
-            f"{type(optimizer).__name__}.step() calls its closure several times. During its step "
-            "only one rank has each full parameter. Call step() without a closure."
+            f"{type(optimizer).__name__}.step() calls its closure several times, but only one rank "
+            "has each full parameter during the step. Call step() without a closure."
         )
 
     return closure

@@ -175,15 +175,15 @@ class WholeStep:
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
                 if changed is not None and self.mode is StepMode.IN_PARTS:
                     raise NotImplementedError(
-                        f"{type(optimizer).__name__}.step() has begun to change its parameter "
-                        "groups. It would change the groups once for each part of the parameters."
+                        f"{type(optimizer).__name__}.step() changed its parameter groups, and "
+                        "would do so for each part of the parameters. Change them after step()."
                     )
                 for param, stepped in full.items():
                     if stepped.grad is None:
                         raise NotImplementedError(
                             f"parameter {param.spec.name!r}: {type(optimizer).__name__}.step() "
-                            "sets the gradient to None, but only on its owner. Call "
-                            "zero_grad() after step() instead."
+                            "sets the gradient to None, but only on the rank that steps the "
+                            "parameter. Call zero_grad() after step() instead."
                         )
                     check_data(f"{OP}: parameter {param.spec.name!r}", param, stepped.data)
                     done[param] = stepped.detach()
@@ -392,6 +392,6 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(kept, FlatShardTensor):
                 raise NotImplementedError(
                     f"{type(optimizer).__name__} keeps parameter {kept.spec.name!r} in its "
-                    f"attribute {name!r}, which would stay sharded during a step. Let it take "
-                    "parameters from param_groups."
+                    f"attribute {name!r}, which would stay sharded during a step. Read parameters "
+                    "only from param_groups in step()."
                 )

@@ -62,12 +62,12 @@ def _long_wait(rank: int, world_size: int) -> None:
         assert line.startswith("waiting for "), line
         assert "unit 'fc1', rank" in line, line
         expected = (
-            "gathering parameters for forward over ranks 0, 1, 2, not heard of rank 1, at "
+            "gathering parameters for forward over ranks 0, 1, 2 (rank 1 has not arrived), at "
             "tests/models.py:"
         )
         assert expected in line, line
         assert "self.fc1(x))). If another rank is only slow" in line, line
-        assert line.endswith("on every rank, not under `if rank == 0:`")
+        assert line.endswith("on every rank, not under `if rank == 0:`.")
 
 
 @pytest.mark.parametrize("phases", [1, 2], ids=["forward", "step"])

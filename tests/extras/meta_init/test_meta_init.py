@@ -174,7 +174,7 @@ def with_init_fn(rank: int, world_size: int) -> None:
     net = on_meta(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     policy = ModuleWrapPolicy({nn.Linear})
     with (
-        pytest.warns(UserWarning, match="result is a mixture")
+        pytest.warns(UserWarning, match="weights are a mixture")
         if rank == 0
         else contextlib.nullcontext()
     ):

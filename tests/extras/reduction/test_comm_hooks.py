@@ -307,7 +307,7 @@ def _raises(rank: int, world_size: int, strategy: str) -> None:
     sharded.train()
     calls.clear()
     fails_at = -1
-    with pytest.raises(TypeError, match=r"returned a \w*Work, .* call wait\(\) in the hook"):
+    with pytest.raises(TypeError, match=r"returned a \w*Work, .* Call wait\(\) in the hook"):
         sharded.loss(9).backward()
     # fc3 has an unused parameter, so it comes at the end, when the others are reduced already.
     for fails_at, unit in enumerate(["fc2", "fc1", "fc3"], 1):  # noqa: B007 read by the hook

@@ -86,7 +86,7 @@ def test_ignored_keywords_warn_once() -> None:
         (
             {"mesh": 1},
             ValueError,
-            "mesh=1 contradicts another keyword, with device_mesh=2. Pass only",
+            "mesh=1 contradicts another keyword, which gives device_mesh=2. Pass",
         ),
         ({"dp_mesh_dims": 1}, NotImplementedError, "pass these dimensions of the mesh"),
         ({"dim": 1}, NotImplementedError, "not scattered"),
@@ -112,7 +112,7 @@ def _keywords_of_fully_shard(rank: int, _: int) -> None:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
         ignored = {ignored_name: {module[1].bias}}
-        with allow_warnings(message="cpu_offload: the parameters are on the CPU"):
+        with allow_warnings(message="cpu_offload has no effect on parameters"):
             model = ShardedWrapper(module, reshard_after_forward=False, **ignored, **keywords)
         assert type(module[1].bias) is nn.Parameter, "it is sharded"
         model(torch.full((2, 4), 1.0 + rank)).sum().backward()
@@ -149,7 +149,7 @@ def test_methods_of_fully_shard() -> None:
 
 def test_devices_as_the_second_argument() -> None:
     """It is DistributedDataParallel's ``device_ids``."""
-    with pytest.raises(TypeError, match=r"got the devices \[0\].* pass .* device_ids=\[0\]"):
+    with pytest.raises(TypeError, match=r"got \[0\], which .* Pass .* device_ids=\[0\]"):
         ShardedWrapper(nn.Linear(2, 2), [0])  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def test_other_names() -> None:
     own = {"device_id": None, "broadcast_buffers": False, "sync_module_states": None}
     expected = {"device_id": 1, "broadcast_buffers": False, "sync_module_states": False}
     assert torch_names.read_keywords(names, own, OURS) == (expected, [])
-    with pytest.raises(ValueError, match="contradicts another keyword, with"):
+    with pytest.raises(ValueError, match="contradicts another keyword, which"):
         torch_names.read_keywords(names, own | {"broadcast_buffers": True}, OURS)
 
 
