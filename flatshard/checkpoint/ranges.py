@@ -107,8 +107,10 @@ def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, 
     while left:
         count = move(left, at)
         if not count:
-            text = f"{place.path} became shorter while it was read: it now ends at byte {at}."
-            raise ValueError(f"{text} Restore the file, and do not write to it during a load.")
+            raise ValueError(
+                f"{place.path} became shorter while it was read: it now ends at byte {at}. "
+                "Restore the file, and do not write to it during a load."
+            )
         left, at = left[count:], at + count
 
 

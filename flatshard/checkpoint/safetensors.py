@@ -133,7 +133,7 @@ def plan_files(
         f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
     ]
     if unknown:
-        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Pass dtype=.")
+        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Pass dtype=...")
     metadata = {"format": "pt", **(metadata or {})}
     if not all(isinstance(one, str) for pair in metadata.items() for one in pair):
         raise ValueError(f"metadata: expected a dict of strings to strings, got {metadata!r}.")
@@ -198,13 +198,15 @@ def find_tensors(path: str | os.PathLike[str]) -> Found:
         weight_map = dict(json.loads(path.read_text())["weight_map"])
         files = {name: _read_header(path.parent / name) for name in set(weight_map.values())}
     except (TypeError, KeyError, json.JSONDecodeError) as error:
-        text = f"{path}: expected the index of safetensors files, with a weight_map."
-        raise ValueError(f"{text} Pass the files' folder or one .safetensors file.") from error
+        raise ValueError(
+            f"{path}: expected the index of safetensors files, with a weight_map. Pass the files' "
+            "folder or one .safetensors file."
+        ) from error
     found = Found({}, {})
     for name, file in weight_map.items():
         if name not in files[file].places:
-            text = f"{path} lists {name!r} in {file}, which has no such tensor."
-            raise ValueError(f"{text} Save or copy all files of the folder again.")
+            remedy = "Save or copy all files of the folder again."
+            raise ValueError(f"{path} lists {name!r} in {file}, which has no such tensor. {remedy}")
         found.places[name] = files[file].places[name]
         found.metadata.update(files[file].metadata)
     return found
@@ -242,8 +244,10 @@ def _read_header(path: Path) -> Found:
         if nbytes != end:
             raise ValueError(f"expected {end} bytes, got {nbytes}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        text = f"{path} is no complete safetensors file ({type(error).__name__}: {error})."
-        raise ValueError(f"{text} Copy or save the file again.") from error
+        raise ValueError(
+            f"{path} is no complete safetensors file ({type(error).__name__}: {error}). Copy or "
+            "save the file again."
+        ) from error
     return Found(places, metadata)
 
 

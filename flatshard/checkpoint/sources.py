@@ -262,8 +262,10 @@ def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict
     states = [load_torch(one, "deepspeed") for one in _by_rank(folder, "optim")]
     first = models[0]
     if list(folder.glob("*mp_rank_01_*")) or list(folder.glob("*expert*")):
-        text = "files of tensor or expert parallelism are not supported. Convert them in DeepSpeed."
-        raise ValueError(f"{folder}: {text}")
+        raise ValueError(
+            f"{folder}: files of tensor or expert parallelism are not supported. Convert a "
+            "checkpoint without them."
+        )
     facts = {"DeepSpeed": first["ds_version"], "step": first["global_steps"]}
     ties, whole = first.get("shared_params") or {}, first["module"]
     if not states:  # without ZeRO
@@ -274,8 +276,10 @@ def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict
     stage = getattr(stage, "args", [stage])[0]
     size = max(counts) if isinstance(counts, list) else counts
     if len(states) != size or (stage == 3 and len(models) != size):
-        text = f"{folder} is incomplete: expected files of {size} ranks, got {len(states)}."
-        raise ValueError(f"{text} Copy the files of all ranks into this folder.")
+        raise ValueError(
+            f"{folder} is incomplete: expected files of {size} ranks, got {len(states)}. Copy the "
+            "files of all ranks into this folder."
+        )
     names = first["buffer_names"] if stage == 3 else [name for name in whole if name not in ties]
     found = {name: _Pieces(tuple(whole[name].shape), [whole[name]]) for name in names}
     for name, shape in (first["frozen_param_shapes"] or {}).items():

@@ -148,7 +148,7 @@ def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(ValueError, match=f"json, got files of torch.save. {last}"):
         checkpoint.load(tmp_path / "net.pt", model)
     checkpoint.convert(tmp_path / "net.pt", tmp_path / "other", to="safetensors")
-    with pytest.raises(ValueError, match=r"expected flatshard.json, got the format of safetensors"):
+    with pytest.raises(ValueError, match=r"expected flatshard.json, got files of safetensors"):
         checkpoint.load(tmp_path / "other", model)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="got files of an unknown format"):

@@ -287,9 +287,9 @@ def _one_of_several(rank: int, world_size: int) -> None:
     assert_same(model, plain)
     with pytest.raises(RuntimeError, match=r"unit 'blocks.3 to blocks.4': 'blocks.4' cannot be co"):
         copy.deepcopy(model.blocks[4])
-    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be converted alone"):
+    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be converted separately"):
         model.blocks[0].float()
-    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be given a hook alone"):
+    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be given a hook separately"):
         model.blocks[0].register_comm_hook(None, lambda state, full, out: None)
     twin = copy.deepcopy(model).float()
     twin.load_state_dict(plain.float().state_dict())
