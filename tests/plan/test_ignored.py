@@ -458,12 +458,15 @@ def _different(rank: int, world_size: int) -> None:
         model = Model()
         ignored = [model.local] + ([model.get_submodule(odd)] if rank == 1 else [])
         with pytest.raises(
-            ValueError, match=rf"different models.*ignored is .* on rank 0, .*'{odd}'.* on rank 1"
+            ValueError,
+            match=rf"different models.*ignored tensors is .* on rank 0, .*'{odd}'.* on rank 1",
         ):
             ShardedWrapper(model, ignored_modules=ignored)
     model = Model()
     ignored = model.gain if rank else model.shift
-    with pytest.raises(ValueError, match=r"ignored is \['shift'\] on rank 0, \['gain'\] on rank 1"):
+    with pytest.raises(
+        ValueError, match=r"ignored tensors is \['shift'\] on rank 0, \['gain'\] on rank 1"
+    ):
         ShardedWrapper(model, ignored_states=[ignored])
 
 
