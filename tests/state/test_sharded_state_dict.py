@@ -235,12 +235,12 @@ def _refusals(rank: int, world_size: int, folder: Path) -> None:
     # An optimizer may keep sharded tensors, as timm's LAMB does.
     momentum = [torch.zeros_like(param) for param in model.parameters()]
     for kept, remedy in (
-        (list(model.parameters()), r"full_state_dict\(model\); torch"),
-        (momentum, r"full_optim_state_dict\(model, optimizer\) of an optimizer's state"),
-        (model.sharded_state_dict(), r"full_state_dict\(model\) of a model's"),
+        (list(model.parameters()), r"full_state_dict\(model\) to torch.save"),
+        (momentum, r"full_optim_state_dict\(model, optimizer\) for an optimizer's state"),
+        (model.sharded_state_dict(), r"full_state_dict\(model\) for a model"),
     ):
         with pytest.raises(RuntimeError, match=rf"is sharded and cannot be pickled.*{remedy}"):
             torch.save(kept, folder / f"{rank}.pt")
     other = CASE.wrap(CASE.model(), sharding_strategy="SHARD_OP", auto_wrap_policy=None)
-    with pytest.raises(RuntimeError, match=r"different shapes, strides or layouts"):
+    with pytest.raises(RuntimeError, match=r"different shapes, strides or ranges"):
         other.load_state_dict(model.sharded_state_dict())
