@@ -262,13 +262,13 @@ def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
             made = _MAKERS.get(place) or getattr(frame.f_locals.get("func"), "__name__", "")
             if place in _MAKERS and made in ("distribute_tensor", "parallelize_module"):
                 raise ValueError(
-                    f"{made}() after ShardedWrapper: each rank holds only its range of the sharded "
+                    f"{made}() cannot follow ShardedWrapper: each rank holds only its range of the "
                     "parameters. First call parallelize_module(model, mesh['tp'], plan) or "
                     "distribute_module(), then ShardedWrapper(model, device_mesh=mesh['dp'])."
                 )
             if place in _MAKERS and made in (*_MAKERS.values(), "fully_shard", "replicate"):
                 raise ValueError(
-                    f"{made} around a ShardedWrapper: both would shard or average the same "
+                    f"{made} cannot wrap a ShardedWrapper: both would shard or average the same "
                     f"gradients. Either leave {made} out, or use {made} without ShardedWrapper."
                     + _HINT
                     * ("accelerate" in sys.modules)

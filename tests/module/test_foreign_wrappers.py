@@ -49,7 +49,7 @@ def _around(rank: int, world_size: int) -> None:
         for module in (model, nn.Sequential(nn.Linear(7, 7), model)):
             with (
                 naming(name),
-                pytest.raises(ValueError, match=f"^{name} around a ShardedWrapper: .* leave"),
+                pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper: .* leave"),
             ):
                 make(module)
     train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
@@ -64,7 +64,7 @@ def _around_a_part(rank: int, world_size: int) -> None:
     """As a loop over the blocks of a model does, which meets no wrapper."""
     model = CASES["mlp"].wrap(CASES["mlp"].model(), auto_wrap_policy=None)
     for name in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
-        with naming(name), pytest.raises(ValueError, match=f"^{name} around a ShardedWrapper"):
+        with naming(name), pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper"):
             MAKERS[name](next(model.module.children()))
 
 

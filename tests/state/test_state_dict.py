@@ -235,7 +235,7 @@ def _settings(rank: int, world_size: int) -> None:
     with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
         assert get(model) == sharded
     for configs in ((ShardedStateDictConfig(),), (on_rank_0,), (None, ON_RANK_0)):
-        with pytest.raises(TypeError, match=r"expected torch's Full\w+Config"):
+        with pytest.raises(TypeError, match=r"must be torch's Full\w+Config"):
             ShardedWrapper.set_state_dict_type(model, FULL, *configs)
 
 

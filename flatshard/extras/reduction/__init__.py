@@ -172,7 +172,7 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
         if ranks != sorted(world.ranks):
             raise ValueError(
                 f"the state of {_name(hook)} is for ranks {ranks_text(ranks)}, but the model "
-                f"trains on ranks {world.ranks_text}. Pass the model's process group."
+                f"trains on ranks {world.ranks_text}. Make the state with the model's group."
             )
 
 

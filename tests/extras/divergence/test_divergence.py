@@ -179,7 +179,7 @@ def _refused(rank: int, world_size: int) -> None:
     for value, error, message in (
         (_Expert, TypeError, "expected True, or a list"),
         ("experts", TypeError, "expected True, or a list"),
-        ([3], TypeError, "got 3 in it"),
+        ([3], TypeError, "got a list that contains 3"),
         (["expert"], ValueError, "'expert' is not in the _Mixture"),
         ([nn.Conv2d], ValueError, "is not in the _Mixture"),
     ):

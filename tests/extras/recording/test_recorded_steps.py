@@ -177,7 +177,7 @@ def _files(rank: int, world_size: int, folder: Path) -> None:
     for keywords, message in (
         ({"memory": folder / "none" / "memory.png"}, r"memory: cannot write .*No such file"),
         ({"memory": folder}, r"memory: cannot write .*Is a directory"),
-        ({"memory": folder / f"own-{rank}"}, "Pass the same on every rank"),
+        ({"memory": folder / f"own-{rank}"}, "Pass the same path on every rank"),
         # Only rank 1 cannot write.
         ({"memory": f"{folder}/{'{rank}'}/memory.png"}, r"cannot write .*\(rank 1\)"),
     ):

@@ -311,7 +311,7 @@ def _refusals(rank: int, world_size: int, path: str) -> None:
         lambda: parallelize_module(plain, mesh["tp"], _plan(sequence=False)),
         lambda: distribute_module(plain.module.last, mesh["tp"]),
     ):
-        with pytest.raises(ValueError, match=r"after ShardedWrapper: .*parallelize_module"):
+        with pytest.raises(ValueError, match=r"cannot follow ShardedWrapper: .*parallelize_module"):
             apply()
     wrapped = ShardedWrapper(model, device_mesh=mesh["dp"])
     with pytest.raises(RuntimeError, match=r"made before wrapping, and its parameter .* DTensor"):
