@@ -156,8 +156,8 @@ def _targets(
     if incomplete := [key for key in incomplete if key.startswith(asked)]:
         raise ValueError(
             f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. "
-            "The ranks that saved the checkpoint held the state of different parameters. Load "
-            "another checkpoint, or pass no optimizer to load only the model."
+            "When it was saved, some ranks had no optimizer state for parameters for which other "
+            "ranks had state. Load another checkpoint, or pass no optimizer to load the model."
         )
     missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
     missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()

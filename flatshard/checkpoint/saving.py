@@ -368,7 +368,10 @@ class Save:
 
         def complete() -> None:
             if missing := dcp_files.incomplete_tensors(metadata):
-                raise ValueError(f"the files lack values of {', '.join(missing):.300}. {_TENSORS}")
+                raise ValueError(
+                    f"checkpoint {self.path} is incomplete: no rank saved all values of "
+                    f"{', '.join(missing):.300}. {_TENSORS}"
+                )
             files = {name: record for one in records for name, record in one.items()}
             step = snapshot.extra.get("step")
             marker = Marker(ranks.size, step if isinstance(step, int) else None, files)

@@ -172,7 +172,10 @@ class HostExchange:
     # ------------------------------------------------------------ messages
 
     def _frame(self, kind: str, op_name: str, value: bytes) -> bytes:
-        """Compare names, and return the maximum of each byte of ``value``; see [Note: frames]."""
+        """For each byte of ``value``, return the maximum over the ranks; see [Note: frames].
+
+        Raises CollectiveError, on all ranks, if the ranks' kinds, names or lengths differ.
+        """
         start = _start_of(f"{kind}, {len(value)}", op_name)
         frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
         if frame[: len(start)] != start:

@@ -78,8 +78,9 @@ class UnreducedGrads:
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
         """Return ``grad``, which autograd left in ``.grad``, in memory that no other tensor uses.
 
-        If autograd added the new gradient to a shown gradient, drop the accumulated gradient from
-        the buffer, because the returned tensor contains the accumulated gradient.
+        Between backwards, ``.grad`` may show the gradient that the buffer has accumulated. If
+        autograd added the new gradient to the shown gradient in place, the returned tensor already
+        contains the accumulated gradient, so the buffer drops it.
         """
         if param not in self._shown or self._shown[param][0] is not grad:
             return grad
@@ -159,7 +160,7 @@ class GradPublish:
         self.unreduced.take_all_back()
 
     def hold_earlier(self) -> None:
-        """Remove reduced gradients of earlier backwards from ``.grad``, and users' hooks.
+        """Set aside users' hooks, and reduced gradients of earlier backwards, until backward ends.
 
         Called when a backward begins, only for parameters with which modules compute directly
         (``is_aliased``): autograd would add unreduced gradients to their ``.grad``. Autograd never

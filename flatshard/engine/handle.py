@@ -119,7 +119,7 @@ class FlatParamHandle:
         """Move ``shard``, ``(layout.shard_numel,)``, to the offload target, and use it from now on.
 
         The sharded parameters become views of the shard. The full parameters become views of a new
-        unsharded buffer, which has memory only while unsharded.
+        unsharded buffer, which has memory only while the parameters are unsharded.
         """
         gather, padded_numel = self.gather, self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -358,7 +358,7 @@ class FlatParamHandle:
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules, if the modules may hold full parameters."""
-        if not self.is_aliased:  # if aliased, there are no full parameters
+        if not self.is_aliased:  # if aliased, modules always hold the sharded parameters
             self.put_back()
 
     def put_back(self) -> None:

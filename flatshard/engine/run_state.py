@@ -55,7 +55,7 @@ class RunState:
         return any(sync is not Sync.ALL for sync in self.syncs)
 
     def plan_syncs(self) -> None:
-        """Fix how the backward of a forward that begins now reduces each unit's gradients."""
+        """When a forward begins, decide how its backward will reduce each unit's gradients."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
         self.accumulates = self.under_no_sync

@@ -14,9 +14,10 @@ class PipelineStage(TorchStage):
     """``torch.distributed.pipelining.PipelineStage`` that reduces gradients once per step.
 
     A ``ShardedWrapper`` in torch's ``PipelineStage`` reduces gradients in the backward of every
-    micro-batch, with the same result. In this class, only the last backward of a step reduces
-    gradients; earlier backwards accumulate full gradients, as under ``ShardedWrapper.no_sync``. The
-    arguments are those of torch's class. Other modules are handled by torch's class.
+    micro-batch. In this class, only the last backward of a step reduces gradients; earlier
+    backwards accumulate full gradients, as under ``ShardedWrapper.no_sync``. The resulting
+    gradients are the same. The arguments are those of torch's class. Modules other than
+    ``ShardedWrapper`` are handled as in torch's class.
 
     Collective: all ranks of the pipeline and of the wrapper, as in torch's schedules.
     """

@@ -165,10 +165,11 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
                 )
     for name, inner in module.named_modules():
         if policy is not None and isinstance(inner, ModuleProxy):
-            where = f"contains, at {name!r}," if name else "is"
+            where = f"already contains, at {name!r}," if name else "is already"
             raise ValueError(
-                f"ShardedWrapper: auto_wrap_policy over a module that {where} a ShardedWrapper "
-                f"already (of a {inner.__class__.__name__}, {len(shardings_in(module))} in all). "
+                f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
+                f"ShardedWrapper (around a {inner.__class__.__name__}; "
+                f"{len(shardings_in(module))} ShardedWrappers in all). "
                 "Leave out the policy: then the outer wrapper takes all parameters that are not in "
                 "a unit. Or wrap the model once, with the policy."
             )

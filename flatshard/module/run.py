@@ -115,7 +115,7 @@ def _check_ranks(units: Sequence[Unit]) -> None:
 
 
 class RootChecks(RootModule):
-    """Checks of the outermost module before its forwards, and the buffers that ranks share."""
+    """The outermost module: checks the module before each forward, and lists its buffers."""
 
     def __init__(self, root: Sharding) -> None:
         self._root, self.writes = root, WriteThrough()

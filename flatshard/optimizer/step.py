@@ -245,8 +245,8 @@ def clip_grad_norm_(
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # Sort sharded parameters like the handles instead of like ``params``: the rounding of the sum
-    # depends on the order, and so the norm does not depend on the order of ``params``.
+    # Sort sharded parameters like the handles, not like ``params``. The rounding of the sum depends
+    # on the order of its terms. With a fixed order, the norm is the same for any ``params`` order.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():

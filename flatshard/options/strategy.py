@@ -160,8 +160,8 @@ def resharding(
         return strategy, placement
     if placement.over_all and after_forward > 1:
         raise ValueError(
-            f"reshard_after_forward={after_forward}: {strategy.name} always keeps a part of the "
-            "parameters within each node. Use True or False."
+            f"reshard_after_forward={after_forward}: {strategy.name} always shards parameters over "
+            "the ranks of a node, so no other number of ranks can be chosen. Use True or False."
         )
     if after_forward is False or after_forward == 1:
         strategy = _WITHOUT_RESHARDING.get(strategy, strategy)

@@ -244,7 +244,7 @@ class Summoned:
             self.refuse()
 
     def refuse(self) -> NoReturn:
-        """Raise RuntimeError, because an operation needs the full values of sharded parameters."""
+        """Raise RuntimeError: an operation used sharded parameters under ``summon_full_params``."""
         handle = self._handle
         raise RuntimeError(
             f"{unit_text(handle.unit_name)}, rank {handle.topology.world.global_rank}: its sharded "

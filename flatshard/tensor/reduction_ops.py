@@ -103,7 +103,8 @@ def norms(
             found = list(torch._foreach_norm(some, order, dtype))
         else:
             together = _sharded_norms(some, order, dtype, comms)
-            # Cast all norms in one operation to each device and dtype that torch's results have.
+            # Each norm must have the device and dtype that torch would give it. Cast all norms
+            # together, once for each (device, dtype), instead of each norm by itself.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
@@ -257,9 +258,9 @@ def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
     for value in sharded_in((*args[1:], *kwargs.values())):
         if getattr(value, "_is_param", False):
             raise RuntimeError(
-                f"parameter {value.spec.name!r} is sharded: autograd cannot return gradients for "
-                "chosen sharded parameters. Call loss.backward() and read p.grad, or work under "
-                "ShardedWrapper.summon_full_params(model)."
+                f"parameter {value.spec.name!r} is sharded: torch.autograd.grad(loss, inputs) and "
+                "backward(inputs=...) do not support sharded parameters. Call loss.backward() and "
+                "read p.grad, or work under ShardedWrapper.summon_full_params(model)."
             )
     return NotImplemented
 

@@ -67,5 +67,5 @@ def test_reshard_after_forward() -> None:
     assert strategy is hybrid
     assert placement.regather_size == 4
     assert not resharding(ShardingStrategy.HYBRID_SHARD_OP, False)[1].reshard_after_forward
-    with pytest.raises(ValueError, match="keeps a part"):
+    with pytest.raises(ValueError, match="always shards parameters over"):
         resharding(ShardingStrategy.HYBRID_SHARD_OP, 2)

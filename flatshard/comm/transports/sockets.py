@@ -321,7 +321,10 @@ class _Thread:
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
 
     def put(self, task: Callable[[], None]) -> None:
-        """Run ``task`` after all earlier tasks. Raises RuntimeError if no thread can start."""
+        """Queue ``task`` for the thread that runs tasks in order, and return without waiting.
+
+        Raises RuntimeError if no thread can start.
+        """
         if self._tasks is None:
             tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()

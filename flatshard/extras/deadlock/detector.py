@@ -179,8 +179,8 @@ class Deadlock:
         # next look would fail at once again.
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
-            # Open a separate connection to the store, because another thread may be waiting on the
-            # connection of the default group, and block it.
+            # Open a separate connection to the store. While another thread waits on the default
+            # group's connection, this thread could not use that connection.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
@@ -192,9 +192,10 @@ class Deadlock:
             # could fail first, without the reason.
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A collective of the program raises only the backend's error, so each rank in such a
-            # collective logs the reason. Wait before this rank raises, so that the other ranks have
-            # time to log: a launcher kills all ranks after the first error.
+            # A collective that the user's program calls itself fails with only the backend's error,
+            # so a rank in such a collective logs the reason. If a rank is in one, delay this rank's
+            # error, so that the other ranks have time to log: a launcher kills all ranks after the
+            # first error.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:

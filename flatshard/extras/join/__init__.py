@@ -154,8 +154,9 @@ class Join(StepExtension):
             if one != first:
                 raise RuntimeError(
                     f"join(): all ranks with input must take the same action. Rank {rank}: {one}; "
-                    f"rank {self._active[0]}: {first}. If only learning rates differ, load another "
-                    "rank's scheduler state: without input, a rank's scheduler may fall behind."
+                    f"rank {self._active[0]}: {first}. If only learning rates differ, a "
+                    "rank that ran out of input in an earlier join() has made fewer scheduler "
+                    "steps: after each join(), load the scheduler state of a rank with all steps."
                 )
         if self._throws and len(self._active) < self._comm.size:
             ranks = ranks_text(sorted({*range(self._comm.size)} - doing.keys()))

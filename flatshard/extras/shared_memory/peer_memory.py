@@ -191,13 +191,15 @@ class Awaited:
             if looks > _QUICK_LOOKS:
                 now = time.monotonic()
                 if self._is_given_up:
-                    raise RuntimeError(f"the wait for {process.name} was given up.")
+                    raise RuntimeError(
+                        f"Another error ended the wait for {process.name}. Look for it."
+                    )
                 if now - began > timeout:
                     process.given_up = now
                     raise RuntimeError(
                         f"{process.name} sent nothing in {process.timeout:g} s, the process "
                         "group's timeout. Look for an error in the output of that process, or "
-                        "check whether that process runs other modules."
+                        "check whether it runs the same modules in the same order."
                     )
                 if now - asked > _ALIVE_SECONDS:
                     asked = now

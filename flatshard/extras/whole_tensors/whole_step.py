@@ -175,8 +175,9 @@ class WholeStep:
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
                 if changed is not None and self.mode is StepMode.IN_PARTS:
                     raise NotImplementedError(
-                        f"{type(optimizer).__name__}.step() changed its parameter groups, and "
-                        "would do so for each part of the parameters. Change them after step()."
+                        f"{type(optimizer).__name__}.step() changes its parameter groups. "
+                        "flatshard calls step() once for each part of the parameters, so it would "
+                        "change them several times. Change the groups after step() returns."
                     )
                 for param, stepped in full.items():
                     if stepped.grad is None:
