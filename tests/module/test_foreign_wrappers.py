@@ -74,7 +74,7 @@ def test_with_policy_around_a_sharded_model() -> None:
 
 def _with_policy(rank: int, world_size: int) -> None:
     inner = ShardedWrapper(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"a module that is a ShardedWrapper .*of a Sequential, 1"):
+    with pytest.raises(ValueError, match=r"module is already a ShardedWrapper .*a Sequential; 1"):
         ShardedWrapper(inner, auto_wrap_policy=LINEARS)
     outer = nn.Sequential(nn.Tanh(), inner)
     with pytest.raises(ValueError, match=r"contains, at '1', .* wrap the model once"):

@@ -224,7 +224,7 @@ def test_tables(figures: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--world-size 4 --ranks-per-node 3", "expected a divisor"),
+        ("--world-size 4 --ranks-per-node 3", "must divide --world-size"),
         ("--world-size 4 --ranks-per-node 4", "at least 2 nodes"),
         ("--width 64", "at least 96"),
     ],

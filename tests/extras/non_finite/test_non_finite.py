@@ -29,7 +29,7 @@ def _not_finite(rank: int, world_size: int) -> None:
     backward()  # nobody asked
     model.warn_non_finite()
     if rank == 1:
-        match = r"unit '1', rank 1: the gradient of parameter '1.weight' holds nan"
+        match = r"unit '1', rank 1: the gradient of parameter '1.weight' contains nan"
         with pytest.warns(UserWarning, match=match):
             backward()
     else:
