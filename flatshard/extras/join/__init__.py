@@ -349,18 +349,25 @@ class Join(StepExtension):
                 "the optimizers: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
+        # Without input, this rank has no new gradients of parameters outside of the model: do not
+        # step these parameters, and keep their gradients.
+        others = {
+            param: param.grad
+            for group in found[0].param_groups
+            for param in group["params"]
+            if param not in self._numbers
+        }
+        for param in others:
+            param.grad = None
         for group, theirs in zip(found[0].param_groups, options, strict=True):
             for name, value in theirs:
                 if isinstance(group[name], Tensor):
                     group[name].fill_(value)
                 else:
                     group[name] = value
-            for param in group["params"]:
-                # Do not step parameters outside of the model: without input, this rank has no new
-                # gradients of these parameters.
-                if param not in self._numbers:
-                    param.grad = None
         found[0].step()
+        for param, grad in others.items():
+            param.grad = grad
 
     def _treat(self, grads: tuple[str, ...]) -> None:
         """Drop or zero the same gradients as the ranks with input."""
