@@ -368,15 +368,15 @@ def gathered(handles: list[Any]) -> dict[str, int]:
 
 def all_tensors() -> int:
     """Bytes of all tensors that Python's garbage collector finds."""
-    found, before = -1, -2
-    # Repeat until the number is stable: a transport's thread may still hold tensors for a moment
-    # after a collective has ended.
-    while found != before:
+    readings: list[int] = []
+    # Repeat until four readings in succession agree: a transport's thread may still hold tensors
+    # after a collective has ended, and on a busy machine that thread may have to wait for a core.
+    while len(readings) < 4 or len(set(readings[-4:])) > 1:
         time.sleep(0.05)
         gc.collect()
         tensors = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
-        found, before = bytes_of(tensors), found
-    return found
+        readings.append(bytes_of(tensors))
+    return readings[-1]
 
 
 class Peaks(TorchDispatchMode):
