@@ -1,14 +1,17 @@
-"""``Communicator``: the collectives of one group; each tensor moves by the best transport.
+"""``Communicator``: the collectives of one process group.
+
+A communicator has several transports. A transport is one way to move bytes between ranks: shared
+memory, sockets, or the native collectives of the process group's backend (NCCL, gloo).
 
 ``Topology``: the communicators over which one unit shares its parameters and gradients.
 
 [Note: sums]
-All transports except the native transport add gradients in flatshard's code, in rank order and at
-least in fp32, even if gradients are sent in a narrower dtype. A backend adds in its own order, in
-the dtype of the gradients. If a fixed order is requested, the backend only exchanges the gradients,
-and flatshard adds them. An all-reduce in a fixed order, or of gradients narrower than fp32,
-consists of two collectives: a reduce-scatter in flatshard's code, then an all-gather of the
-averages.
+With shared memory and sockets, flatshard adds gradients itself, in rank order and at least in fp32,
+even if the gradients are sent in a narrower dtype. With the native transport, the backend adds
+gradients, in the backend's order and in the dtype of the gradients. If the user requests a fixed
+order (``ReduceMode.FIXED_ORDER``), the backend only exchanges the gradients, and flatshard adds
+the gradients. An all-reduce in a fixed order, or of gradients narrower than fp32, consists of two
+collectives: a reduce-scatter whose sums flatshard computes, then an all-gather of the averages.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
-# Number of elements up to which `_reduce_on_stream` copies a tensor, to send the tensor and the
-# marks in one message.
+# Maximum number of elements of a tensor that `_reduce_on_stream` copies into one tensor with the
+# marks, so that the tensor and the marks are sent in one message.
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
@@ -65,18 +68,25 @@ ranks in the default group.
 
 
 def transport_kinds() -> list[type[Transport]]:
-    """Transport classes in order of preference: the first to accept a tensor moves the tensor."""
+    """Return the transport classes, fastest first.
+
+    A tensor is moved by the first transport whose ``accepts`` returns True for the tensor's device.
+    """
     shared_memory = default_extra("shared_memory")
     first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
     return [*first, SocketTransport, NativeTransport]
 
 
-_is_copying = False
+_is_copying = False  # whether this process is inside `copying`
 
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Context in which models are copied; see ``Communicator.new_tag``."""
+    """Context manager around ``copy.deepcopy`` of a model.
+
+    In this context ``Communicator.new_tag`` counts the tags of the copy separately: if only one
+    rank copies a model, later tags must still be the same on all ranks.
+    """
     global _is_copying
     before, _is_copying = _is_copying, True
     try:
@@ -94,20 +104,22 @@ class Communicator(Members):
     """The collectives of one process group. A group of one rank sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
-        """Find the transports that the ranks can use.
+        """Make the process groups for flatshard's collectives, and connect the transports.
 
-        Collective if ``group`` has several ranks.
+        Collective if ``group`` has several ranks: all ranks of ``group``.
 
         Args:
             group: the process group. None: a group of only this rank.
-            mode: the user's choice of transport.
+            mode: the user's choice of transport (``collectives=`` and ``wire_dtype=`` of
+                ``ShardedWrapper``).
 
         Raises:
             ValueError: the group's backend does not support the requested ``mode``.
         """
         self.group, self.options = group, mode
         self.rank, self.global_rank = 0, 0
-        # Ranks of the members in the default group. Recorded events keep this tuple.
+        # Ranks of the members in the default process group. The ranks are a tuple and not a list,
+        # because recorded collectives keep a reference to the ranks.
         self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
@@ -117,12 +129,14 @@ class Communicator(Members):
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference
         self.transport_reason = ""
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
-        # Reductions whose second stage will use this group, in the order in which all ranks begin
-        # the second stages.
+        # Reductions whose second stage (between nodes, with hybrid strategies) will use this group
+        # and has not begun yet. The second stages begin in the order of this queue, which is the
+        # same on all ranks.
         self.second_stages: deque[Any] = deque()
-        self._num_tags = [0, 0]  # the second number counts tags inside `copying`
+        # How many tags `new_tag` has returned: outside and inside of `copying`.
+        self._num_tags = [0, 0]
         self._num_models = 0
-        # Device of the small values that the host exchanges.
+        # Device of the tensors in which `host` sends small values: the CPU if gloo is available.
         self.control_device = HOST
         self.host = HostExchange(None, HOST)
         if group is not None and self.size > 1:
@@ -137,22 +151,26 @@ class Communicator(Members):
                 f"{dist.get_backend(group)}. Leave the option out, or make the group with "
                 'backend="gloo".'
             )
-        # The transports make their own groups on gloo: flatshard's aborts and tags must not affect
-        # collectives that the user starts on `group`.
+        # On gloo, make a separate group for all-gathers instead of using the user's `group`: after
+        # an error flatshard aborts its groups, and the socket transport sends with its own tags.
+        # Neither may affect collectives that the user starts on `group`.
         is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # Collectives on one group match by order. Reductions start when gradients are complete,
-        # and all-gathers start when parameters are needed. On each rank all-gathers and reductions
-        # may alternate differently, so each kind has its own group.
+        # Use different groups for all-gathers and for reductions. The collectives of one group
+        # match only by order, and the order in which all-gathers and reductions alternate may
+        # differ between ranks: a reduction starts as soon as the rank's gradients are complete.
         with named(self.meeting):
             self.gather_group = new_group(group) if is_apart else group
             self.reduce_group = new_group(group)
-            # Exchange small values on a separate group. gloo ends the process if two ranks send
-            # different sizes in one collective, and the native transport begins usual all-gathers
-            # without comparing names first. So its gather group must carry no other collectives.
+            # With the native transport on gloo, exchange small values on a third group. The native
+            # transport begins all-gathers without first comparing with the other ranks that all
+            # ranks begin the same collective. If one rank exchanged a small value on the group of
+            # the all-gathers while another rank began an all-gather, gloo would see two different
+            # sizes and end the process.
             control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
             control_group, self.control_device = control_of(control)
         self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
-        # ``connect`` may communicate, so every rank calls ``connect`` of all classes in this order.
+        # ``connect`` may be a collective, so every rank calls ``connect`` of all classes, in the
+        # same order.
         found = [kind.connect(self) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
@@ -162,50 +180,60 @@ class Communicator(Members):
     def apart(self) -> Communicator:
         """A second communicator of the same ranks, for small exchanges in the middle of a backward.
 
-        Its collectives do not affect the order of the other collectives. Collective at the first
-        use.
+        The second communicator has process groups of its own. So a rank may exchange a value
+        between any two collectives of this communicator without changing their order.
+
+        Collective at the first access, which makes the process groups: all ranks of the group.
         """
         if self.group is None or self.size == 1:
             return self
-        # Let all ranks meet first: `new_group` waits for the other ranks in torch's store, and
-        # deadlock detection cannot end a wait in the store.
+        # Wait for all ranks here, before `new_group`. If a rank does not arrive, deadlock detection
+        # can end this wait, but not the wait inside of `new_group`, which is in torch's store.
         self.host.meet("meeting for numbers in the middle of backward")
         with named(self.meeting):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
     def new_tag(self) -> int:
-        """Return a number that is returned only once; the same on all ranks.
+        """Return a new tag: a number that identifies a flat parameter in messages between ranks.
 
-        All ranks request tags in the same order.
+        All ranks must request tags in the same order. Then every flat parameter has the same tag
+        on all ranks. No communication.
         """
-        # Count the tags of copied models separately. Perhaps only one rank copies a model, and then
-        # the copy must not change the next tags of models that all ranks make.
+        # Count the tags of copied models separately. Perhaps only one rank copies a model. Then the
+        # copy must not change the tags of models that all ranks make later.
         self._num_tags[_is_copying] += 1
         return 2 * self._num_tags[_is_copying] + _is_copying
 
     def new_model(self) -> int:
-        """Return a number below 256 for a new model. All ranks build models in the same order."""
+        """Return a number below 256 for a new model, to check that all ranks run the same model.
+
+        All ranks must build models in the same order. Then every model has the same number on all
+        ranks. The number fits in one byte of a message. No communication.
+        """
         self._num_models += 1
         return self._num_models % 256
 
     # ------------------------------------------------------------ parameters and gradients
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
-        """Return the transport for tensors on ``device`` of the flat parameter with this tag."""
-        # Choose without regard to the tensor's size: no transport is faster for small tensors and
-        # slower for large tensors (1 MB takes 0.4 ms with each transport).
+        """Return the transport for tensors on ``device`` of the flat parameter with ``tag``."""
+        # The tensor's size does not matter for the choice: shared memory and sockets are never
+        # slower than the native collectives, not even for small tensors (1 MB takes 0.4 ms with
+        # each transport).
         return next(one for one in self.transports if one.accepts(device, tag))
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        """Return memory for an unsharded buffer."""
+        """Return memory for an unsharded buffer, of the kind that the buffer's transport needs."""
         return self.transport_for(request.device, request.tag).allocate_unsharded(request)
 
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group. A ``reduced`` request counts as a reduction: if the
-        transport is ordered, the order of calls must be the same on all ranks.
+        Collective: all ranks of the group. If the transport matches collectives only by order
+        (``is_ordered``), all ranks must start all-gathers in the same order. A request with
+        ``reduced`` is the second half of an all-reduce, so its place is in the order of the
+        reductions instead.
 
         Raises:
             ValueError: ``out`` is not as long as the shards of all ranks together.
@@ -219,14 +247,14 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # for a `reduced` request, `reduce_scatter` has noted the whole all-reduce already
+        else:  # of an all-reduce, `reduce_scatter` has noted both halves
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
 
     def reduce_scatter(self, request: ReduceScatter) -> AsyncWork:
-        """Begin averaging over the ranks; each rank receives its part in ``request.out``.
+        """Begin averaging gradients over the ranks; each rank gets its part in ``request.out``.
 
         Collective: all ranks of the group, in the same order of calls.
         """
@@ -258,23 +286,26 @@ class Communicator(Members):
             return self.transports[-1].all_reduce(buffer, op_name)
 
     def note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
-        """Call ``LISTENERS`` for a collective that this rank starts."""
-        if self.size > 1:  # a group of one rank only copies
+        """Tell all ``LISTENERS`` that this rank starts a collective."""
+        if self.size > 1:  # a group of one rank sends nothing
             for listen in LISTENERS:
                 listen(kind, unit_fqn, nbytes, self.ranks)
 
     # ------------------------------------------------------------ small things, at once
 
     def _begin_small(self, op_name: str) -> WaitCondition | None:
-        """Record that this rank begins a collective of the gather group other than a ``Gather``."""
+        """Record that this rank begins a collective on ``gather_group`` that is not a ``Gather``.
+
+        Returns the condition that ends the wait for the collective; None if the host does not wait.
+        """
         what = compared_name(op_name) if self.transport_for().is_ordered else ""
         return self.begin(self.gather_group, what=what)
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``values``.
 
-        Collective: all ranks of the group, in the same order of calls. If the order differs, all
-        ranks raise.
+        Collective: all ranks of the group, in the same order of calls. If ranks call different
+        operations, all ranks raise CollectiveError.
         """
         self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)
@@ -282,15 +313,17 @@ class Communicator(Members):
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait for the result.
 
-        If ranks call this method with different names, all ranks raise if the host waits. If a
-        stream waits, the ranks get NaN (integers: -1), and the next backward raises.
+        An error occurs if ranks call this method with different ``op_name``. If the host waits for
+        the result (numbers on the CPU, or gloo), all ranks raise CollectiveError. If a CUDA stream
+        waits, the method does not raise: all ranks get NaN (-1 for integers), and the end of the
+        next backward raises.
 
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
             values: the numbers; the result overwrites them.
-            op: name of a member of ``torch.distributed.ReduceOp``.
-            op_name: the operation, for errors.
+            op: name of a member of ``torch.distributed.ReduceOp``, such as ``"SUM"``.
+            op_name: name of the operation, which ranks compare, and which errors contain.
         """
         if self.size == 1:
             return values
@@ -305,15 +338,16 @@ class Communicator(Members):
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
-        # Ranks must notice if their names differ. Comparing names on the host would make the host
-        # wait for the stream. So numbers computed from the name (marks) are reduced together with
-        # the values, and the device overwrites the result if the marks differ between ranks.
+        # Check on the device that all ranks pass the same `op_name`: a comparison on the host would
+        # make the host wait for the stream. For the check, each rank computes a few numbers from
+        # the name (marks) and reduces the marks together with the values. If the reduced marks show
+        # that names differ, the device overwrites the result with NaN or -1.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # Copy only small tensors. For a large tensor, reduce the marks separately, before the
-        # tensor.
+        # Concatenate the values and the marks only if the values are few. A large tensor would be
+        # slow to copy, so reduce its marks in a collective of their own.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         with self._named_on_stream(op_name):
@@ -331,8 +365,9 @@ class Communicator(Members):
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
 
-        ``tensor`` is contiguous. Collective: all ranks of the group, in the same order of calls. If
-        the order differs, all ranks raise.
+        ``tensor`` must be contiguous, and ``op_name`` names the operation in errors. Collective:
+        all ranks of the group, in the same order of calls. If the host waits and ranks call
+        different operations, all ranks raise CollectiveError.
         """
         if self.size == 1:
             return
@@ -355,13 +390,14 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
-            sent: the bytes for all ranks, in rank order.
-            lengths: number of bytes for each rank.
-            expected: number of bytes from each rank.
-            op_name: the operation, for errors.
+            sent: the bytes for all ranks, concatenated in rank order.
+            lengths: number of bytes that this rank sends to each rank.
+            expected: number of bytes that this rank receives from each rank.
+            op_name: name of the operation, for errors.
 
         Returns:
-            The work, and the tensor that the work fills with the received bytes, in rank order.
+            A pair: the unfinished collective, and a tensor that contains the received bytes,
+            concatenated in rank order, once the collective was waited for.
         """
         self.note("all_to_all", op_name, sent.nbytes)
         wire = sent.cpu() if self.is_gloo else sent
@@ -378,11 +414,17 @@ class Communicator(Members):
 
 
 def _marks(op_name: str, op: str) -> list[int]:
-    """Return four numbers whose reduction shows whether the name is the same on all ranks."""
-    # SUM: if n ranks send the same x and x**2, the sums are n * x and n * x**2 on every rank. If
-    # numbers differ, every rank sees a sum that is not n times its own number (Cauchy-Schwarz).
-    # float64 holds the sums exactly, because x has 16 bits. MAX, MIN: each rank's results for x and
-    # -x equal the rank's own x and -x only if all ranks send the same x.
+    """Return four numbers (marks) that show, once reduced, whether ``op_name`` differs.
+
+    Args:
+        op_name: name of an operation, from which the marks are computed.
+        op: name of the ``ReduceOp`` with which the marks will be reduced over the ranks.
+    """
+    # Two numbers x of 16 bits are computed from the name. For SUM the marks of x are x and x**2. If
+    # all n ranks send the same x, the sums are n * x and n * x**2. If x differs between ranks, at
+    # least one of the two sums is not n times this rank's mark, on every rank (Cauchy-Schwarz).
+    # float64 holds the sums exactly, because x has 16 bits. For MAX and MIN the marks are x and -x:
+    # both results equal this rank's marks only if all ranks send the same x.
     digest = digest_of(f"{op} {compared_name(op_name)}")
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":
@@ -390,18 +432,21 @@ def _marks(op_name: str, op: str) -> list[int]:
     return [first, -first, second, -second]
 
 
-# A communicator of only this rank.
+# Communicator of a group with only this rank, which sends nothing.
 ALONE = Communicator(None)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The groups of one unit.
+    """The groups of ranks over which one unit shares its parameters and gradients.
 
     A flat parameter is divided into ``shard.size`` parts, and this rank holds part ``index``.
-    Parameters are all-gathered over ``intra_group``. Gradients are first reduced over
-    ``intra_group``. Then they are reduce-scattered over ``inter_group``, or all-reduced over
-    ``replicate``, if that group has several ranks.
+    Parameters are all-gathered over ``intra_group``.
+
+    Gradients are reduced in up to two stages. The first stage is a reduce-scatter over
+    ``intra_group``. If ``inter_group`` has several ranks, the second stage is a reduce-scatter over
+    ``inter_group``. If ``replicate`` has several ranks, the second stage is an all-reduce over
+    ``replicate``. Otherwise there is no second stage.
     """
 
     world: Communicator  # every rank that trains the model
@@ -409,27 +454,34 @@ class Topology:
     replicate: Communicator  # the ranks that hold the same shard
     # The ranks that all-gather parameters: `shard`, or with HYBRID_SHARD_OP the ranks of one node.
     intra_group: Communicator
-    # With HYBRID_SHARD_OP one rank of each node: these ranks divide the gradients that were reduced
-    # over `intra_group`.
+    # With HYBRID_SHARD_OP, one rank of each node. These ranks reduce-scatter among each other the
+    # gradients that were reduced over `intra_group`.
     inter_group: Communicator = ALONE
-    # The ranks that all-gather in backward, if `reshard_after_forward=k` keeps secondary shards.
+    # With `reshard_after_forward=k`, the `k` ranks that all-gather the unit for backward, from the
+    # parts that each rank kept after forward. None: backward all-gathers as forward does.
     regather: Communicator | None = None
 
     @property
     def index(self) -> int:
-        """Index of this rank's shard."""
+        """Index of this rank's shard among the ``shard.size`` shards of a flat parameter."""
         return self.intra_group.rank * self.inter_group.size + self.inter_group.rank
 
     @property
     def across(self) -> Communicator:
-        """The group of the second stage of a reduction; a group of one rank if there is none."""
+        """The group over which the second stage of a reduction runs.
+
+        If reductions have no second stage, the returned group has one rank.
+        """
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
-        """Open connections for reductions on ``device``, if a stream waits for the reductions.
+        """Open the backend's connections for reductions of gradients on ``device``.
 
-        Collective. With ``fixed_order`` the backend only exchanges gradients, and flatshard adds
-        them.
+        Only backends for which a CUDA stream waits, such as NCCL, need this. Otherwise they would
+        open the connections in the first backward, where ranks could deadlock.
+
+        Collective: all ranks of the unit's groups. ``fixed_order``: the backend only exchanges
+        gradients, and flatshard adds the gradients in rank order.
         """
         for group in (self.intra_group, self.inter_group, self.replicate):
             transport, replicas = group.transport_for(device), group is self.replicate
@@ -439,15 +491,18 @@ class Topology:
 
     @property
     def transport(self) -> str:
-        """Names of the transports that move the unit's parameters and gradients."""
+        """Names of the transports that move the unit's parameters and gradients, joined by +."""
         groups = (self.intra_group, self.inter_group)
         ways = [group.transport_for().name for group in groups if group.size > 1]
         if self.replicate.size > 1:
-            ways.append(self.replicate.transports[-1].name)  # all-reduces
+            ways.append(self.replicate.transports[-1].name)  # the transport for all-reduces
         return " + ".join(dict.fromkeys(ways)) or ALONE.transport_for().name
 
     @property
     def transport_reason(self) -> str:
-        """The reason why the unit uses these transports and no faster one; may be empty."""
+        """The reason why the unit uses these transports and no faster transport.
+
+        Empty if there is nothing to explain, for example because the user chose the transport.
+        """
         reasons = [group.transport_reason for group in (self.intra_group, self.inter_group)]
         return "; ".join(dict.fromkeys(filter(None, reasons)))

@@ -1,13 +1,13 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
 [Note: scattered gradients]
-``FlatChunks`` describes values of a flat parameter that lie in several tensors. With ``FlatChunks``
-gradients are sent directly from the tensors that autograd made. Copying all gradients to one buffer
-first would take as long as a fast network needs to send them. Only small gradients are copied into
-a common tensor; ``ChunkPlan`` chooses these.
+``FlatChunks`` describes gradients of a flat parameter that lie in several tensors instead of one
+buffer. With ``FlatChunks``, a transport sends gradients directly from the tensors that autograd
+made. Copying all gradients to one buffer first would take as long as a fast network needs to send
+the gradients. Only small gradients are copied into common tensors; ``ChunkPlan`` chooses which.
 
-This module also computes sums over ranks, in rank order and at least in fp32, so that the sums are
-the same in every run and on every transport.
+This module also averages over ranks, in rank order and at least in fp32, so that the averages are
+the same in every run and with every transport that adds in flatshard's code.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Members:
     rank: int  # rank of this process within the group
     ranks: tuple[int, ...]  # global ranks of the members
     gather_group: dist.ProcessGroup
-    # A group of the same ranks for reductions, so that the order of reductions is independent of
-    # the order of all-gathers.
+    # A second group of the same ranks, for reductions. Collectives of one group match by order, and
+    # reductions and all-gathers may alternate differently on each rank.
     reduce_group: dist.ProcessGroup
     host: HostExchange  # exchanges small values between the ranks
     options: TransportOptions
@@ -46,7 +46,7 @@ class Members:
 
     @property
     def history(self) -> History:
-        """The history of this rank's collectives."""
+        """Record of the collectives that this rank has begun in the group."""
         return self.host.history
 
     @cached_property
@@ -60,7 +60,10 @@ class Members:
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks, beginning with the next rank, so that ranks send to different peers."""
+        """The other ranks of the group, beginning with the rank after this rank.
+
+        Each rank begins with a different peer, so that not all ranks send to rank 0 first.
+        """
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def begin(
@@ -69,10 +72,12 @@ class Members:
         """Record that this rank begins a collective, and return the condition that ends the wait.
 
         Args:
-            group: the group of the collective.
-            kind: key that is the same for this collective on all ranks. None: the collectives of
-                the group match by the order in which each rank begins them.
-            what: description of the collective, equal on all ranks.
+            group: the process group on which the collective runs.
+            kind: key of the collective, such as ``("gather", tag)``. The n-th collective with this
+                key on one rank matches the n-th on every other rank. None: the name of ``group``,
+                because the backend matches all collectives of a group only by order.
+            what: description of the collective, equal on all ranks. "": ranks need not compare the
+                collective.
 
         Returns:
             The condition that ends the wait for the collective; None if the host does not wait.
@@ -81,14 +86,22 @@ class Members:
         if self.is_gloo:
             return self.history.begin(kind, what, partial(abort, group))
         self.history.begin(kind, what)
-        return None  # a stream waits instead of the host
+        return None  # the host does not wait, because a stream waits for the collective
 
     def announce(self, what: str) -> None:
-        """Raise CollectiveError on all ranks if ranks are about to begin different collectives."""
+        """On gloo, compare ``what`` between ranks before a collective, if the order is new.
+
+        ``what`` describes the collective that this rank is about to begin. The method is collective
+        unless ``what`` has always followed the last two collectives.
+
+        Raises:
+            CollectiveError: ranks are about to begin different collectives. All ranks raise.
+        """
         # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
         # is about to leave the usual order of collectives first waits here for all ranks, and
-        # `meet` compares the names. If the other ranks have begun the usual collective instead,
-        # all ranks wait for each other, and deadlock detection ends the waits.
+        # `meet` compares their descriptions. If the other ranks follow the usual order instead,
+        # these ranks wait in the usual collective and this rank waits here. Deadlock detection then
+        # ends the waits.
         is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
         if what and not is_safe:
             self.host.meet(what)
@@ -96,20 +109,24 @@ class Members:
 
 
 class Chunk(NamedTuple):
-    """A range of elements of one part."""
+    """Consecutive elements of a ``FlatChunks``, all from the same part."""
 
-    part: int  # index of the part
-    offset: int  # where the elements begin in the part
+    part: int  # index of the part in ``FlatChunks.parts``
+    offset: int  # index of the first element within the part
     start: int  # range [start, end) of the elements in the flat parameter
     end: int
-    values: Tensor | None  # None: zeros
+    values: Tensor | None  # the elements, (end - start,). None: all elements are zero
 
 
 @dataclass(frozen=True)
 class FlatChunks:
-    """Values for all elements of a flat parameter, for example gradients, in several tensors."""
+    """One value, such as the gradient, per element of a flat parameter, in several tensors.
 
-    # Contiguous tensors of one dtype, one per range, each (end - start,). None: zeros.
+    Each tensor is called a part; see [Note: scattered gradients].
+    """
+
+    # One contiguous tensor per range, each (end - start,), all of the same dtype. None instead of a
+    # tensor: all values of this range are zero.
     parts: Sequence[Tensor | None]
     ranges: Sequence[tuple[int, int]]  # [start, end) of each part; ascending, the same on all ranks
     numel: int  # number of all elements, padding included
@@ -117,16 +134,19 @@ class FlatChunks:
 
     @classmethod
     def of(cls, buffer: Tensor) -> FlatChunks:
-        """The values of one buffer, ``(numel,)``."""
+        """Make a ``FlatChunks`` with one part: ``buffer``, ``(numel,)``. No copy."""
         return cls([buffer], [(0, buffer.numel())], buffer.numel(), buffer.dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parts that are tensors; parts of zeros have no tensor."""
+        """The parts that have a tensor, which are the parts that are not all zero."""
         return [part for part in self.parts if part is not None]
 
     def cut(self, begin: int, end: int, numel: int | None = None) -> Iterator[Chunk]:
-        """Yield the chunks of the range ``[begin, end)``, each with at most ``numel`` elements."""
+        """Yield the elements ``[begin, end)`` of the flat parameter as chunks, in order.
+
+        A chunk ends where its part ends, and after at most ``numel`` elements. None: no maximum.
+        """
         for index, (first, last) in enumerate(self.ranges):
             start, stop = max(first, begin), min(last, end)
             part = self.parts[index]
@@ -138,17 +158,17 @@ class FlatChunks:
 
 
 class ChunkPlan:
-    """Decides which gradients share a part of a ``FlatChunks``.
+    """Decides which gradients are sent from their own tensor, and which are first copied together.
 
-    A gradient of at least ``min_bytes`` becomes a part without a copy. Smaller gradients that are
-    neighbours in the flat parameter are copied into a common part.
+    A gradient of at least ``min_bytes`` becomes a part of a ``FlatChunks`` without a copy. Smaller
+    gradients that are neighbours in the flat parameter are copied into a common part.
     """
 
     def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
         self._runs: list[list[int]] = []
-        # Ranks may have gradients of different parameters, but the ranges must be the same on all
-        # ranks. So the ranges depend only on the layout.
+        # The ranges of the parts must be the same on all ranks, although a parameter may have a
+        # gradient on one rank only. So decide by the layout, not by the gradients that exist.
         joins = False
         for index, span in enumerate(layout.spans):
             is_small = (span.end - span.start) * dtype.itemsize < min_bytes
@@ -159,10 +179,11 @@ class ChunkPlan:
             joins = is_small
 
     def chunks(self, gradients: dict[int, Tensor]) -> FlatChunks:
-        """Make chunks of gradients. Missing gradients count as zeros.
+        """Return a ``FlatChunks`` with the gradients of a flat parameter.
 
-        ``gradients``: keyed by the parameter's index; elements in memory order, in any dtype. A
-        gradient that is a part by itself is removed from ``gradients``.
+        ``gradients``: gradients in any dtype, elements in memory order, keyed by the index of the
+        parameter in the flat parameter. A missing gradient counts as zeros. A gradient that becomes
+        a part by itself is removed from ``gradients``, so that a cast can free the gradient.
         """
         spans = self._layout.spans
         ranges = [(spans[run[0]].start, spans[run[-1]].end) for run in self._runs]
@@ -184,14 +205,14 @@ class ChunkPlan:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which values that were sent in ``dtype`` are added."""
+    """Return the dtype in which flatshard adds values of ``dtype``: at least fp32."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # Add one row after another: a kernel that adds all rows at once would choose an order that
-    # depends on the sizes.
+    # Add one row after another, so that the order of additions is the rank order. A kernel that
+    # adds all rows at once would choose an order that depends on the sizes.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -199,7 +220,10 @@ def average(rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 def divide(total: Tensor, number: int, out: Tensor) -> None:
-    """Fill ``out`` with ``total / number``. Same dtype; ``out`` may be the same tensor."""
+    """Fill ``out`` with ``total / number``.
+
+    ``out`` has the dtype of ``total``, and may be ``total`` itself.
+    """
     if number & (number - 1) == 0 and not total.is_complex():
         # For a power of two the product is bitwise equal to the quotient, and takes half the time.
         torch.mul(total, 1 / number, out=out)
@@ -208,69 +232,80 @@ def divide(total: Tensor, number: int, out: Tensor) -> None:
 
 
 class Gather(NamedTuple):
-    """An all-gather of parameters, or of the result of a ``ReduceScatter``."""
+    """Arguments of an all-gather of parameters, or of averages from a ``ReduceScatter``."""
 
-    shard: Tensor  # (shard_numel,); must not be written until the other ranks have received it
-    out: Tensor  # (shard_numel * size,), same dtype and device
+    # This rank's part, (shard_numel,). Must not be written until all ranks have received the part.
+    shard: Tensor
+    out: Tensor  # receives the parts of all ranks, (shard_numel * size,), same dtype and device
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
-    purpose: str  # purpose of the all-gather, for error messages
-    # The result of ``allocate_unsharded`` if ``out`` lies in it; otherwise None.
+    purpose: str  # what the all-gather is for, such as "forward", for error messages
+    # The ``BufferMemory`` from ``allocate_unsharded`` of which ``out`` is the buffer. None: the
+    # memory of ``out`` has another origin.
     memory: BufferMemory | None = None
-    exact: bool = False  # whether to send the values unrounded, even with a wire dtype
-    # Whether this all-gather is the second half of an all-reduce. If so, its order among reductions
-    # counts, and not its order among all-gathers.
+    # Whether the values are sent unrounded, even if the user chose a narrower ``wire_dtype``.
+    exact: bool = False
+    # Whether this all-gather is the second half of an all-reduce of gradients. Then ranks begin the
+    # all-gather in the order of their reductions, not in the order of their other all-gathers.
     reduced: bool = False
 
     @property
     def what(self) -> str:
-        """Description of the all-gather, equal on all ranks; "" if ranks need not compare it."""
-        # The description leaves out the purpose, because all-gathers of one flat parameter match
-        # even if ranks begin them for different purposes.
+        """Description of the all-gather, which ranks compare to notice different all-gathers.
+
+        "" for the second half of an all-reduce, whose order is that of the reductions.
+        """
+        # The purpose is not part of the description: if one rank unshards a unit for forward and
+        # another rank unshards the same unit for backward, both take part in the same all-gather.
         if self.reduced:
             return ""
         return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
 
 
 class ReduceScatter(NamedTuple):
-    """An average over the ranks; each rank gets one part."""
+    """Arguments of a reduce-scatter: each rank gets the average of one shard of the gradients."""
 
-    # ``shard_numel * size`` elements: one part, or several parts if ``min_chunk_bytes`` is not
-    # None. The values of a single part are undefined afterwards; several parts are not written.
+    # This rank's gradients, ``shard_numel * size`` elements. Chunks with several parts are possible
+    # only if the transport's ``min_chunk_bytes`` is not None. The transport may overwrite a single
+    # part, but does not write to several parts.
     chunks: FlatChunks
-    # (shard_numel,), in the dtype of the sum. Elements outside of the ranges of ``chunks`` are not
-    # written.
+    # Receives this rank's shard of the averages, (shard_numel,), in the dtype in which the
+    # transport adds. Elements outside of the ranges of ``chunks`` are not written.
     out: Tensor
     unit_fqn: str
-    tag: int
-    fixed_order: bool = False  # add in rank order, also on backends that add in another order
-    # "all_reduce": this is the first half of an all-reduce; a ``Gather`` with ``reduced`` follows.
+    tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
+    fixed_order: bool = False  # whether to add in rank order, even if the backend would not
+    # "reduce", or "all_reduce" if this reduce-scatter is the first half of an all-reduce. The
+    # second half is a ``Gather`` with ``reduced``.
     kind: str = "reduce"
 
 
 class BufferRequest(NamedTuple):
-    """A request for the memory of an unsharded buffer."""
+    """Arguments of ``allocate_unsharded``, which allocates the memory of an unsharded buffer."""
 
-    numel: int  # number of elements over all ranks
+    numel: int  # number of elements of the buffer, which holds the shards of all ranks
     dtype: torch.dtype  # dtype of the buffer and of the all-gather
     device: torch.device
     tag: int  # tag of the flat parameter
-    # Offload target of this rank's shard, if the buffer may map the shard's memory. Then
-    # all-gathers need not copy the shard into the buffer.
+    # Where the memory of this rank's shard is made, if this memory may be mapped into the buffer.
+    # With such a mapping all-gathers need not copy this rank's shard. None: do not map.
     shard_target: OffloadTarget | None = None
 
 
 class Transport(abc.ABC):
     """A way for the ranks of one group to all-gather parameters and average gradients.
 
-    A new transport is a subclass in its own file and an entry in ``transport_kinds``.
+    To add a transport, write a subclass in a new file, and add the class to ``transport_kinds``.
     """
 
     name: str  # for reports and messages
-    reason = ""  # why the group uses this transport
-    # Whether collectives of different ranks match by the order in which they begin. False: by tag.
+    reason = ""  # why the group uses this transport, for ``unit_report``; may be empty
+    # How the transport matches the collectives of different ranks. True: by the order in which each
+    # rank begins collectives, so all ranks must begin them in the same order. False: by the tag of
+    # the flat parameter.
     is_ordered = False
-    # Whether flatshard adds gradients, in rank order and at least in fp32. False: the backend adds.
+    # Whether flatshard's code adds gradients, in rank order and at least in fp32. False: the
+    # backend of the process group adds gradients.
     adds_here = True
     # Whether an all-gather makes progress on the network while the host computes. If so, starting
     # all-gathers early saves time.
@@ -281,15 +316,15 @@ class Transport(abc.ABC):
     def connect(cls, members: Members) -> Transport | str:
         """Return a transport for the group, or the reason why the group cannot use this class.
 
-        The reason is "" if the user's options exclude the transport. Collective: either all ranks
-        return a transport or all ranks return a reason.
+        The reason is a text for ``unit_report``, or "" if the user's options exclude the transport.
+        Collective: either all ranks return a transport or all ranks return a reason.
         """
 
     @abc.abstractmethod
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether the transport moves the flat parameter with this tag, on ``device``.
+        """Whether the transport can move the flat parameter with ``tag`` on ``device``.
 
-        All ranks return the same.
+        The result must be the same on all ranks.
         """
 
     @abc.abstractmethod
@@ -301,35 +336,42 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        """Begin averaging over the ranks; each rank receives its part in ``request.out``.
+        """Begin averaging gradients over the ranks; each rank gets its part in ``request.out``.
 
-        Collective: all ranks of the group, in the same order of calls.
+        Collective: all ranks of the group, in the same order of calls. ``op_name`` names the
+        reduce-scatter in errors.
         """
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
         """Begin averaging ``buffer`` over the ranks, in place.
 
-        Only the native transport overrides this method.
+        Only ``NativeTransport`` and ``LocalTransport`` override this method: no other transport is
+        used for an all-reduce.
         """
         raise NotImplementedError(f"the transport {self.name} has no all-reduce.")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        """Return memory for an unsharded buffer, which ``gather`` will fill."""
+        """Return memory for an unsharded buffer, which later calls of ``gather`` fill."""
         return allocate(request.numel, request.dtype, request.device)
 
     def stream_waits(self, device: torch.device) -> bool:
-        """Whether a stream of ``device``, instead of the host, waits for the other ranks."""
+        """Whether waits for other ranks block a stream of ``device`` instead of the host."""
         return False
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        """Return the dtype in which reduce-scatters add values of ``dtype``, and of the result."""
+        """Return the dtype of sums in a reduce-scatter of values of ``dtype``.
+
+        ``ReduceScatter.out`` must have this dtype. ``fixed_order``: the value of
+        ``ReduceScatter.fixed_order``.
+        """
         return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Return the minimum size in bytes of gradients that are cheaper to send than to copy.
+        """Return the size in bytes from which a gradient is sent directly from its own tensor.
 
-        Smaller gradients are copied together before they are sent. None: ``reduce_scatter`` accepts
-        only chunks with one part.
+        Smaller gradients are first copied together, because a message of their own would cost more
+        than the copy. None: ``reduce_scatter`` cannot send several tensors, so all gradients of a
+        flat parameter are copied into one buffer.
         """
         # A subclass whose `reduce_scatter` can send several parts overrides this method.
         return None
@@ -337,17 +379,20 @@ class Transport(abc.ABC):
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool
     ) -> None:
-        """Open connections for reductions of tensors on ``device``, once. Collective.
+        """Open the connections that reductions of gradients on ``device`` will use.
+
+        A second call with the same arguments does nothing. Collective: all ranks of the group.
 
         Args:
             device: device of the gradients.
-            fixed_order: the backend only exchanges gradients, and flatshard adds them.
-            replicas: the reductions are all-reduces instead of reduce-scatters.
+            fixed_order: whether the backend only exchanges gradients, and flatshard adds the
+                gradients in rank order.
+            replicas: whether the reductions are all-reduces instead of reduce-scatters.
         """
 
 
 class LocalTransport(Transport):
-    """Transport of a single rank: copies on the current stream, and sends nothing."""
+    """Transport of a group of one rank: copies on the current stream, and sends nothing."""
 
     name = "nothing"
 
