@@ -1,6 +1,7 @@
 """Checks that all ranks build the same model and pass the same arguments.
 
-Either all ranks continue, or all ranks raise.
+After a check, either all ranks continue or all ranks raise. If only one rank raised, the other
+ranks would wait for that rank in their next collective.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T")
 # The result of `checksum`. Tensors with different bytes almost always have different checksums.
 Checksum = tuple[int, int]
 
-_COLUMNS = 1 << 10
+_COLUMNS = 1 << 10  # number of columns of the table in `checksum`
 
 
 def check_same_model(
@@ -34,21 +35,24 @@ def check_same_model(
     ignored: Iterable[str],
     comm: Communicator,
 ) -> None:
-    """Compare names, shapes, dtypes, memory formats, units and settings with the other ranks.
+    """Check that all ranks wrap the same model with the same settings.
 
     Collective: all ranks of ``comm``.
 
     Args:
-        named: names and tensors of the parameters and buffers.
-        settings: text of the settings, separated by ``", "``.
-        units: descriptions of the units.
-        ignored: names of ignored tensors. Their shapes and dtypes may differ between ranks.
-        comm: the ranks that train the model.
+        named: pairs of name and tensor, for the parameters and buffers. Ranks compare names,
+            shapes, dtypes and ``requires_grad``, and for parameters also the memory format.
+        settings: text with all settings of the wrapper, separated by ``", "``.
+        units: a text for each unit that describes the unit.
+        ignored: names of the tensors of ignored modules. Ranks compare only the names.
+        comm: communicator of the ranks that train the model.
 
     Raises:
-        ValueError: on every rank, with the first difference.
+        ValueError: the ranks' models or settings differ. All ranks raise, with the first
+            difference.
     """
-    # Number the settings, tensors and units, because their order must be the same too.
+    # Put the position of each setting, tensor and unit in the name of the fact, so that ranks also
+    # compare the order.
     facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
     facts["the list of ignored tensors"] = repr(list(ignored))
     tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
@@ -72,12 +76,16 @@ def _describe(tensor: Tensor) -> str:
 def raise_everywhere(
     error: Exception | None, comm: Communicator, op_name: str = "comparing errors"
 ) -> None:
-    """If any rank has an error, raise an error of the same type on every rank.
+    """Raise the same error on every rank if at least one rank passes an error.
 
-    If several ranks have an error, all ranks raise the error of the first of these ranks.
+    If several ranks pass an error, all ranks raise the error of the first of these ranks.
 
-    Collective: all ranks of ``comm``. ``op_name`` names the call in errors about ranks that do not
-    arrive.
+    Collective: all ranks of ``comm``, with and without an error.
+
+    Args:
+        error: this rank's error. None: this rank has no error.
+        comm: communicator of the ranks that raise together.
+        op_name: name of this exchange, for the error that is raised if a rank does not arrive.
     """
     mine = None if error is None else (type(error), str(error))
     everyone = comm.host.gather_unless_equal(mine, op_name)
@@ -95,19 +103,22 @@ def agreed(
     *,
     differ: str = "ranks differ",
 ) -> T:
-    """Run ``prepare`` on each rank, and return its result only if all ranks succeed and agree.
+    """Run ``prepare`` on each rank, and return its result if it succeeds on all ranks.
 
-    Collective: all ranks of each of ``comms``; without ``comms``, only this rank.
+    Collective: all ranks of each of ``comms``. If ``comms`` is empty, the call communicates
+    nothing.
 
     Args:
-        prepare: returns a result, and facts that must be equal on all ranks.
+        prepare: function that returns a pair: the result for this rank, and the facts (texts keyed
+            by name) that must be equal on all ranks.
         comms: communicators of the ranks that must agree.
-        op_name: names the call in errors.
-        remedy: end of the error about facts that differ.
-        differ: start of the error about facts that differ.
+        op_name: name of the caller, with which every error begins.
+        remedy: last sentence of the error that is raised if facts differ.
+        differ: first words of the error that is raised if facts differ.
 
     Raises:
-        ValueError: on all ranks, if ``prepare`` raised on any rank or if facts differ.
+        ValueError: ``prepare`` raised on at least one rank, or facts differ. All ranks raise. A
+            rank on which ``prepare`` raised an error of another type raises this error instead.
     """
     result: T | None = None
     facts: Facts = {}
@@ -116,8 +127,8 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # The facts of a large model take megabytes, and almost always they are equal on all ranks. So
-    # exchange digests first, and the facts only if the digests differ.
+    # The facts of a large model take megabytes, and are almost always equal on all ranks. So
+    # exchange digests of the facts first, and the facts only if the digests differ.
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
     mine = None if problem is None else str(problem), digest
     problems: list[str] = []
@@ -143,9 +154,13 @@ def agreed(
 
 
 def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the first fact that differs between ``ranks``: its name, and a text with the values.
+    """Return the first fact that differs between ranks, as a pair of texts.
 
-    ``everyone``: the facts of each rank.
+    The first text is the name of the fact. The second text says which values two ranks have.
+
+    Args:
+        everyone: the facts of each rank, at least one of which differs.
+        ranks: the number of each rank, in the same order.
     """
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(key, "nothing") for facts in everyone]
@@ -157,14 +172,18 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """Return two sums over a tensor's bytes. The sums also depend on the order of the bytes."""
+    """Return two weighted sums over the bytes of a tensor, to compare tensors between ranks.
+
+    Unlike plain sums, the weighted sums change if two elements are exchanged.
+    """
     if tensor.numel() == 0:
         return (0, 0)
     data = as_bytes(tensor.detach().contiguous())
     is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
     words = data.view(torch.int64) if is_wide else data
-    # Arrange the words as a table, and multiply the sum of each row and column by its position:
-    # plain sums would not notice that two elements were exchanged.
+    # Arrange the words as a table. One result adds the sums of the columns, each multiplied by the
+    # column's position. The other result does the same with the rows. Words that do not fill a row
+    # are added separately.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (

@@ -1,16 +1,18 @@
-"""``HostExchange``: exchanges small values in host memory, and checks the name of each exchange.
+"""``HostExchange``: exchanges small values between ranks, and compares the name of each exchange.
 
 [Note: frames]
-gloo matches collectives only by their order. If two ranks begin different collectives, they receive
-each other's values, wait for ever, or end by SIGABRT if the sizes differ. Therefore every exchange
-begins with the same collective: an all-reduce (MAX) of a frame of ``FRAME_BYTES``. A frame contains
-the digest of the exchange's name and the complement of each digest byte. If all names are equal,
-the maximum of a digest byte and the maximum of its complement add up to 255. If names differ, the
-sum is larger for some byte, on every rank. Then all ranks send each other their names, and all
-ranks raise before any rank has used a value. Afterwards the ranks are in step again.
+gloo matches collectives only by their order. If two ranks begin different collectives, the ranks
+receive each other's values, or wait for ever, or end by SIGABRT if the sizes differ. Therefore
+every exchange begins with the same collective: an all-reduce (MAX) of a message of fixed size, the
+frame (``FRAME_BYTES``). A frame contains a digest of the exchange's name, and the complement
+(255 - byte) of each byte of the digest. If all names are equal, the maximum of a digest byte and
+the maximum of its complement add up to 255. If names differ, the sum is larger for at least one
+byte, and every rank sees this. Then all ranks send each other their names, and all ranks raise
+before any rank has used a value. All ranks have run the same collectives, so later exchanges still
+match.
 
-Short values are sent in the frame itself. Longer values follow in a second collective, whose kind
-and size are part of the compared name.
+Short values are sent in the frame itself. A longer value follows in a second collective. The kind
+and the size of the second collective are part of the name, so that both are compared as well.
 """
 
 from __future__ import annotations
@@ -32,59 +34,70 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-_ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES  # maximum number of bytes of a value in the frame
+# Maximum number of bytes of a value that is sent in the frame. The frame begins with the digest and
+# the complements of the digest's bytes.
+_ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
-_LENGTH_BYTES = 8
-_DETAIL = re.compile(r"\(|: ")
+_LENGTH_BYTES = 8  # number of bytes before each pickle that contain the pickle's length
+_DETAIL = re.compile(r"\(|: ")  # where the part of a name begins that ranks do not compare
 
 
 def with_complements(data: Iterable[int]) -> bytes:
-    """Return each byte of ``data``, followed by the byte's complement.
+    """Return each byte of ``data``, followed by the byte's complement (255 - byte).
 
-    After an all-reduce (MAX), ``differ`` finds the bytes that were not the same on all ranks.
+    If ranks all-reduce the result with MAX, ``differ`` finds the bytes that are not the same on all
+    ranks.
     """
     return bytes(value for number in data for value in (number, 255 - number))
 
 
 def differ(maxima: bytes) -> list[bool]:
-    """For each byte passed to ``with_complements``, whether two ranks passed different bytes.
+    """Return, for each byte passed to ``with_complements``, whether the byte differs between ranks.
 
-    A rank abstains if it sends zeros for both the byte and the complement.
+    A rank that has no value for a byte sends zero for the byte and zero for the complement. Such a
+    rank does not count as different.
+
+    ``maxima``: the result of an all-reduce (MAX) of what each rank got from ``with_complements``.
     """
-    # A byte and its complement add up to 255 if all ranks agree, and to 0 if all ranks abstain.
+    # The maxima of a byte and of its complement add up to 255 if all ranks sent the same byte, and
+    # to 0 if no rank has a value for the byte.
     return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
 
 
 def compared_name(op_name: str) -> str:
-    """Return the part of a name before ``(`` or ``: ``, which must be equal on all ranks."""
-    # Do not compare the rest of the name: the rest may be a path or another detail that differs
-    # between ranks.
+    """Return the part of an operation's name that ranks compare: the part before ``(`` or ``: ``.
+
+    ``"saving: /data/0"`` becomes ``"saving"``.
+    """
+    # Do not compare the rest of the name: it may be a path or another detail that differs between
+    # ranks.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
 def digest_of(name: str) -> bytes:
-    """Eight bytes that identify a name. Two names collide with a probability of 2**-64."""
+    """Return a hash of a name. Two names have the same hash with a probability of 2**-64."""
     return blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 class HostExchange:
-    """The exchanges of one process group. All ranks call the same methods in the same order.
+    """Exchanges small values between the ranks of one process group.
 
-    Every method is **Collective**: all ranks of the group. Every method raises CollectiveError, on
-    all ranks, if ranks call it under different names, or if they call different methods.
+    Every method is **Collective**: all ranks of the group call the same methods with the same
+    ``op_name``, in the same order. If ranks call different methods or pass different names, all
+    ranks raise CollectiveError.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, name: str = ""
     ) -> None:
-        """Exchange over ``group``. No other code may run collectives on ``group``.
+        """Make the exchange. No other code may run collectives on ``group``.
 
         Args:
-            group: the process group. None: only this rank.
-            device: a device whose tensors the backend of ``group`` can send; the CPU if the backend
-                can send CPU tensors.
-            name: the name of the history that records this rank's collectives. Empty: the name of
-                the group.
+            group: the process group. None: this rank is the only rank.
+            device: device of the tensors in which values are sent. Should be the CPU, unless the
+                backend of ``group`` cannot send CPU tensors.
+            name: name of the ``History`` of this rank's collectives, the same on all ranks. Empty:
+                the name of ``group``.
         """
         self._device, self._abort = device, None
         if group is None:
@@ -93,13 +106,13 @@ class HostExchange:
         self.group, self._rank = group, dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self.history = History(name or group.group_name, self._ranks, self._rank)
-        # The host waits in these collectives. Deadlock detection ends such a wait from another
-        # thread, by `abort`, which only works on gloo.
+        # The host waits in the collectives of this class. Deadlock detection ends a wait from
+        # another thread by aborting the group, which is possible only on gloo.
         if backend_for(group, "cpu") == "gloo":
             self._abort = partial(abort, group)
 
     def meet(self, op_name: str) -> None:
-        """Wait until all ranks are at ``op_name``."""
+        """Wait until all ranks have called ``meet`` with the same ``op_name``."""
         self._frame("meeting", op_name, b"")
 
     def maxima(self, values: bytes, op_name: str) -> bytes:
@@ -116,10 +129,10 @@ class HostExchange:
         return not any(differ(self.maxima(with_complements(value), op_name)))
 
     def reduce(self, values: Tensor, op: str, op_name: str) -> None:
-        """Combine ``values`` over the ranks, in place.
+        """All-reduce ``values``, in place.
 
-        ``values`` are on this exchange's device, with the same dtype and size on all ranks. ``op``
-        is the name of a member of ``torch.distributed.ReduceOp``.
+        ``values`` must be on the ``device`` of the exchange, and have the same dtype and size on
+        all ranks. ``op`` is the name of a member of ``torch.distributed.ReduceOp``.
         """
         self._frame(f"{op} of {values.numel()} {values.dtype}", op_name, b"")
         with self._waiting(op_name):
@@ -128,7 +141,8 @@ class HostExchange:
     def broadcast(self, tensor: Tensor, source: int, op_name: str) -> None:
         """Overwrite ``tensor`` with the ``tensor`` of rank ``source`` of the group.
 
-        ``tensor`` is contiguous, on this exchange's device, and of equal size on all ranks.
+        ``tensor`` must be contiguous and on the ``device`` of the exchange, and have the same size
+        on all ranks.
         """
         data, kind = as_bytes(tensor), f"{tensor.nbytes} bytes of rank {source}"
         sends = self.group.rank() == source
@@ -137,8 +151,8 @@ class HostExchange:
             with self._waiting(op_name):
                 dist.broadcast(data, src=self._ranks[source], group=self.group)
             return
-        # All ranks except the source send zeros, so the maximum equals the source's bytes: a short
-        # broadcast needs no second message.
+        # A short tensor is sent in the frame, whose all-reduce takes the maximum over the ranks.
+        # All ranks except the source send zeros, so the maximum equals the source's bytes.
         mine = data.cpu()
         sent = ctypes.string_at(mine.data_ptr(), mine.numel()) if sends else bytes(mine.numel())
         found = self._frame(kind, op_name, sent)
@@ -146,13 +160,13 @@ class HostExchange:
             data.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
 
     def gather(self, value: Any, op_name: str) -> list[Any]:
-        """Return the ``value`` of every rank, in the group's order. ``value`` is picklable."""
+        """Return the ``value`` of every rank, in rank order. ``value`` must be picklable."""
         if len(self._ranks) == 1:
             return [value]
         row = pickle.dumps(value)
-        # An all-gather needs rows of the same length, but the pickles differ in length. So pad each
-        # row to a power of two, and let all ranks use the largest exponent. The exponent takes only
-        # one byte of the frame.
+        # An all-gather needs rows of the same length, but the ranks' pickles differ in length. So
+        # pad all rows to the power of two that fits the longest pickle. The frame takes the maximum
+        # of the ranks' exponents, and an exponent fits in one byte.
         exponent = (len(row) + _LENGTH_BYTES).bit_length()
         (exponent,) = self._frame("objects", op_name, bytes([exponent]))
         row = len(row).to_bytes(_LENGTH_BYTES, "big") + row
@@ -160,10 +174,10 @@ class HostExchange:
         return [_unpacked(row) for row in rows]
 
     def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
-        """Return the ``value`` of every rank, in order; if all are equal, only one value.
+        """Return the ``value`` of every rank, in order, or a list of one value if all are equal.
 
-        Equal values cost one message of constant size. Values with the same ``repr`` count as
-        equal. ``value`` is picklable.
+        If all values are equal, only their digests are sent. Values with the same ``repr`` count as
+        equal. ``value`` must be picklable.
         """
         if self.all_equal(digest_of(repr(value)), op_name):
             return [value]
@@ -172,9 +186,18 @@ class HostExchange:
     # ------------------------------------------------------------ messages
 
     def _frame(self, kind: str, op_name: str, value: bytes) -> bytes:
-        """For each byte of ``value``, return the maximum over the ranks; see [Note: frames].
+        """Send a frame, and return the maximum over the ranks for each byte of ``value``.
 
-        Raises CollectiveError, on all ranks, if the ranks' kinds, names or lengths differ.
+        See [Note: frames].
+
+        Args:
+            kind: text that says which method was called, and with which dtypes and sizes.
+            op_name: name of the operation.
+            value: the bytes to send in the frame.
+
+        Raises:
+            CollectiveError: ``kind``, ``op_name`` or the length of ``value`` differs between ranks.
+                All ranks raise.
         """
         start = _start_of(f"{kind}, {len(value)}", op_name)
         frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
@@ -183,9 +206,10 @@ class HostExchange:
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise CollectiveError with the exchange and the program line of each rank.
+        """Raise CollectiveError. The message contains each rank's exchange and program line.
 
-        All ranks find the difference, so all ranks call this method.
+        Collective: after a frame whose names differ, every rank sees the difference and calls this
+        method. ``name``: name and kind of this rank's exchange.
         """
         line = watch().program_line()
         place = f"{name}, at {line}" if line else name
@@ -198,7 +222,10 @@ class HostExchange:
         raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
-        """Return the maximum over the ranks of each byte. ``data`` is equally long on all ranks."""
+        """Return the maximum over the ranks for each byte of ``data``.
+
+        ``data`` must be equally long on all ranks.
+        """
         sent = bytearray(data)
         mine = torch.frombuffer(sent, dtype=torch.uint8)
         wire = mine.to(self._device)  # no copy if the device is the CPU
@@ -209,7 +236,10 @@ class HostExchange:
         return bytes(sent)
 
     def _all_gather_bytes(self, row: bytes, op_name: str) -> list[bytes]:
-        """Return the ``row`` of each rank, in order. All rows have the same length."""
+        """Return the ``row`` of each rank, in the order of ranks.
+
+        ``row`` must be equally long on all ranks.
+        """
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
         everything = mine.new_zeros(len(self._ranks) * len(row))
         with self._waiting(op_name):
@@ -225,7 +255,10 @@ class HostExchange:
 
 @lru_cache(maxsize=256)  # every step uses the same few names
 def _start_of(kind: str, op_name: str) -> bytes:
-    """Return the first bytes of a frame: equal on all ranks that are in the same exchange."""
+    """Return the first bytes of a frame: a digest of the exchange, and the digest's complements.
+
+    Ranks in the same exchange get the same bytes.
+    """
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
 
 

@@ -1,11 +1,15 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-Each group has a ``History`` of the collectives that this rank has begun. Each thread keeps a list
-of the blocks in which the thread waits for other ranks (``watched``). The extra ``deadlock`` reads
-histories and waits from its own thread (``CollectiveWatch``), so a training step never calls the
-extra. Without the extra, nobody reads the waits. If a backend matches collectives only by order,
-ranks compare their histories even without the extra (``flatshard/engine/agreement.py``): otherwise
-one rank could receive data of a different collective.
+Two kinds of records are kept. Each process group has a ``History`` of the collectives that this
+rank has begun. Each thread has a list of the blocks of code in which the thread waits for other
+ranks (``watched``).
+
+The optional package ``flatshard/extras/deadlock`` (below: the extra ``deadlock``) finds ranks that
+wait for one another. The extra reads both records from a thread of its own, so that training steps
+do not call the extra; ``CollectiveWatch`` is its interface. Without the extra, the lists of waits
+are not used. The histories are used without the extra too: if a backend matches collectives only by
+order, ranks compare their histories at the end of backward (``flatshard/engine/agreement.py``), to
+notice that a rank has received data of a different collective.
 """
 
 from __future__ import annotations
@@ -33,32 +37,36 @@ REMEDY = (
     "order, such as experts and dropped layers, need allow_divergence (docs/recipes.md)."
 )
 
-_KEPT = 64  # number of descriptions that a history keeps
+_KEPT = 64  # number of collectives whose descriptions a `History` keeps
 
-Begun = tuple[int, str]  # the number of a collective in its group, and its description
+# A collective that this rank has begun: its number in the process group, and its description.
+Begun = tuple[int, str]
 
 
 class CollectiveWatch:
-    """Interface of the extra ``deadlock``. Without the extra, this base class does nothing."""
+    """Interface of the extra ``deadlock``, which finds ranks that wait for one another.
+
+    Without the extra, this base class is used and does nothing.
+    """
 
     def add_group(self, history: History) -> None:
-        """Watch one more group, whose other ranks may wait for this rank from now on."""
+        """Watch the process group of ``history`` for deadlocks from now on."""
 
     def explain(self, wait: watched) -> str | None:
-        """Return the reason why ``wait`` failed; None if the reason is not known.
+        """Return the reason why ``wait`` failed, such as a deadlock; None if it is not known.
 
-        Called inside the block of the wait.
+        Must be called before the ``with`` block of ``wait`` has ended.
         """
         return None
 
     def program_line(self) -> str:
-        """Return the line of the user's program that this thread runs; "" if unknown."""
+        """Return the file and line of the user's program that this thread runs; "" if unknown."""
         return ""
 
 
 @cache
 def watch() -> CollectiveWatch:
-    """The ``CollectiveWatch`` of this process."""
+    """Return the ``CollectiveWatch`` of this process: the extra ``deadlock`` if it is installed."""
     found = default_extra("deadlock")
     return CollectiveWatch() if found is None else found.WATCH  # type: ignore[no-any-return]
 
@@ -67,20 +75,25 @@ def watch() -> CollectiveWatch:
 
 
 class WaitCondition(NamedTuple):
-    """Condition that ends a wait: all ``ranks`` have begun ``number`` collectives of a kind."""
+    """What a wait for other ranks needs in order to end, for deadlock detection.
 
-    group: str  # `History.name`, or the name of a process group
-    kind: Hashable
+    The wait ends once each of ``ranks`` has begun ``number`` collectives of ``kind`` in ``group``.
+    """
+
+    group: str  # the name of the `History`, or of the process group
+    kind: Hashable  # key of the collectives, see `History.begin`
     number: int
-    ranks: Sequence[int]  # ranks in the default group
-    abort: Callable[[], None] | None = None  # makes the wait fail
+    ranks: Sequence[int]  # the ranks that this rank waits for, as ranks in the default group
+    abort: Callable[[], None] | None = None  # function that makes the wait fail
 
 
 class History:
-    """The collectives of one group that this rank has begun, counted by kind.
+    """Record of the collectives of one process group that this rank has begun.
 
-    If collectives match between ranks only by order, each collective also has a description. The
-    history keeps the last descriptions, and a digest of all descriptions.
+    The collectives are counted by kind; the n-th collective of a kind on one rank matches the n-th
+    on every other rank. If the backend matches collectives only by order, collectives also have a
+    description, which ranks compare. The history keeps the last descriptions, and a digest of all
+    descriptions.
     """
 
     def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
@@ -88,25 +101,27 @@ class History:
 
         Args:
             name: name of the history, the same on all ranks.
-            ranks: ranks of the group, as ranks in the default group.
+            ranks: the ranks of the process group, as ranks in the default group.
             rank: this rank in the default group.
         """
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
-        self.begun: dict[Hashable, int] = {}
-        # Message of the error that every later collective of this group raises, after ranks began
-        # different collectives. "": no error.
+        self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
+        # Message of the error that every later collective of this process group raises, because
+        # ranks began different collectives. "": no error.
         self.problem = ""
-        # Whether ranks compare names before a collective that gloo matches only by order.
+        # Whether ranks may compare descriptions before they begin a collective. False inside
+        # `join()`, where ranks do not reach collectives at the same time.
         self.announces = True
         self.described: Hashable = None  # kind of the collectives that have descriptions
-        self.digest = 0
-        # Time of the first collective that the ranks have not compared yet. 0: all are compared.
+        self.digest = 0  # checksum of all descriptions so far
+        # Time at which the first collective began that ranks have not compared yet. 0: ranks have
+        # compared all collectives.
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
-        self._last_two = "", ""
-        # For each pair of consecutive descriptions, the description that has followed the pair. If
-        # different descriptions have followed the pair: "".
+        self._last_two = "", ""  # descriptions of the last two collectives
+        # For each pair of consecutive descriptions, the description of the collective that has
+        # always followed the pair. "": different collectives have followed the pair.
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
@@ -115,11 +130,12 @@ class History:
     ) -> WaitCondition:
         """Count one more collective, and return the condition that ends a wait for the collective.
 
-        The condition: all other ranks of the group have begun the collective, too.
+        The condition is that all other ranks of the process group have begun the collective.
 
         Args:
-            kind: the n-th collective of a kind on one rank matches the n-th on every other rank.
-            what: describes the collective, equal on all ranks; "" if ranks need not compare the
+            kind: key of the collective, such as ``("gather", tag)``. The n-th collective of a kind
+                on one rank matches the n-th on every other rank.
+            what: description of the collective, equal on all ranks. "": ranks need not compare the
                 collective.
             abort: function that makes a wait for the collective fail.
 
@@ -138,43 +154,53 @@ class History:
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def reach(self, kind: Hashable, number: int) -> None:
-        """Record that this rank has begun ``number`` collectives of a kind."""
+        """Set the number of collectives of ``kind`` that this rank has begun to ``number``."""
         self.begun[kind] = number
 
     def needs(
         self, kind: Hashable, number: int, abort: Callable[[], None] | None = None
     ) -> WaitCondition:
-        """The condition that all other ranks have begun ``number`` collectives of a kind."""
+        """Return the condition that all other ranks have begun ``number`` collectives of ``kind``.
+
+        ``abort``: function that makes the wait fail.
+        """
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def is_usual(self, what: str) -> bool:
-        """Whether ``what`` may begin without an announcement.
+        """Whether collective ``what`` may begin without a comparison between ranks.
 
-        True if in the past only ``what`` has followed the last two collectives. Then every other
-        rank also begins ``what`` next, or announces a different collective first. All ranks give
-        the same answer, because all ranks call ``learn`` together.
+        True if only ``what`` has ever followed the last two collectives. Then every other rank
+        also begins ``what`` next, or first compares its different collective with all ranks. All
+        ranks get the same result, because all ranks call ``learn`` after each comparison.
         """
         return self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
-        """Record that ``what`` follows the last two collectives. Called on all ranks."""
+        """Record that collective ``what`` follows the last two collectives.
+
+        Called on all ranks, after all ranks have compared ``what``.
+        """
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
 
     def to_compare(self) -> bytes:
-        """Return the digest, which the caller compares with the digests of the other ranks."""
+        """Return the digest of all descriptions, and mark all collectives as compared.
+
+        The caller must compare the digest with the digests of the other ranks.
+        """
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        # Copy the deque first, because another thread may append during an iteration.
+        # Copy the deque in one operation: another thread may append while `list` iterates.
         return list(self._recent.copy())
 
 
 def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
-    """Describe the first difference between the ranks' collectives; None if there is none.
+    """Return a sentence about the first collective that differs between ranks, or None.
 
-    ``recent``: for each rank, the last collectives that the rank has begun.
+    None means that the collectives with the same number are the same on all ranks. ``recent``: for
+    each rank, the last collectives that the rank has begun.
     """
     begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
@@ -188,7 +214,10 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
 
 
 def describe_difference(names: Mapping[int, str]) -> str:
-    """Text of an error that lists the collective of each rank, and the remedy."""
+    """Return the text of an error: which collective each rank is in, and how to correct this.
+
+    ``names``: name of the collective of each rank.
+    """
     differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
     return f"the ranks are in different collectives. {differ}. {REMEDY} [FS-DEADLOCK]"
 
@@ -197,13 +226,13 @@ def describe_difference(names: Mapping[int, str]) -> str:
 
 
 class ThreadWaits(list["watched"]):
-    """The waits of one thread, innermost last."""
+    """The ``watched`` blocks that one thread is in now, innermost last."""
 
-    thread: int  # the thread's identifier
+    thread: int  # the thread's identifier, as ``threading.get_ident`` returns it
 
 
 class _Own(threading.local):
-    """The waits of the current thread."""
+    """Thread-local storage of the current thread's ``ThreadWaits``."""
 
     def __init__(self) -> None:  # runs once in each thread
         self.waits = ThreadWaits()
@@ -217,14 +246,18 @@ _own = _Own()
 
 
 def waits_by_thread() -> list[ThreadWaits]:
-    """Return the waits of each running thread that has ever waited for other ranks."""
-    # `valuerefs` returns a list, so other threads may add entries during the loop.
+    """Return the ``ThreadWaits`` of each running thread that has ever waited for other ranks."""
+    # Iterate over `valuerefs`, which returns a list: other threads may add entries to `_by_thread`
+    # during the loop.
     threads = [known() for known in _by_thread.valuerefs()]
     return [waits for waits in threads if waits is not None]
 
 
 class watched:
-    """A context manager around code in which this thread waits for other ranks."""
+    """Context manager around code in which this thread waits for other ranks.
+
+    Deadlock detection reads which blocks each thread is in.
+    """
 
     __slots__ = ("_op", "condition")
 
@@ -233,7 +266,7 @@ class watched:
 
         Args:
             op: description of the wait, or a function that returns the description.
-            condition: the condition that ends the wait; None if unknown.
+            condition: the condition that ends the wait. None: the condition is not known.
         """
         self._op, self.condition = op, condition
 
@@ -251,11 +284,11 @@ class watched:
             _own.waits.pop()
 
     def failed(self, error: BaseException) -> None:
-        """Called when the block raises ``error``. May raise a different error."""
+        """Called when code in the block raises ``error``. May raise another error in its place."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because a peer died, ran different units, or missed the timeout.
+    """A collective failed because another rank died, ran different units, or missed the timeout.
 
     Example:
         ```python
@@ -268,22 +301,22 @@ class CollectiveError(RuntimeError):
 
 
 class named(watched):
-    """A ``watched`` block that turns errors of the backend into errors that name the operation.
+    """A ``watched`` block that replaces errors of the backend by errors that name the operation.
 
     Raises:
-        CollectiveError: the backend raised.
+        CollectiveError: the backend raised an error in the block. The error is the cause.
     """
 
     __slots__ = ()
 
     def failed(self, error: BaseException) -> None:
-        # Leave two kinds of errors unchanged. Callers may catch OutOfMemoryError, and other ranks
-        # have not caused it. A CollectiveError from a nested block already names its collective.
+        # Leave two kinds of errors unchanged. Callers may catch OutOfMemoryError, which is this
+        # rank's own problem. A CollectiveError from a nested block already names its collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return
-        # If another rank found a deadlock and raised, the backend of this rank only sees a closed
-        # connection. The watch may know that the reason was a deadlock.
+        # If another rank has found a deadlock and raised, the backend of this rank only reports a
+        # closed connection. Deadlock detection may know the real reason.
         failed, reason = f"{self.describe()} failed", watch().explain(self)
         if reason is not None:
             raise CollectiveError(f"{failed}: {reason}") from error
@@ -304,18 +337,22 @@ class named(watched):
 
 @dataclass(eq=False)
 class AsyncWork:
-    """An unfinished collective.
+    """A collective that this rank has begun and that may not be complete yet.
 
     This object keeps the tensors of the collective alive until no rank needs the tensors.
     """
 
-    works: Sequence[Any]  # the backend's handles: the result is complete once all are waited for
-    op_name: str  # names the unit, the rank and the collective
+    # Objects like ``dist.Work``. The result is complete once all of them were waited for.
+    works: Sequence[Any]
+    op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects kept alive until all ranks have received everything
     _: KW_ONLY
-    peers: Sequence[int] = ()  # the senders of the first works, if each work receives from one rank
-    then: Callable[[], None] | None = None  # called once after the wait
-    # Handles that complete when all ranks have received this rank's data.
+    # For error messages: the rank from which each of ``works`` receives. May be shorter than
+    # ``works``.
+    peers: Sequence[int] = ()
+    # Called once after the wait for ``works``, to compute the result from the received data.
+    then: Callable[[], None] | None = None
+    # Objects like ``dist.Work`` that complete when all ranks have received this rank's data.
     sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before `wait` is called
     need: WaitCondition | None = None  # the condition that ends the wait for ``works``
@@ -326,12 +363,14 @@ class AsyncWork:
         return all(work.is_completed() for work in self.works)
 
     def wait(self, pending_sends: PendingSends) -> None:
-        """Wait for the result. On an accelerator the current stream waits instead of the host.
+        """Wait for the result. With NCCL the current stream waits instead of the host.
 
-        The tensor that this rank sends must not be written before ``pending_sends.wait_sends()``.
+        Other ranks may still be reading the tensor that this rank sends. Therefore the unfinished
+        sends are added to ``pending_sends``, and the caller must not write to the tensor before
+        ``pending_sends.wait_sends()`` has returned.
 
         Raises:
-            CollectiveError: a peer failed or did not arrive within the group's timeout.
+            CollectiveError: another rank failed or did not arrive within the group's timeout.
         """
         self._have()
         if self.sends:
@@ -340,14 +379,18 @@ class AsyncWork:
             self.kept = ()
 
     def finish(self) -> None:
-        """Wait for the result and for the sends to the other ranks; raises like ``wait``."""
+        """Wait for the result, and until the other ranks have received this rank's data.
+
+        Raises:
+            CollectiveError: see ``wait``.
+        """
         self._have()
         self.wait_sends()
 
     def _have(self) -> None:
-        # Clear the fields before waiting. A second wait after a failure would hang or hide the
-        # first error. A second wait after success must not run ``then`` again, because ``then``
-        # would average or cast the result twice.
+        # Clear `works` and `then` before waiting, so that a second call does nothing. After a
+        # failure a second wait would hang or hide the first error. After success a second call of
+        # `then` would average or cast the result twice.
         works, then = self.works, self.then
         self.works, self.then = (), None
         try:
@@ -359,7 +402,7 @@ class AsyncWork:
                 with named(self.op_name):
                     then()
         except CollectiveError:
-            self.sends = ()  # a wait for the sends would not end either
+            self.sends = ()  # a later wait for the sends would not end either
             raise
 
     def _describe(self, works: Sequence[Any]) -> str:
@@ -370,18 +413,28 @@ class AsyncWork:
 
     @property
     def reports_sent(self) -> bool:
-        """Whether ``is_sent`` can become true before ``wait_sends``."""
+        """Whether ``is_sent`` can become true before ``wait_sends`` is called.
+
+        False for gloo's sends, which complete only when a thread waits for them.
+        """
         return all(getattr(work, "reports_end", True) for work in self.sends)
 
     def is_sent(self) -> bool:
-        """Whether the other ranks have received everything; if so, releases the kept objects."""
+        """Return whether the other ranks have received all data of this rank.
+
+        If they have, also release the tensors of the collective.
+        """
         if not all(work.is_completed() for work in self.sends):
             return False
         self.wait_sends()
         return True
 
     def wait_sends(self) -> None:
-        """Wait until the other ranks have received everything; raises like ``wait``."""
+        """Wait until the other ranks have received all data of this rank.
+
+        Raises:
+            CollectiveError: see ``wait``.
+        """
         sends, self.sends = self.sends, ()
         if sends:
             with named(self.op_name, self.sends_need):
@@ -391,7 +444,7 @@ class AsyncWork:
 
     def keeps(self, tensor: Tensor) -> bool:
         """Whether this work keeps the memory of ``tensor`` alive."""
-        # Compare storages, not objects: views of a shard share the shard's memory.
+        # Compare the storages instead of the tensors: views of a shard share the shard's storage.
         storage = tensor.untyped_storage()._cdata
         return any(
             isinstance(one, Tensor) and one.untyped_storage()._cdata == storage for one in self.kept
@@ -399,18 +452,18 @@ class AsyncWork:
 
 
 class PendingSends:
-    """Collectives that are complete on this rank, but perhaps not on every rank."""
+    """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
     # A rank has its result as soon as all other ranks have sent their data. At this time the other
-    # ranks may not have received this rank's data yet. Until they have, this rank must not
-    # overwrite the sent tensor. But this rank may continue with other work: if it waited, the
-    # fastest rank would wait at every unit. So the unfinished sends are collected here, and are
-    # waited for at the end of a forward or backward, before the shards may be written.
+    # ranks may not have received this rank's data yet, so this rank must not overwrite the tensor
+    # that it sends. But this rank need not stop: if every rank waited here, the fastest rank would
+    # wait at every unit. So the unfinished sends are collected in this object, and the engine waits
+    # for the sends at the end of a forward or backward, before shards may be written.
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Works that never report their end before a wait. They have a separate list, so that
-        # `drop_sent` does not poll them in vain.
+        # Collectives whose sends report their end only to a thread that waits (gloo's sends). These
+        # collectives have their own list, because `drop_sent` would poll them in vain.
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
@@ -420,10 +473,11 @@ class PendingSends:
         """Wait until other ranks have received all sent tensors. Then the tensors may be written.
 
         Raises:
-            CollectiveError: as ``AsyncWork.wait``.
+            CollectiveError: another rank failed or did not arrive within the group's timeout.
         """
         for kept in (self._silent, self._pending):
-            # Pop the works one by one: if one wait raises, a later call can wait for the rest.
+            # Remove each collective before its wait: if the wait raises, the next call waits only
+            # for the rest.
             while kept:
                 kept.pop(0).wait_sends()
 
@@ -433,19 +487,20 @@ class PendingSends:
         return any(pending.keeps(tensor) for pending in (*self._silent, *self._pending))
 
     def drop_sent(self) -> None:
-        """Release the works whose data the other ranks have received."""
+        """Release the tensors of all collectives whose data the other ranks have received."""
         self._pending = [pending for pending in self._pending if not pending.is_sent()]
 
 
 @dataclass(eq=False)
 class RunLink:
-    """State that all objects of one flat parameter share to run its collectives.
+    """State that all objects share that run collectives of one flat parameter.
 
-    If a module around the unit is wrapped later, the unit's name changes, and the new root collects
-    the unfinished sends. All objects see both changes, because they share this object.
+    Both fields change if the user later wraps a module that contains the unit: the unit gets a
+    longer name, and its unfinished sends are collected by the new outermost wrapper. All objects
+    see the changes, because they share this object.
     """
 
-    unit_name: str  # for errors
-    # Works whose sent tensors other ranks may still be reading. All flat parameters of a model
-    # share this object.
+    unit_name: str  # name of the unit, for errors
+    # Collectives whose sent tensors other ranks may still be reading. All flat parameters of a
+    # model share this object.
     pending_sends: PendingSends = field(default_factory=PendingSends)

@@ -1,4 +1,4 @@
-"""``NativeTransport``: the collectives of the group's backend, for example NCCL."""
+"""``NativeTransport``: runs the collectives of the process group's backend, for example NCCL."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from flatshard.comm.process_groups import all_gather_single, as_bytes, as_real, 
 from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 
-# Newer torch names this collective `reduce_scatter_single`, and some versions warn about the older
-# name.
+# Newer torch renamed `reduce_scatter_tensor` to `reduce_scatter_single`, and some versions warn
+# about the older name.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Number of elements for which every backend chooses its algorithm for large tensors.
+# Number of elements at which every backend uses its algorithm for large tensors. `warm_up` reduces
+# a tensor of this size.
 _LARGE_NUMEL = 1 << 20
 
 
 class NativeTransport(Transport):
     """Moves tensors by the backend's collectives, on every device that the backend supports.
 
-    The backend adds in its own order, in the dtype of the tensors.
+    In reductions the backend adds, in its own order and in the dtype of the tensors. Only if the
+    user requests a fixed order, flatshard adds.
     """
 
     is_ordered = True
@@ -55,7 +57,7 @@ class NativeTransport(Transport):
         if is_gloo:
             self._members.announce(what)
         need = self._members.begin(group, what=what)
-        # Send bytes, because some backends do not support every dtype.
+        # Send the tensors as bytes, because some backends do not support every dtype.
         work = all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
         reports_end = not (request.reduced and is_gloo)
         return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
@@ -66,8 +68,8 @@ class NativeTransport(Transport):
         group, kept, then = self._members.reduce_group, [buffer, request.out], None
         need = self._members.begin(group)
         if request.fixed_order:
-            # The backend fills `arrived` after this call returns, so the work must keep `arrived`
-            # alive.
+            # The backend fills `arrived` after this method has returned. So add `arrived` to the
+            # tensors that the returned `AsyncWork` keeps alive.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
@@ -77,8 +79,8 @@ class NativeTransport(Transport):
         else:
             into, op = as_real(request.out), dist.ReduceOp.AVG
             work = _reduce_scatter_single(into, as_real(buffer), op=op, group=group, async_op=True)
-        # Before a wait, the handle of gloo's reduce-scatter never reports completion. So nobody
-        # needs to poll it.
+        # The handle of gloo's reduce-scatter reports completion only after a wait. So tell callers
+        # not to poll the handle.
         reports_end = buffer.device.type not in self._on_gloo
         return self._under_way(work, op_name, *kept, need=need, then=then, reports_end=reports_end)
 
@@ -89,14 +91,16 @@ class NativeTransport(Transport):
         return self._under_way(work, op_name, buffer, need=need)
 
     def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-        # Collectives of torch's "fake" backend complete immediately, but never report completion.
+        # Torch's "fake" backend moves nothing, so there is nothing to wait for. Its handles never
+        # report completion, so do not keep the handle.
         works = [] if self._members.is_fake else [work]
         return AsyncWork(works, op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        # A backend that opens connections in the first reduction blocks the host until all ranks
-        # start the reduction. In a backward, one rank may start the reduction while the other ranks
-        # wait for an all-gather with this rank: a deadlock.
+        # Open connections now, because a backend that opens connections in its first reduction
+        # blocks the host until all ranks have started this reduction. In a backward, rank 0 could
+        # be blocked in the first reduction while rank 1 waits for an all-gather that rank 0 has not
+        # started yet: a deadlock.
         kind = device, fixed_order, replicas
         if self._members.is_fake or kind in self._warmed_up:
             return
