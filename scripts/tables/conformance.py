@@ -164,12 +164,18 @@ def _joined(cells: dict[str, Cell], notes: Notes) -> str:
     if len(alike) == 1:
         return notes.of(next(iter(cells.values())))
     usual = max(alike, key=lambda verdict: len(alike[verdict]))
-    rest = [f"{name} {notes.of(cell)}" for v in alike if v != usual for name, cell in alike[v]]
-    return "; ".join([notes.of(alike[usual][0][1]), *rest])
+    shown = notes.of(alike[usual][0][1])
+    rest = collections.defaultdict(list)
+    for name, cell in (pair for verdict in alike if verdict != usual for pair in alike[verdict]):
+        rest[notes.of(cell)].append(name)
+    return "; ".join([shown, *(f"{', '.join(names)}: {text}" for text, names in rest.items())])
 
 
 def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str:
-    """All tables in Markdown. The strategies of flatshard share a column."""
+    """All tables in Markdown. The strategies of flatshard share a column.
+
+    A row shows an idiom that is not right in all columns; below the rows is a list of the others.
+    """
     present = next(iter(table.values()))
     ours = [name for name in FLATSHARD if name in present]
     others = [name for name in present if name not in ours]
@@ -182,7 +188,7 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
         if not names:
             continue
         heads = " | ".join(name.upper() if name != "flatshard" else name for name in columns)
-        part = [f"| idiom | | {heads} |", "|---" * (len(columns) + 2) + "|"]
+        rows, right = [], []
         for name in names:
             cells = {key: cell for key, cell in table[name].items() if key in ours}
             texts = [
@@ -191,7 +197,12 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
                 else _marked(notes.of(table[name][column]), name, column)
                 for column in columns
             ]
-            part.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
+            if set(texts) == {"right"}:
+                right.append(f"`{name}` ({IDIOMS[name].title})")
+            else:
+                rows.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
+        part = [f"| idiom | | {heads} |", "|---" * (len(columns) + 2) + "|", *rows] if rows else []
+        part += ["", f"Right in all columns: {'; '.join(right)}."] if right else []
         lines += folded(f"{title}: {len(names)} idioms", part)
     return "\n".join([*lines, *notes.lines()])
 

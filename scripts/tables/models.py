@@ -85,16 +85,23 @@ def markdown(rows: list[Row], sides: list[str], command: str) -> str:
         lines.append(f"| {side} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
     heads = ["architecture", "parameters", "policy", *sides]
     for family in FAMILIES:
-        table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        table, right = [], {policy: [] for policy in POLICIES}
         for row in tried:
             if not row.name.startswith(f"{family}/"):
                 continue
             cells = " | ".join(notes.of(row.cells[side]) for side in sides)
             dtype = "" if row.dtype == "float64" else f", {row.dtype}"
             name = row.name.partition("/")[2]
-            table.append(f"| `{name}` | {row.numel:,}{dtype} | {row.policy} | {cells} |")
-        if len(table) > 2:
-            lines += ["", *folded(f"{family}: {len(table) - 2} architectures", table)]
+            if {cell.verdict for cell in row.cells.values()} == {"right"}:
+                right[row.policy].append(f"`{name}` ({row.numel:,}{dtype})")
+            else:
+                table.append(f"| `{name}` | {row.numel:,}{dtype} | {row.policy} | {cells} |")
+        number = len(table) + sum(map(len, right.values()))
+        if table:
+            table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *table, ""]
+        table += [f"- Right, policy {one}: {', '.join(right[one])}" for one in right if right[one]]
+        if number:
+            lines += ["", *folded(f"{family}: {number} architectures", table)]
     return "\n".join([*lines, *notes.lines()])
 
 

@@ -205,7 +205,9 @@ def markdown(cells: Cells, about: str) -> str:
         verdict, mode = row.get("flatshard", Cell(""))
         shown = [f"`{name}`", package, mode if verdict.startswith("right") else ""]
         for cell in row.values():
-            shown.append(cell.verdict if cell.verdict.startswith("right") else notes.of(cell))
+            is_right = cell.verdict.startswith("right")
+            text = cell.verdict if is_right else notes.of(cell)
+            shown.append("exact" if text == "right, to the bit" else text)
         lines.append("| " + " | ".join(shown) + " |")
     return "\n".join([about, "", *folded(f"{len(cells)} optimizers", lines), *notes.lines()])
 
@@ -279,7 +281,7 @@ def main() -> None:
         about = (
             f"Five steps of a small model on {args.world_size} gloo ranks with equal rows, torch "
             f"{torch.__version__.partition('+')[0]}; *right*: no value differs from the unwrapped "
-            f"model's by more than {RIGHT:g}, *to the bit*: none differs."
+            f"model's by more than {RIGHT:g}; *exact*: none differs."
         )
         cells = table(names, args.impl, args.world_size, args.timeout)
         text, title = markdown(cells, about), "optimizers"

@@ -28,7 +28,10 @@ def test_a_sample() -> None:
 
 
 def test_page_has_all_idioms() -> None:
-    names = re.findall(r"^\| `(\w+)` \|", split_page(PAGE, "idioms")[1], re.MULTILINE)
+    # A row, or an entry in the list of the idioms that are right in all columns.
+    pattern = r"^\| `(\w+)` \||(?<=: |; )`(\w+)` \("
+    found = re.finditer(pattern, split_page(PAGE, "idioms")[1], re.MULTILINE)
+    names = [row or entry for row, entry in map(re.Match.groups, found)]
     assert sorted(names) == sorted(IDIOMS), (
         "python scripts/tables/conformance.py --page docs/evidence.md"
     )
@@ -42,6 +45,16 @@ def test_stars_are_of_idioms() -> None:
     assert "right | wrong\\* [1](#notes-on-idioms) | right |" in page
     assert "right | wrong [1](#notes-on-idioms) | right |" in page
     assert "| FSDP1 | 0 | 0 | 2 | 0 | 0 | 2 | 1 |" in page
+
+
+def test_what_is_right_in_all_columns_is_a_list() -> None:
+    right = {name: Cell("right") for name in ("ddp", "flatshard FULL_SHARD")}
+    page = conformance.markdown({"lstm": right, "gru": right}, 2, "command")
+    assert "\nRight in all columns: `lstm` (`LSTM`); `gru` (`GRU`).\n" in page
+    raises = {f"flatshard {name}": Cell("raises", "why") for name in ("NO_SHARD", "SHARD_OP")}
+    row = {**right, **raises, "flatshard auto": Cell("right")}
+    page = conformance.markdown({"lstm": row}, 2, "command")
+    assert "| right; NO_SHARD, SHARD_OP: raises [1](#notes-on-idioms) |" in page
 
 
 def test_verdicts() -> None:

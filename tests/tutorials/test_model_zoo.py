@@ -59,6 +59,9 @@ def test_verdicts() -> None:
     page = markdown([Row("timm/a", "auto", 7, "float32", cells)], list(cells), "command")
     assert "| `a` | 7, float32 | auto | right | raises [1](#notes-on-architectures) |" in page
     assert "| fsdp1 | 0 | 1 | 0 | 0 | 0 |" in page
+    fine = {side: Cell("right") for side in cells}
+    page = markdown([Row("timm/a", "auto", 7, "float32", fine)], list(cells), "command")
+    assert "- Right, policy auto: `a` (7, float32)" in page
 
 
 def test_differences() -> None:
