@@ -29,29 +29,35 @@ from flatshard.options.transport_options import TransportOptions
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that train a model."""
+    """The ranks that train a model, and how HYBRID strategies divide them into groups."""
 
-    world: Communicator
+    world: Communicator  # all ranks that train the model
     # The user's shard group and replicate group. None: the user passed only one group, so HYBRID
     # strategies divide the ranks by node.
     grid: tuple[Communicator, Communicator] | None
-    ranks_per_node: int | None
-    mode: TransportOptions
+    ranks_per_node: int | None  # None: unknown
+    mode: TransportOptions  # the user's choice of transport
+    # The results of `resolve`.
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
-        """Return a text that describes the division into groups; ranks compare their texts."""
+        """Return a text about the division of the ranks into groups, to compare between ranks."""
         if self.grid is None:
             return f"{self.ranks_per_node} ranks per node"
         shard, replicate = self.grid
         return f"{shard.size} ranks share a copy, {replicate.size} copies"
 
     def resolve(self, placement: Placement) -> Topology:
-        """Return the groups for a placement. Collective at the first call for each placement.
+        """Return the groups of ranks that a sharding strategy with these properties needs.
+
+        Collective at the first call for each placement, which makes the groups: all ranks.
+
+        Args:
+            placement: the properties of the strategy.
 
         Raises:
-            ValueError: the ranks cannot be divided for the placement, or a wire dtype is set and
-                the placement averages over replicas.
+            ValueError: the ranks cannot be divided as the placement requires, or the user chose a
+                ``wire_dtype`` and the placement averages gradients over replicas.
         """
         if placement not in self._known:
             found = self._resolve(placement)
@@ -78,12 +84,16 @@ class Ranks:
         regather = _regather(shard, placement)
         if placement.over_all:
             # HYBRID_SHARD_OP: gradients are reduce-scattered among the ranks of a node, and then
-            # each part is reduce-scattered among the nodes.
+            # each rank's part is reduce-scattered among the nodes.
             return Topology(world, world, ALONE, shard, inter_group=replicate, regather=regather)
         return Topology(world, shard, replicate, intra_group=shard, regather=regather)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Return this rank's shard group (its node) and replicate group (one rank per node)."""
+        """Return this rank's shard group and replicate group for a HYBRID strategy.
+
+        The shard group has all ranks of this node. The replicate group has one rank of each node.
+        Collective at the first call: all ranks.
+        """
         size = self.ranks_per_node
         if self.world.size == 1:
             return self.world, ALONE
@@ -124,7 +134,14 @@ def _regather(shard: Communicator, placement: Placement) -> Communicator | None:
 def _rows_and_columns(
     parent: Communicator, rows: Sequence[Sequence[int]]
 ) -> tuple[Communicator, Communicator]:
-    """Return communicators of this rank's row and column in a grid of ranks. Collective."""
+    """Return the communicators of this rank's row and of this rank's column in a grid of ranks.
+
+    Collective: all ranks of the grid.
+
+    Args:
+        parent: communicator of all ranks of the grid.
+        rows: the ranks of each row, as ranks in the default group.
+    """
     me = dist.get_rank()
     row = next(row for row in rows if me in row)
     column = [other[row.index(me)] for other in rows]
@@ -135,20 +152,21 @@ def _rows_and_columns(
 
 
 def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
-    """Read ``process_group`` and ``device_mesh``. If both are None, only this rank trains.
+    """Return the ranks that train a model, from the arguments of ``ShardedWrapper``.
 
-    Collective if a group or a mesh is given.
+    If ``process_group`` and ``device_mesh`` are both None, only this rank trains the model.
+    Otherwise collective: all ranks of the groups.
 
     Args:
-        process_group: a group, a pair (shard group, replicate group), or None.
-        device_mesh: a 1-D mesh; a 2-D mesh (replicate, shard), in either order if the dimensions
-            have these names; or None.
+        process_group: a process group, a pair (shard group, replicate group), or None.
+        device_mesh: a 1-D mesh, a 2-D mesh, or None. The dimensions of a 2-D mesh are (replicate,
+            shard). If they have these names, their order does not matter.
         mode: the user's choice of transport.
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: both were passed, the mesh has other dimensions, or the groups do not form a
-            grid of ranks.
+        ValueError: both a process group and a mesh were passed, the mesh has other dimensions, or
+            the groups of all ranks do not form a grid.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -164,16 +182,21 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
-    """Read ``process_group``: None, one group, or a pair of groups."""
+    """Return the groups in the user's argument ``process_group``: none, one, or two groups.
+
+    Raises:
+        TypeError: the argument is not None, a process group or a pair of process groups.
+        ValueError: this rank is not a member of a group.
+    """
     if process_group is None:
         return ()
     is_pair = isinstance(process_group, tuple | list)
     groups = tuple(process_group) if is_pair else (process_group,)
-    # On ranks that are not members, `dist.new_group` returns this object instead of a group.
+    # `dist.new_group` returns NON_GROUP_MEMBER instead of a group on ranks that are not members.
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
         raise ValueError(
-            f"process_group: rank {dist.get_rank()} is not in this group. Wrap the model only on "
-            "ranks of the group."
+            f"process_group: rank {dist.get_rank()} is not in this group. Call ShardedWrapper only "
+            "on ranks of the group."
         )
     are_groups = all(isinstance(group, dist.ProcessGroup) for group in groups)
     if not are_groups or (is_pair and len(groups) != 2):
@@ -185,7 +208,12 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _groups_of_mesh(mesh: Any) -> Any:
-    """The group of a 1-D mesh, or the (shard, replicate) pair of a 2-D mesh."""
+    """Return the group of a 1-D mesh, or the pair (shard group, replicate group) of a 2-D mesh.
+
+    Raises:
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: the mesh has more than two dimensions, or dimensions with other names.
+    """
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
         raise TypeError(f"device_mesh: expected a DeviceMesh of torch.distributed, got {mesh!r}.")
     if mesh.ndim == 1:
@@ -196,9 +224,10 @@ def _groups_of_mesh(mesh: Any) -> Any:
             "Pass only the dimensions over which the model's inputs are split, such as "
             'mesh["replicate", "shard"].'
         )
-    # Without names, assume the dimension order of torch's FSDP. Refuse dimensions with other names,
-    # such as tensor parallelism: ranks along such a dimension hold different parameters or compute
-    # on the same inputs, so their parameters must not be sharded together.
+    # If the dimensions have no names, assume the order of torch's FSDP: (replicate, shard). Refuse
+    # dimensions with other names, such as a dimension for tensor parallelism: ranks along such a
+    # dimension hold different parameters or compute on the same inputs, so parameters must not be
+    # sharded over these ranks.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
@@ -214,9 +243,9 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # Trust SLURM_NTASKS_PER_NODE only if srun started the ranks. SLURM also sets its variables in
-    # the shell of a job, where torchrun or a script may start the ranks. So compare SLURM_NTASKS
-    # with the world size.
+    # Trust SLURM_NTASKS_PER_NODE only if srun started the ranks, that is, if SLURM_NTASKS equals
+    # the world size. SLURM also sets these variables in the shell of a job, in which torchrun or a
+    # script may start another number of ranks.
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -227,7 +256,15 @@ def _ranks_per_node() -> int | None:
 
 
 def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Group]) -> Communicator:
-    """Return the communicator of all ranks of a grid. Collective. ``rows``: the shard groups."""
+    """Return the communicator of all ranks of the user's grid of groups.
+
+    Collective: all ranks of the grid.
+
+    Args:
+        shard: this rank's shard group.
+        replicate: this rank's replicate group.
+        rows: the ranks of all shard groups.
+    """
     size = shard.size * replicate.size
     for group in (shard, replicate):
         if group.size == size:
@@ -246,22 +283,27 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
-    """Check that all ranks passed consistent groups and modes.
+    """Check that all ranks passed the same options, and that their groups form a grid.
 
-    Return the shard groups that this rank knows after the comparison.
-
-    A rank sends the members of its replicate group to the ranks of its shard group, and the members
-    of its shard group to the ranks of its replicate group. So each rank checks all groups that
-    share a rank with its own groups, and no rank needs to know every group of the grid.
+    In a grid the rows are the shard groups and the columns are the replicate groups. A rank sends
+    the members of its replicate group to the ranks of its shard group, and the members of its shard
+    group to the ranks of its replicate group. So each rank checks all groups that share a rank with
+    its own groups, and no rank needs to know every group of the grid.
 
     Collective: all ranks of the groups.
 
+    Args:
+        groups: this rank's process groups: none, one, or (shard group, replicate group).
+        mode: the user's choice of transport.
+
+    Returns:
+        The shard groups that this rank knows after the comparison.
+
     Raises:
-        ValueError: on all ranks of the groups, if groups or modes are not consistent.
+        ValueError: options differ, or groups form no grid. All ranks of the groups raise.
     """
     # Compare before making communicators: the mode decides how many process groups a communicator
-    # makes. If one rank made fewer groups than the other ranks, the other ranks would wait for
-    # ever.
+    # makes. If one rank made fewer process groups, the other ranks would wait for ever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
@@ -286,7 +328,7 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
                 known[1 - their_place].add(their_crossing)
     problem = problem or _grid_problem(rows, columns)
     # Perhaps only some ranks see a problem. If only these ranks raised, the other ranks would wait
-    # for them for ever, so share the problem first.
+    # for ever in their next collective. So tell the problem to the other ranks first.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather_unless_equal(problem, _COMPARING)), None)
     if problem is not None:
@@ -304,8 +346,8 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
             return f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
-    # Make a set of each group once, before the loop: intersecting two sets is faster than comparing
-    # two sequences, because it only iterates over the smaller set.
+    # Make a set of each group once, before the loop over all pairs: the intersection of two sets
+    # iterates only over the smaller set, and so is faster than a comparison of two sequences.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (
@@ -318,28 +360,30 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
 
 # ---------------------------------------------------------------- communicators of groups
 
-# Communicators by process group. Later models on the same group use the same communicator, so that
-# flatshard does not make new process groups for every model.
+# The communicator of each process group and choice of transport. Later models on the same group use
+# the same communicator, so that flatshard does not make new process groups for every model.
 _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
 
 
 def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> Communicator:
-    """Return the communicator of a process group; ``ALONE`` if ``group`` is None.
+    """Return the communicator of a process group, or ``ALONE`` if ``group`` is None.
 
-    Collective at the first call for a group and a mode.
+    Collective at the first call for a group and a mode, which makes the communicator: all ranks of
+    the group.
     """
     if group is None:
         return ALONE
     if (group, mode) not in _communicators:
-        # Users may destroy groups and make new groups, many times in one process. Drop the
-        # communicators of destroyed groups here, because they keep threads of transports alive.
+        # Users may destroy process groups and make new ones, many times in one process. Drop the
+        # communicators of destroyed groups now: otherwise the threads of their transports would
+        # stay alive.
         forget_destroyed()
         _communicators[group, mode] = Communicator(group, mode=mode)
     return _communicators[group, mode]
 
 
 def forget_destroyed() -> None:
-    """Drop the communicators of destroyed groups, so that their threads end."""
+    """Drop the communicators of destroyed process groups, so that the transports' threads end."""
     for group, mode in list(_communicators):
         try:
             dist.get_process_group_ranks(group)
@@ -359,15 +403,18 @@ def _end() -> None:
     groups = made_here()
     for one in _communicators.values():
         if one.size > 1 and one.reduce_group in groups:
-            groups.add(one.gather_group)  # not in `made_here()` if it is the user's group
+            groups.add(one.gather_group)  # perhaps the user's group, which `made_here` leaves out
     come_to_rest(groups)
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """Return the communicator of some of the parent's ranks, including this rank.
+    """Return the communicator of some of the ranks of ``parent``.
 
-    ``ranks``: the members, as ranks in the default group. Collective: all members, at the first
-    call with these members.
+    Collective at the first call with the same ``ranks``, which makes the group: all ``ranks``.
+
+    Args:
+        parent: communicator whose backend, timeout and options the result gets.
+        ranks: the members, as ranks in the default group. This rank must be a member.
     """
     if len(ranks) == 1:
         return ALONE

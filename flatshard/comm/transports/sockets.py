@@ -1,15 +1,17 @@
-"""``SocketTransport``: all-gathers and averages by gloo's sends and receives.
+"""``SocketTransport``: all-gathers parameters and averages gradients by gloo's sends and receives.
 
 gloo's own collectives are slower: ``all_gather`` fills a temporary tensor, ``reduce_scatter`` is an
 all-reduce and a copy, and the all-to-all sends before it can receive, so that only one direction of
-a slow link is used at a time. Here, sends and receives have a tag per flat parameter. Messages
-match by tag, so ranks may begin the all-gathers of different flat parameters in different orders.
+a slow link is used at a time. Instead of collectives, this transport uses single sends and receives
+with a tag for each flat parameter. gloo matches a send and a receive by their tag, so ranks may
+begin the all-gathers of different flat parameters in different orders.
 
 gloo's sends and receives complete only when a thread waits for them, and a wait cannot be
-cancelled. Therefore a background thread waits for the receives of averages, and adds the pieces as
-they arrive. The training thread can ask whether an average is complete, and can continue meanwhile.
-Beginning a message can take as long as sending the message, because gloo waits for its own thread
-or writes into the socket directly. Therefore a second background thread begins all messages.
+cancelled. Therefore a background thread waits for the receives of gradients, and adds pieces of the
+gradients as the pieces arrive. Meanwhile the training thread continues, and can ask whether an
+average is complete. Beginning a send or receive can take as long as sending the data, because gloo
+waits for its own thread or writes into the socket directly. Therefore a second background thread
+begins all sends and receives.
 """
 
 from __future__ import annotations
@@ -42,37 +44,43 @@ from flatshard.memory.buffers import BufferMemory, PooledBuffer, allocate, fills
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import Collectives
 
-# Averages are received and added in pieces of this size, while the next pieces are on their way.
+# Gradients are received and added in pieces of this size. While one piece is added, the next pieces
+# are on their way.
 PIECE_BYTES = 2 << 20
-# Gradients of at least this size are sent directly from the tensors that autograd made: copying
-# them together would cost more than sending separate messages.
+# Gradients of at least this size are sent directly from the tensors that autograd made, each in its
+# own messages. Copying the gradients to one buffer first would cost more than the extra messages.
 SENT_IN_PLACE_BYTES = 1 << 20
-# Number of elements that are added at a time. This number is small enough that the elements stay in
-# the CPU's cache, and that torch starts no threads: torch would otherwise start a separate thread
-# pool for each of flatshard's background threads.
+# Number of elements that are added at a time. This number is so small that the elements stay in the
+# CPU's cache, and that torch adds them without starting threads. For more elements torch would
+# start a pool of threads for each of flatshard's background threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
 class _Message:
-    """One receive or send, matched by its tag. Has the interface of ``dist.Work``."""
+    """One send or receive of a tensor, with the interface of ``dist.Work``.
 
-    reports_end = False  # gloo completes a message only when a thread waits for the message
+    A background thread calls ``begin``. Another thread calls ``wait``, even before ``begin``.
+    """
+
+    # Whether `is_completed` can become true before `wait` is called. False, because gloo completes
+    # a message only when a thread waits for the message.
+    reports_end = False
 
     def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
         """Prepare a message, without beginning it.
 
         Args:
             begin: method ``recv`` or ``send`` of a process group.
-            tensor: the tensor to fill or to send. A sent tensor must not be written until the
-                message is completed.
-            peer: the rank that sends or receives.
-            tag: the tag that matches the send and the receive.
+            tensor: the tensor to fill or to send. A sent tensor must not be written until ``wait``
+                has returned.
+            peer: the other rank, within the process group.
+            tag: number by which gloo matches a send of one rank to a receive of another rank.
         """
         self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
         self._begun: Future[Any] | None = Future()
 
     def begin(self) -> None:
-        """Begin the message. If this fails, ``wait`` raises the error."""
+        """Begin the send or receive. If gloo raises an error, ``wait`` raises the error instead."""
         assert self._begun is not None, "begun before it is waited for"
         try:
             self._begun.set_result(self._ask())
@@ -84,11 +92,11 @@ class _Message:
         return self._begun is None
 
     def wait(self) -> None:
-        """Wait until the message is completed. This method is called only once."""
+        """Wait until the tensor is received or sent. Must be called only once."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Both attributes keep the tensor alive. Drop them now, because this object lives until all
-        # other messages of the collective are completed.
+        # Drop both attributes, which keep the tensor alive: this object may live longer, until all
+        # other messages of the same collective are completed.
         del self._ask
         self._begun = None
 
@@ -100,10 +108,10 @@ def _begin(messages: Sequence[_Message]) -> None:
 
 
 class SocketTransport(Transport):
-    """Moves tensors in host memory between the ranks of gloo groups; messages match by tag.
+    """Moves CPU tensors between the ranks of a gloo group, by sends and receives with tags.
 
-    With a wire dtype, wider floating-point values are rounded to the wire dtype before they are
-    sent.
+    If the user chose a ``wire_dtype``, floating-point values of wider dtypes are rounded to the
+    ``wire_dtype`` before they are sent.
     """
 
     gathers_in_background = True
@@ -137,12 +145,12 @@ class SocketTransport(Transport):
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         numel, dtype, target = request.numel, request.dtype, request.shard_target
         part = numel // self._members.size
-        # If values are rounded to the wire dtype, this rank's range of the buffer differs from the
-        # shard, so the buffer cannot map the shard's memory.
+        # The shard's memory can be mapped into the buffer only if values are not rounded to the
+        # wire dtype: with rounding, this rank's range of the buffer differs from the shard.
         is_exact = self._sent_dtype(dtype) is dtype
         if target is not None and is_exact and fills_pages(part * dtype.itemsize):
             start = self._members.rank * part
-            # If the system has no addresses left or cannot make a file, use ordinary memory.
+            # If the system has no addresses left or cannot make a file, use ordinary memory below.
             with contextlib.suppress(OSError, OffloadError):
                 return PooledBuffer(numel, dtype, range(start, start + part), target)
         return allocate(numel, dtype, request.device)
@@ -153,17 +161,18 @@ class SocketTransport(Transport):
         dtype = source.dtype if request.exact else self._sent_dtype(source.dtype)
         arrived, then = out, None
         if dtype is not source.dtype:
-            # Round this rank's own part too, so that all ranks compute with the same values.
+            # Round this rank's part of the buffer too, although it is not sent to this rank, so
+            # that all ranks compute with the same values.
             source, arrived = source.to(dtype), torch.empty_like(out, dtype=dtype)
 
             def then() -> None:
                 out.copy_(arrived)
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
-        # Begin all receives before the sends. gloo sends a message only after the receiver has
-        # announced the receive, on the same connection as the data. If this rank sent data first,
-        # its announcements would wait behind the data, and only one direction of a link would be
-        # used at a time.
+        # Begin all receives before the sends. For each receive, gloo tells the sender that the
+        # receiver is ready, on the connection that also carries data, and the sender waits for
+        # this notice. If this rank sent data first, its notices would queue behind the data, and
+        # only one direction of a link would be used at a time.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
@@ -187,13 +196,14 @@ class SocketTransport(Transport):
         step = max(PIECE_BYTES // dtype.itemsize, 1)
         average = _Average(members, request, dtype, step)
         leaving = [_leaving(chunks, peer, out.numel(), dtype, step) for peer in members.peers]
-        # Send one piece to each peer in turn, so that all links are used at the same time.
+        # Send one piece to each peer in turn, so that the links to all peers are busy at the same
+        # time.
         for pieces in zip_longest(*leaving):
             for peer, piece in zip(members.peers, pieces, strict=True):
                 if piece is not None:
                     send = _Message(members.reduce_group.send, piece, peer, request.tag)
                     average.sends.append(send)
-        # Receives begin before sends here too, as in ``gather``.
+        # Begin the receives before the sends, for the reason that ``gather`` gives.
         self._begins.put(partial(_begin, [*average.receives(), *average.sends]))
         self._adds.put(average.run)
         return AsyncWork([average], op_name, [*chunks.tensors, out], need=need)
@@ -202,7 +212,17 @@ class SocketTransport(Transport):
 def _leaving(
     chunks: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
 ) -> list[Tensor]:
-    """Split the values for ``peer`` into the same pieces that ``peer`` receives."""
+    """Return the pieces of this rank's gradients that rank ``peer`` of the group averages.
+
+    ``peer`` splits its part into the same pieces to receive them.
+
+    Args:
+        chunks: this rank's gradients for the whole flat parameter.
+        peer: rank of the receiver within the group.
+        numel: number of elements that each rank averages.
+        dtype: dtype in which the pieces are sent.
+        step: maximum number of elements of a piece.
+    """
     leaving: list[Tensor] = []
     for one in chunks.cut(peer * numel, (peer + 1) * numel):
         if one.values is None:
@@ -214,33 +234,42 @@ def _leaving(
 
 
 class _Piece(NamedTuple):
-    """A piece of an average."""
+    """Consecutive elements of an average that are received and added together."""
 
-    out: Tensor  # receives the average
-    # The values of the first peer, then the values of the other ranks and of this rank in rank
-    # order. None: zeros.
+    out: Tensor  # the elements of the result
+    # For each rank, this rank included, the values to add, in the order in which they are added.
+    # None instead of a tensor: all values are zero.
     values: list[Tensor | None]
-    receives: list[_Message]  # the messages that fill ``values``
+    receives: list[_Message]  # the messages that receive the values of the other ranks
 
 
 class _Average:
-    """An average in progress, with the interface of ``dist.Work``.
+    """A reduce-scatter in progress, with the interface of ``dist.Work``.
 
-    ``run`` receives the values of the other ranks, adds them, and waits for this rank's sends.
+    ``run`` does all the work: it receives the values of the other ranks, averages them, and waits
+    until this rank's sends are completed.
     """
 
     def __init__(
         self, members: Members, request: ReduceScatter, dtype: torch.dtype, step: int
     ) -> None:
-        """Make the messages that receive the other ranks' values, ``step`` elements each."""
+        """Prepare the messages that receive the other ranks' values.
+
+        Args:
+            members: the ranks of the group.
+            request: this rank's gradients, and the tensor that receives the average.
+            dtype: dtype in which gradients are sent.
+            step: maximum number of elements of a message.
+        """
         self._size, self._pieces = members.size, list[_Piece]()
         self.sends: list[_Message] = []
-        self._over: Future[None] = Future()
-        # The background thread and a waiting thread compete for this lock; only the winner runs.
+        self._over: Future[None] = Future()  # completed at the end of `run`
+        # The background thread and a thread in `wait` may both call `run`. The thread that gets
+        # this lock does the work, and the lock is never released.
         self._is_taken = threading.Lock()
         out, peers, numel = request.out, sorted(members.peers), request.out.numel()
-        # If the sent dtype and the result's dtype are equal, the values of the first peer are
-        # received directly into the result, and the other values are added to them.
+        # If gradients are sent in the dtype of the result, receive the values of the first peer
+        # directly into the result, and add the other values to the result in place.
         self._in_place = dtype is out.dtype
         num_rows = len(peers) - 1 if self._in_place else len(peers)
         rows = [out] if self._in_place else []
@@ -253,29 +282,31 @@ class _Average:
                 _Message(members.reduce_group.recv, row[part], peer, request.tag)
                 for row, peer in zip(rows, peers, strict=True)
             ]
-            # If this rank is rank 0, its values come second instead of first. The sum is the same,
-            # because the order of the first two addends does not matter.
+            # Insert this rank's values in rank order. But rank 0 inserts its values second, because
+            # the first values may lie in the result. The sum is the same, because the order of the
+            # first two summands does not matter.
             values.insert(max(members.rank, 1), own.values)
             self._pieces.append(_Piece(out[part], values, receives))
 
     def receives(self) -> Iterator[_Message]:
-        """Return the receives that fill the values, in the order of the pieces."""
+        """Return all receives of the other ranks' values, in the order in which they are added."""
         return chain.from_iterable(piece.receives for piece in self._pieces)
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return or raise immediately."""
+        """Whether ``run`` has ended, so that ``wait`` would return or raise immediately."""
         return self._over.done()
 
     def wait(self) -> None:
-        """Wait until the average is complete; raises the error of the average, if any."""
-        # The background thread may be busy with an average of another model, which the other ranks
-        # may begin only after this average. So the waiting thread runs this average itself, unless
-        # the background thread has taken it already.
+        """Wait until the average is complete. If ``run`` failed, raise the error."""
+        # Call `run` here instead of only waiting for the background thread. The background thread
+        # may be busy with an average of another model that the other ranks begin only after they
+        # have finished this average: a deadlock. `run` does nothing if the background thread has
+        # begun this average already.
         self.run()
         self._over.result()
 
     def run(self) -> None:
-        """Run the average, unless another thread has taken it. ``wait`` raises any error."""
+        """Compute the average, unless another thread has begun to. ``wait`` raises any error."""
         if not self._is_taken.acquire(blocking=False):
             return
         try:
@@ -292,7 +323,7 @@ class _Average:
             self._add(piece)
         for send in self.sends:
             send.wait()
-        # Drop all references to tensors: after ``wait`` the caller may free or reuse the memory.
+        # Drop all references to tensors, so that the caller can free their memory after ``wait``.
         self._pieces.clear()
         self.sends.clear()
 
@@ -311,19 +342,20 @@ class _Average:
 
 
 class _Thread:
-    """Runs tasks one after another in a background thread. The first task starts the thread."""
+    """A background thread that runs tasks one after another. The first task starts the thread."""
 
-    # This class does not use `concurrent.futures`, because Python joins the threads of executors at
-    # the end of the program. A thread that waits for a dead rank would then block the exit.
+    # Do not use an executor of `concurrent.futures`: at the end of the program Python waits for the
+    # threads of executors. A thread that waits for a dead rank would then block the exit.
 
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
 
     def put(self, task: Callable[[], None]) -> None:
-        """Queue ``task`` for the thread that runs tasks in order, and return without waiting.
+        """Queue ``task`` for the background thread, and return without waiting.
 
-        Raises RuntimeError if no thread can start.
+        Raises:
+            RuntimeError: the system cannot start the thread.
         """
         if self._tasks is None:
             tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -336,4 +368,4 @@ class _Thread:
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # otherwise the task would keep its tensors alive until the next task arrives
+        del task  # otherwise the variable would keep the task's tensors alive until the next task
