@@ -1,10 +1,11 @@
 """The exchange between all ranks at the end of a backward.
 
 At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
-another. In one message, all ranks tell each other which parameters they used and which reductions
-they still have to do. The message also compares whether the ranks run the same program, and whether
-the ranks all-gathered the same units in the same order. Some transports match all-gathers only by
-order. With them, ranks with different orders would receive parameters of other units.
+another. So all ranks take part in one all-reduce of bytes. The bytes say which parameters each rank
+used, and which reductions each rank still has to do. The bytes also show whether all ranks run the
+same program, and whether the ranks all-gathered the same units in the same order. The order matters
+because some transports match all-gathers only by order. With these transports, ranks with different
+orders would receive parameters of other units.
 """
 
 from __future__ import annotations
@@ -29,16 +30,21 @@ _SYNCS = list(Sync)
 
 @dataclass
 class Agreement:
-    """The result of the exchange, the same on all ranks except for units that some ranks lack."""
+    """The result of the exchange at the end of a backward.
+
+    All ranks have the same result, except for the flags of units that train only on some ranks
+    (experts, for example).
+    """
 
     # For each flat parameter, one flag per original parameter: whether at least one rank that
     # trains the unit used the original parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters that still have unreduced gradients on at least one rank, although no bucket
-    # is left to reduce them. The gradients arrived after the bucket was reduced, or were
-    # accumulated before the user froze the parameters.
+    # Flat parameters that still have unreduced gradients on at least one rank, although this
+    # backward plans no further reduction of them: the gradients arrived after the reduction, or
+    # were accumulated before the user froze the parameters.
     left_over: list[tuple[Unit, FlatParamHandle]]
-    # Indices of the buckets that some ranks, but not all, reduced before the end of backward.
+    # Indices of the buckets (flat parameters that are reduced together) whose reduction some ranks,
+    # but not all, started before the end of backward.
     uneven: list[int]
     # Units whose accumulated gradients the user edited on at least one rank.
     edited: list[Unit]
@@ -50,27 +56,31 @@ def agree(
     rest: Set[int],  # indices of the buckets whose reduction this rank has not started
     to_come: Set[FlatParamHandle],  # the trainable flat parameters in the buckets of `rest`
 ) -> Agreement:
-    """Exchange votes with the other ranks. Collective: all ranks, after each backward that reduces.
+    """Exchange with all ranks what this backward did on each rank. Collective.
+
+    All ranks call this function after each backward that reduces gradients. Each rank sends bytes,
+    called votes. All ranks receive the maximum over the ranks of each byte.
 
     Raises:
-        RuntimeError: the ranks do not run the same program. All ranks raise.
+        RuntimeError: the ranks do not run the same program, or all-gathered units in different
+            orders. All ranks raise.
     """
     handles = state.handles
-    # The voters of this model, in the same order on all ranks: the synchronization of buffers, and
-    # the extensions.
+    # Other parts of a step that send bytes in this exchange: the synchronization of buffers, and
+    # the extensions. All ranks have the same voters in the same order.
     voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
-    # Ask the voters before the exchange below: a voter may run a collective in `votes()`, and all
-    # ranks must run all collectives in the same order.
+    # Call `votes()` before the exchange below, and not during the exchange: `votes()` may run a
+    # collective, and all ranks must run all collectives in the same order.
     voter_votes = [one.votes() for one in voters]
     engine_votes: list[Sequence[int]] = [
         _program(state),
         _order(state),
         # Two votes per bucket: "started on this rank" and "not started on this rank". A bucket is
-        # uneven if some rank votes yes on the first, and some rank on the second.
+        # uneven if the first vote is yes on some rank, and the second vote on another rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
-        # Vote on edited gradients instead of raising here. If only this rank raised, the other
-        # ranks would wait for this rank's reductions.
+        # Vote on edited gradients instead of raising an error here. If only this rank raised, the
+        # other ranks would wait for this rank's reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
@@ -91,9 +101,10 @@ def agree(
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for _, handle in handles}
     for unit, handle in handles:
-        # Some units (experts, for example) train only on the ranks of a smaller process group. The
-        # other ranks have a different unit at the same index, so the maxima above mix votes on
-        # different units. So the ranks of the group repeat the vote among themselves.
+        # Some units (experts, for example) train only on the ranks of a smaller process group.
+        # Ranks outside of the group have a different unit at the same index, so the maxima above
+        # mix votes on different units. So the ranks of the group exchange the flags of their unit
+        # again, without the other ranks.
         if unit.topology.world.size < state.world.size:
             used_by[handle] = _used_within(unit, handle)
     return Agreement(
@@ -105,7 +116,7 @@ def agree(
 
 
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
-    """For each parameter, whether any rank that trains the unit used the parameter.
+    """For each original parameter, whether any rank that trains the unit used the parameter.
 
     Collective: the ranks that train the unit.
     """
@@ -118,7 +129,9 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 def _program(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    Each byte is followed by its complement, so that maxima over the ranks show any difference.
+    The bytes identify the model, the number of loaded state dicts, and the flat parameters that
+    this backward reduces. Each byte is followed by its complement. The exchange takes the maximum
+    over the ranks, and ``differ`` finds the bytes whose two maxima show a difference between ranks.
     """
     num_loads = sum(unit.num_loads for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
@@ -147,7 +160,10 @@ def _check_program(where: str, maxima: bytes) -> None:
 
 
 def gathering_groups(state: RunState) -> list[Communicator]:
-    """Return the world and the groups in which units all-gather, without groups of one rank."""
+    """Return the group of all ranks, and the groups in which units all-gather.
+
+    Groups of one rank are left out.
+    """
     found = [state.world]
     for topology in (unit.handles[0].topology for unit in state.units if unit.handles):
         found += topology.intra_group, topology.inter_group, topology.regather or state.world
@@ -163,8 +179,9 @@ def _order(state: RunState) -> bytes:
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
         return b""
-    # Compare the digest of each smaller group inside the group. If the exchange of all ranks
-    # contained a digest for every group, the message would grow with the number of ranks.
+    # Each group has a digest of the collectives that the group has begun. Compare the digest of a
+    # smaller group inside the group: if the exchange of all ranks contained the digests of all
+    # groups, the message would grow with the number of ranks.
     digests = {group: group.history.to_compare() for group in gathering_groups(state)}
     own = digests.pop(world)
     comparing = "comparing the order of all-gathers"
@@ -173,10 +190,11 @@ def _order(state: RunState) -> bytes:
 
 
 def _check_order(state: RunState, where: str, maxima: bytes) -> None:
-    """Raise RuntimeError on all ranks if ranks all-gathered different units.
+    """Raise RuntimeError on all ranks if ranks all-gathered units in different orders.
 
-    Only before raising is this collective: the ranks exchange their histories, so that the message
-    can name the first difference.
+    ``maxima``: for each byte of ``_order``, the maximum over the ranks. If the orders differ, this
+    function is collective: before the ranks raise, they exchange their recent all-gathers, so that
+    the message can name the first difference. Otherwise this function does not communicate.
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return
@@ -189,8 +207,8 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
             of_group.setdefault(name, {})[rank] = recent
     known = map(first_difference, of_group.values())
     raise RuntimeError(
-        f"{where}: ranks all-gathered different units, or asked for different norms and sums, and "
-        "may have received values of other parameters. "
-        f"{next(filter(None, known), 'The first difference is too long ago to be known')}. "
+        f"{where}: ranks all-gathered different units, or computed different norms or sums, so a "
+        "rank may have received values of another parameter. "
+        f"{next(filter(None, known), 'The first difference is too old to be recorded')}. "
         f"{REMEDY} Start again from a checkpoint. [FS-DEADLOCK]"
     )

@@ -9,23 +9,26 @@ hooks call this class:
     backward also begins the backward (``begin``).
 2.  The gradient of a parameter is computed. ``receive`` moves the gradient from the parameter to
     the gradient buffer of the flat parameter.
-3.  All gradients of a reduce bucket have arrived. The reduction of the bucket starts, in one order
-    on all ranks (``reduce_queue``), and overlaps with the rest of backward. Only if too many
-    reductions are unfinished does this rank wait for the oldest, for a limited time.
+3.  All gradients of a reduce bucket (flat parameters that are reduced together) have arrived. The
+    reduction of the bucket starts, in one order on all ranks (``reduce_queue``), and overlaps with
+    the rest of backward. If the unfinished reductions take too much memory, this rank waits for the
+    oldest reduction, for a limited time.
 4.  The gradients of the unit's inputs have arrived too. Now no computation needs the unit's
     parameters, and the unit is resharded. Steps 1 to 4 repeat for every unit.
 5.  Autograd has run the last node, and calls ``_end``. The ranks reduce the remaining gradients,
-    this rank waits for all reductions, and ``.grad`` gets the averages; see the note.
+    this rank waits for all reductions, and ``.grad`` gets the averages; see the note below.
 
-Observers (``StepObserver``) are told of each event and change nothing. Extensions
-(``StepExtension``) may act at the places that call them.
+Observers (``StepObserver``), such as reports, receive every event of a backward and change nothing.
+Extensions (``StepExtension``), which are optional features, may act in a backward, at the lines
+below that call an extension.
 
 [Note: the end of backward]
 At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
 another. So the ranks exchange which parameters each rank used (``agreement``). If any rank used a
-unit, all ranks reduce the unit, in one order. Parameters that no rank used keep their ``.grad``.
-Only here may a rank wait for a reduction without a time limit. Before the end, the wait could be a
-deadlock: a peer that lacks a gradient starts the reduction only at the end of its own backward.
+unit, all ranks reduce the unit's gradients, in one order. Parameters that no rank used keep their
+``.grad``. At the end of backward, a rank may wait for a reduction without a time limit. An earlier
+wait without a limit could be a deadlock: a peer that lacks a gradient starts the reduction only at
+the end of its own backward.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
-    """The backwards of one model. Methods stand in the order in which they run in a backward."""
+    """Runs the backward passes of one model.
+
+    The methods below are in the order in which a backward calls them.
+    """
 
     def __init__(self, state: RunState, prefetch: Prefetch) -> None:
         self._state, self._observers, self._prefetch = state, state.observers, prefetch
@@ -80,7 +86,10 @@ class Backward:
         )
 
     def begin(self) -> bool:
-        """Begin this model's backward, unless it has begun. Returns False outside of a backward."""
+        """Begin this model's backward, unless this model's backward has begun already.
+
+        Returns True in a backward of autograd. Otherwise does nothing and returns False.
+        """
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
             return False
@@ -112,13 +121,14 @@ class Backward:
         return True
 
     def _may_reduce_early(self) -> bool:
-        """Whether reductions that start now match this model's reductions on all ranks.
+        """Whether this model may start reductions before the end of its backward.
 
         One backward may compute gradients of two models. If a transport matches reductions by
         order, the second model's reductions must not start between the first model's reductions: a
         rank that lacks a gradient starts the first model's reductions only at the end of the
-        backward, and would match them with the second model's. So all of the second model's
-        reductions start in its own ``_end``, which runs after the first model's ``_end``.
+        backward, so that one model's reductions would meet the other model's reductions. So all
+        reductions of the second model start in the second model's ``_end``, which runs after the
+        first model's ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for _, handle in self._state.handles
@@ -128,7 +138,11 @@ class Backward:
 
     @untraced  # autograd may call this inside of a compiled function
     def enter(self, unit: Unit, call: Call, _: Tensor) -> None:
-        """Unshard a unit, because the gradient of an output of ``call`` has arrived. Collective."""
+        """Unshard a unit at the beginning of the backward of ``call``. Collective.
+
+        Autograd calls this hook when the gradient of an output of ``call`` is computed. ``call`` is
+        one call of the unit's module in forward.
+        """
         self.begin()
         unit.begin_call_backward(call)
         for observer in self._observers.all:
@@ -141,7 +155,7 @@ class Backward:
     def unshard(self, unit: Unit) -> None:
         """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
         # Under create_graph, gradients are enabled in backward, and backward records a graph that
-        # needs the unsharded buffers later.
+        # needs the unsharded buffers later. So let the unit keep the buffers (`stick`).
         if torch.is_grad_enabled() and not unit.running and self.is_running:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
@@ -154,16 +168,18 @@ class Backward:
             # Wait for the all-gather here: the next nodes of the graph read the parameters.
             self._state.unshard(unit, "backward")
         else:
-            # Backward reads no parameter of the unit (embedding tables), but a recomputed forward
-            # does: let the modules hold the unsharded parameters.
+            # Backward reads no parameter of the unit (an embedding table, for example), so start no
+            # all-gather. But a recomputed forward uses the modules, so let the modules hold the
+            # unsharded parameters.
             unit.wait_unshard()
         unit.enter(Phase.BACKWARD)
 
     def unshard_again(self, unit: Unit) -> None:
         """Unshard all parameters of a unit, and wait for them.
 
-        Called if a saved view or a recomputed forward needs the parameters. Collective, unless all
-        parameters are unsharded.
+        Called if a recomputed forward needs the parameters, or if autograd needs a saved tensor
+        that was a view of the unsharded buffer. Collective, unless all parameters are unsharded
+        already.
         """
         if unit.is_current:
             return
@@ -185,7 +201,11 @@ class Backward:
     def receive(
         self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
     ) -> None:
-        """Take the gradient in ``full.grad``, and start the reduction if the bucket is complete."""
+        """Move the gradient in ``full.grad`` to the gradient buffer, and start reductions.
+
+        The reduction of a bucket starts when all gradients of the bucket have arrived, and the
+        reductions of all earlier buckets have started.
+        """
         if full.grad is None:
             return
         grad = handle.grad_publish.unreduced.take_back(param, full.grad)
@@ -201,7 +221,7 @@ class Backward:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
-        # record, which is still that of the last backward.
+        # record of arrived gradients, which may still contain the gradients of the last backward.
         self.begin()
         handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
         for observer in self._observers.all:
@@ -210,8 +230,8 @@ class Backward:
         if not bucket.is_complete():
             return
         if unit.sync is not Sync.NONE:
-            # Start the reduction if the turn of the bucket has come, and finish older reductions
-            # to limit the memory of unfinished reductions.
+            # Start the reduction of the bucket, if the reductions of all earlier buckets have
+            # started. Then finish older reductions, to limit the memory of unfinished reductions.
             self.queue.add(bucket)
             for extension in self._state.extensions:
                 extension.between_units()
@@ -219,7 +239,7 @@ class Backward:
 
     @untraced
     def receive_of_input(self, unit: Unit, call: weakref.ref[Call], _: Tensor) -> None:
-        """Count the gradient of an input of ``call``, and reshard the unit if nothing needs it."""
+        """Count an input's gradient of ``call``, and reshard the unit if its backward is over."""
         if unit.receive_input_gradient(call()):
             self._reshard_if_over(unit)
 
@@ -258,7 +278,8 @@ class Backward:
                 # compute forces, for example) and then continue.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(Moment.AFTER_BACKWARD)
-            # No computation of this backward is left, so free the buffers that views have kept.
+            # No computation of this backward is left, so free the buffers that kept their memory
+            # only because views of them existed.
             for _, handle in state.handles:
                 if handle.lingers:
                     handle.reshard()
@@ -285,7 +306,8 @@ class Backward:
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
         """Reduce all remaining gradients, and publish the averages in ``.grad``. Collective.
 
-        Returns, for each flat parameter, which original parameters any rank used.
+        Returns, for each flat parameter, one flag per original parameter: whether any rank used the
+        parameter.
         """
         agreed = self.queue.reduce_rest()
         # Raising is safe here: all ranks raise, and no collective is under way.
@@ -314,7 +336,10 @@ class Backward:
                     handle.give_hooks_back()
 
     def recover(self) -> None:
-        """Drop the gradients and reductions of a failed backward, unless a backward is running."""
+        """Drop the gradients and reductions of the last backward, if it failed.
+
+        While a backward is running, this method does nothing.
+        """
         if self._is_active and torch._C._current_graph_task_id() == -1:
             self._drop()
 

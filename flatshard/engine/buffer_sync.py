@@ -23,11 +23,12 @@ class BufferSync(Voter):
 
     [Note: buffers that are replaced]
     A forward or a user may replace a buffer by another tensor, and then the new buffer is
-    broadcast. All ranks must know the size of the message, but an exchange in every forward would
-    be slow. So the exchange at the end of each backward compares whether the buffers have the same
-    dtypes, shapes and devices on all ranks. If ranks differ, later broadcasts keep the size on
-    which the ranks agreed last, and skip buffers whose shape has changed since. For example, a
-    position table that each rank extends to the length of its own batches stays local.
+    broadcast. All ranks must know the size of the broadcast message, but an exchange of sizes in
+    every forward would be slow. So the exchange at the end of each backward (``agreement``)
+    compares whether the buffers have the same dtypes, shapes and devices on all ranks. If ranks
+    differ, later broadcasts keep the message size on which the ranks agreed last, and skip buffers
+    whose shape has changed since then. For example, a position table that each rank extends to the
+    length of its own batches stays local.
     """
 
     def __init__(
@@ -44,24 +45,24 @@ class BufferSync(Voter):
         self._has_run = False
 
     def before_forward(self, name: str, recomputes: bool, under_no_sync: bool) -> None:
-        """Broadcast the buffers, if a broadcast is due, before the forward of the root ``name``.
+        """Broadcast the buffers before the forward of the root ``name``, if ``is_due``.
 
-        Collective, unless a checkpoint ``recomputes`` the forward.
+        If a checkpoint ``recomputes`` the forward, nothing is broadcast. Otherwise collective.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._observers.span(Kind.RANKS_WAIT):
                 self.broadcast(f"{name or 'the model'}'s buffers")
         self._has_run = True
-        # As in DistributedDataParallel, broadcast in the next forward only if this forward is
-        # followed by a reduction. Forwards in evaluation and under no_sync are not.
+        # As in DistributedDataParallel, broadcast in the next forward only if a reduction follows
+        # this forward. No reduction follows a forward in evaluation or under no_sync.
         self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
-            # The user's program replaced buffers between two forwards. This exchange is safe,
-            # because all ranks run the same program, and so all ranks come here.
+            # The user's program replaced buffers between two forwards, so compare the buffers of
+            # all ranks again. All ranks take part, because all ranks run the same program.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._agreed.items():

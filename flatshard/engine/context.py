@@ -17,7 +17,10 @@ from flatshard.options.strategy import BackwardPrefetch
 
 
 class RunContext(RunState):
-    """The run of one tree of units. Each outermost wrapper has a ``RunContext``."""
+    """The units of one model, with the forward, the backward and the prefetch of these units.
+
+    Each outermost wrapper has a ``RunContext``.
+    """
 
     def __init__(
         self,
@@ -30,9 +33,16 @@ class RunContext(RunState):
         backward_prefetch: BackwardPrefetch | None,
         broadcast_buffers: bool,
     ) -> None:
-        """Connect the units of ``hooks``, which end with the root's hooks.
+        """Connect the units of ``hooks`` with a new forward and a new backward.
 
-        ``number`` identifies the model. It is below 256 and the same on all ranks.
+        Args:
+            hooks: the hooks of all units. The hooks of the root come last.
+            root_module: checks the model when a forward begins, and lists the buffers to broadcast.
+            world: all ranks that train the model.
+            number: identifies the model; below 256, and the same on all ranks.
+            forward_prefetch: whether a unit's forward starts the all-gather of the next unit.
+            backward_prefetch: when to start all-gathers for backward. None: never early.
+            broadcast_buffers: whether to broadcast module buffers before forwards.
         """
         super().__init__([unit_hooks.unit for unit_hooks in hooks], world, number)
         # Whether a conversion of modules to another dtype or device is under way.
@@ -40,8 +50,9 @@ class RunContext(RunState):
         for index, unit in enumerate(self.units):
             unit.index = index
         for _, handle in self.handles:
-            # All handles share one list of unfinished sends, so that a single wait at the end of a
-            # forward or backward covers all of the model's memory that other ranks read.
+            # Let all handles share one list of unfinished sends (memory of this rank that other
+            # ranks may still read). Then a single wait at the end of a forward or backward covers
+            # the whole model.
             handle.link.pending_sends = self.pending_sends
         # As in DistributedDataParallel, a model that has no buffers when it is wrapped never
         # broadcasts buffers.
@@ -58,13 +69,14 @@ class RunContext(RunState):
 
     def refresh(self) -> None:
         """Recompute cached sizes and storages after the units' buffers were reallocated."""
-        # On a single rank, a unit without an unsharded buffer communicates nothing, so skip the
-        # unit. If all units are skipped, `device` is None.
+        # Skip the units that never communicate: units without an unsharded buffer on a single rank.
+        # If all units are skipped, `device` is None.
         is_alone = self.world.size == 1
         devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
         # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the buffers'
-        # storages, by which it recognizes views of buffers among the tensors that autograd saves.
+        # storages: a tensor that autograd saves is a view of a buffer if both have the same
+        # storage.
         self._prefetch.refresh()
         self._backward.queue.refresh()
         self._forward.refresh()

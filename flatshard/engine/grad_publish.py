@@ -120,7 +120,7 @@ def edited(unit_name: str) -> RuntimeError:
     """Make the error about accumulated gradients that the user edited."""
     return RuntimeError(
         f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
-        "reduced. Edit them after a backward outside of no_sync."
+        "reduced. Edit .grad only after a backward outside of no_sync."
     )
 
 

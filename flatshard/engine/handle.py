@@ -342,8 +342,8 @@ class FlatParamHandle:
             held = param.full if param.held is None else param.held
             if present is not held and present is not param.sharded:
                 raise RuntimeError(
-                    f"{param.where} was replaced after wrapping. Assign values with p.copy_(...), "
-                    "or replace the parameter before wrapping."
+                    f"{param.where} was replaced after wrapping. Assign values with p.copy_(...) "
+                    "under torch.no_grad(), or replace the parameter before wrapping."
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:

@@ -87,8 +87,8 @@ class SavedTensors:
         output = pytree.tree_map_only(Tensor, lambda t: t.clone() if self._owner(t) else t, output)
         if any(map(self._owner, tensors_in(output))):
             raise RuntimeError(
-                f"{unit_text(unit_name)} returns a view of its parameters inside an object. The "
-                "parameters are resharded after forward, so return a clone() of the view."
+                f"{unit_text(unit_name)} returns a view of its parameters inside an object that is "
+                "no tuple, list or dict. Parameters are resharded after forward: return a clone()."
             )
         return output
 
@@ -175,6 +175,6 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a {tuple(tensor.shape)} {tensor.dtype} tensor is at version "
-            f"{tensor._version}, expected version {version}. Edit it after backward, or a clone()."
+            f"{tensor._version}, not {version}. Edit the tensor after backward, or edit a clone()."
         )
     return tensor
