@@ -1,10 +1,13 @@
-"""Interfaces to a step: ``StepObserver`` watches, ``StepExtension`` acts, ``Voter`` compares ranks.
+"""Interfaces to a training step: ``StepObserver``, ``StepExtension`` and ``Voter``.
 
-The engine knows no observer, extension or voter by name. An observer (a report, for example)
-receives the events of a step and changes nothing. An extension is an extra that acts in a step.
-``forward``, ``backward`` and, at the end of a reduction, ``reduce_queue`` call the extensions. If
-several extensions act at the same moment, their order is the order of the table ``EXTRAS`` in
-``flatshard.options.extras``.
+- An observer, such as a report, receives the events of a step and changes nothing.
+- An extension is an optional feature (a folder of ``flatshard.extras``) that acts in a step.
+  ``forward`` and ``backward`` call the extensions, and ``reduce_queue`` calls them at the end of a
+  reduction. If several extensions act at the same moment, their order is the order of the table
+  ``EXTRAS`` in ``flatshard.options.extras``.
+- A voter compares bytes between ranks at the end of each backward.
+
+The engine imports no observer and no extension. So a folder of ``flatshard.extras`` can be deleted.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Kind(enum.Enum):
-    """Kinds of time ranges: activities of the thread, and collectives in flight.
+    """The activity of the thread, or the collective, that fills a range of time in a report.
 
-    The values are names for reports.
+    The values are the names of the ranges in reports.
     """
 
     FORWARD_PASS = "forward pass"
@@ -70,7 +73,8 @@ class StepObserver:
     def begin_forward(self) -> None: ...
     # The outermost forward is over.
     def end_forward(self) -> None: ...
-    # A unit's forward begins. `recomputes`: a checkpoint recomputes the forward in backward.
+    # A unit's forward begins. `recomputes`: whether a checkpoint recomputes the forward in
+    # backward.
     def enter_forward(self, unit: Unit, recomputes: bool) -> None: ...
     # A unit's forward is over, or raised an exception.
     def leave_forward(self, unit: Unit) -> None: ...
@@ -78,17 +82,20 @@ class StepObserver:
     def begin_backward(self) -> None: ...
     # A unit's backward begins.
     def enter_backward(self, unit: Unit) -> None: ...
-    # A unit's backward is over, and its parameters are sharded.
+    # A unit's backward is over, and the unit is resharded.
     def leave_backward(self, unit: Unit) -> None: ...
     # Autograd has computed this rank's gradient of an original parameter.
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None: ...
-    # The model's backward is over, with all communication.
+    # The model's backward is over, and so is all communication of the backward.
     def end_backward(self) -> None: ...
 
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
     ) -> AbstractContextManager[object]:
-        """Return a context manager around a range of time; see ``Observers.span``."""
+        """Return a context manager that is entered and left with a range of time.
+
+        ``Observers.span`` explains the arguments.
+        """
         return _NOTHING
 
 
@@ -96,7 +103,7 @@ O = TypeVar("O", bound=StepObserver)  # noqa: E741
 
 
 class Observers:
-    """The observers of one model's steps."""
+    """All observers that watch the steps of one model."""
 
     def __init__(self) -> None:
         # The engine loops over this tuple at each event. The tuple is replaced, never changed, so
@@ -122,12 +129,12 @@ class Observers:
         purpose: str | None = None,
         ends: bool = True,
     ) -> AbstractContextManager[object]:
-        """Return a context manager around a range of time, for all observers and torch's profiler.
+        """Return a context manager that marks a range of time, for observers and torch's profiler.
 
         Args:
             kind: what the thread does in this range of time.
-            unit: the unit that owns the collectives; None: the collectives belong to no single
-                unit.
+            unit: the unit whose collectives are started or awaited. None: the collectives belong to
+                no single unit.
             purpose: "forward" or "backward" if all-gathers are started, "reduce" if reductions are
                 started, None if the range is a wait.
             ends: whether the unit's collectives under way are finished after the wait.
@@ -138,11 +145,11 @@ class Observers:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # The only collective that starts inside a wait for a unit is the second stage of a
-            # reduction, which follows the first stage.
+            # If a collective starts while the thread waits for a unit, the collective can only be
+            # the second stage of a reduction, which starts after the first stage.
             purpose = "other" if unit is None else "reduce"
-        # `enter_context` enters each context at once, so the range begins here, and not at the
-        # caller's `with` statement. The `with` statement exits the contexts.
+        # `enter_context` enters each context now. So the range of time begins here, a little before
+        # the caller's `with` statement, which only leaves the contexts.
         stack = contextlib.ExitStack()
         for observer in self.all:
             stack.enter_context(observer.span(kind, unit, purpose, ends))
@@ -160,19 +167,20 @@ def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
 
 
 class Voter:
-    """Compares bytes between ranks in the exchange at the end of each backward."""
+    """Compares bytes between ranks, in the exchange (``agreement``) at the end of each backward."""
 
     def votes(self) -> bytes:
-        """Return this rank's bytes; called right before the exchange.
+        """Return the bytes of this rank. Called right before the exchange.
 
-        The number of bytes is the same on all ranks.
+        All ranks must return the same number of bytes.
         """
         return b""
 
     def tally(self, maxima: bytes) -> None:
-        """Receive the maximum over all ranks of each byte of ``votes``.
+        """Receive, for each byte of ``votes``, the maximum over all ranks.
 
-        Must not raise: the other ranks continue with reductions that need this rank.
+        Must not raise an error: the other ranks continue with reductions, and would wait for this
+        rank.
         """
 
 
@@ -191,12 +199,13 @@ class StepExtension(Voter):
 
     # A forward, or an operation between steps, begins. The last step may have failed.
     def recover(self) -> None: ...
-    # The outermost forward begins. `of_root`: a module of the root was called. May raise.
+    # The outermost forward begins. `of_root`: whether the root module was called, or only a part of
+    # the model. May raise.
     def begin_forward(self, of_root: bool) -> None: ...
     # All-gathers of `handles` were started. `purpose`: "forward" or "backward".
     def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None: ...
-    # The outermost forward has computed its output, or failed. Other ranks may still read this
-    # rank's memory: the wait for them comes next.
+    # The outermost forward has computed its output, or has failed. Next, the forward waits for the
+    # other ranks, because these ranks may still read this rank's memory.
     def end_forward(self, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
@@ -205,19 +214,20 @@ class StepExtension(Voter):
     # Backward has started all collectives that can start now. Work of an extension at this moment
     # overlaps with these collectives.
     def between_units(self) -> None: ...
-    # `units` received further gradients after their reduction, and these were reduced separately.
-    # No collective is under way. May raise.
+    # `units` received gradients after their reduction, and these late gradients were reduced
+    # separately. No collective is under way. May raise.
     def reduced_late(self, units: Sequence[Unit]) -> None: ...
     # `.grad` is complete. `has_gradients`: whether this backward computed gradients on any rank.
     def end_backward(self, has_gradients: bool) -> None: ...
 
     # The user called `caller` (a method such as "join()"), which needs all gradients in `.grad`
-    # after backward. Raise if this extension consumes gradients.
+    # after backward. Raise if this extension consumes gradients (an optimizer that steps in
+    # backward, for example).
     def needs_gradients(self, caller: str) -> None: ...
 
     def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Return a context manager that surrounds ``module.clip_grad_norm_(*arguments)``.
 
-        ``module`` is a wrapper.
+        ``module`` is the ``ShardedWrapper`` whose method was called.
         """
         return nullcontext()

@@ -2,13 +2,13 @@
 
 Torch's module hooks (``hooks``) call this class around the forward of every unit:
 
-1.  The outermost module is called. ``begin`` drops whatever a failed step left behind, checks the
-    model, and fixes how backward will reduce gradients. Then the buffers of rank 0 are broadcast.
+1.  The outermost module is called. ``begin`` cleans up after a failed step, checks the model, and
+    sets how backward will reduce gradients. Then the buffers of rank 0 are broadcast.
 2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has started
     the all-gather already, and waits: the module is about to read the parameters. Then the unit's
     modules hold unsharded parameters, and the all-gather of the next unit starts.
 3.  The module computes, while the next all-gather is under way. Where autograd saves a view of an
-    unsharded buffer, ``saved_tensors`` saves the place of the view instead.
+    unsharded buffer, ``saved_tensors`` saves the position of the view in the buffer instead.
 4.  The module returns. ``check`` raises if the module edited its unsharded parameters, because
     resharding would lose the edit.
 5.  ``leave`` lets the modules hold sharded parameters again, and reshards the unit if the strategy
@@ -17,15 +17,16 @@ Torch's module hooks (``hooks``) call this class around the forward of every uni
     ``end`` waits until no other rank reads this rank's shards, because an optimizer may write the
     shards next.
 
-Observers (``StepObserver``) are told of each event and change nothing. Extensions
-(``StepExtension``) may act at the places that call them.
+Observers (``StepObserver``), such as reports, receive every event of a forward and change nothing.
+Extensions (``StepExtension``), which are optional features, may act in a forward, at the lines
+below that call an extension.
 
 [Note: recomputation]
 Activation checkpointing runs forwards inside backward. Such a forward unshards its unit, but does
 not reshard the unit, because backward needs the parameters next. Such a forward does not record the
 order of units, either. A non-reentrant checkpoint stops the forward with an exception once all
-saved tensors are recomputed, and later units do not run. So nothing is prefetched, unless a
-reentrant checkpoint recomputes the full model: then every unit runs.
+saved tensors are recomputed, and later units do not run. So a recomputed forward prefetches no
+unit, unless a reentrant checkpoint recomputes the full model: then every unit runs.
 """
 
 from __future__ import annotations
@@ -48,20 +49,27 @@ from flatshard.memory.buffers import POOL
 
 
 class RootModule(Protocol):
-    """The methods of the outermost wrapped module that a forward calls."""
+    """The methods that ``Forward`` calls on the outermost wrapped module."""
 
     def recover(self) -> None:
-        """Undo a failed optimizer step, and apply values that users wrote into state dicts."""
+        """Undo a failed optimizer step, and load values that users wrote into state dicts.
+
+        Users may write into the tensors of ``state_dict()`` directly. The values reach the shards
+        here.
+        """
 
     def check(self) -> None:
-        """Raise, on all ranks, if the module cannot be trained as it is now."""
+        """Raise, on all ranks, if the model cannot be trained in its present state."""
 
     def shared_buffers(self) -> Buffers:
-        """The module buffers that all ranks share, as the modules hold them now."""
+        """Return the module buffers to broadcast from rank 0 before a forward."""
 
 
 class Forward:
-    """The forwards of one model. Methods stand in the order in which they run in a forward."""
+    """Runs the forward passes of one model.
+
+    The methods below are in the order in which a forward calls them.
+    """
 
     def __init__(
         self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: RootModule
@@ -69,8 +77,9 @@ class Forward:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
         self._root_module, self._edits = root_module, ForwardEdits()
-        # Units that were unsharded for an operation outside of their own forward, in order, each
-        # with the depth (number of nested forwards) at which the operation ran.
+        # Units that were unsharded for an operation outside of the unit's own forward, in the order
+        # of the operations. Each unit comes with the depth of the operation: the number of nested
+        # forwards around the operation.
         self._touched: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
@@ -81,7 +90,7 @@ class Forward:
         self._handles_across_nodes = [h for _, h in handles if h.topology.inter_group.size > 1]
 
     def recover(self) -> None:
-        """Drop whatever a step that an exception ended has left behind."""
+        """Clean up after a step that failed: restore parameters, and drop unfinished gradients."""
         # Restore the parameters first: a failed optimizer step may have replaced parameters.
         self._root_module.recover()
         for extension in self._state.extensions:
@@ -97,7 +106,11 @@ class Forward:
     # ------------------------------------------------------------ the outermost forward begins
 
     def begin(self, unit: Unit | None = None) -> None:
-        """Begin the outermost forward. ``unit`` owns the called module. Collective."""
+        """Begin the outermost forward. Collective.
+
+        ``unit`` owns the called module. None: no module was called, but an operation uses sharded
+        parameters (``Touch``).
+        """
         state = self._state
         self.recover()
         # Check before any communication. A failing check raises on all ranks, so no rank is left
@@ -118,10 +131,11 @@ class Forward:
             # reduces gradients.
             state.plan_syncs()
         else:
-            # Evaluation needs no memory for gradients, and often runs larger batches.
+            # Free cached memory: evaluation needs no memory for gradients, and often runs larger
+            # batches.
             self.give_back()
-        # All-gathers across nodes are slow. Start them for all units now, so that they overlap with
-        # the forward.
+        # All-gathers across nodes are slow. Start the all-gathers of all units now, so that the
+        # all-gathers overlap with the forward.
         with self._observers.span(Kind.STARTING, purpose="forward"):
             for handle in self._handles_across_nodes:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
@@ -156,7 +170,8 @@ class Forward:
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            # Do not record units that ranks may skip: the ranks would predict different orders.
+            # Do not record units that ranks may skip. Otherwise the ranks would predict different
+            # orders, and prefetch different units.
             if not unit.may_diverge:
                 self._prefetch.order.record(unit.index)
             # Start the all-gather, or use the all-gather that a prefetch has started, and wait: the
@@ -189,13 +204,13 @@ class Forward:
             self._edits.begin(unit)
 
     def check(self, unit: Unit, module: nn.Module) -> None:
-        """Raise if the forward of ``module``, which is over, edited unsharded parameters."""
+        """Raise if the finished forward of ``module`` edited unsharded parameters in place."""
         if unit.phase is not Phase.FORWARD or unit.running:
             return
         self._edits.check(unit, module)
         for depth, touched in self._touched:
-            # Also check the units that operations inside this forward unsharded. A unit that was
-            # unsharded at another depth is checked at the end of the forward at that depth.
+            # Also check the units that operations inside this forward have unsharded. Units with
+            # another depth belong to another forward, whose end checks these units.
             is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
             if is_ours and not touched.running:
                 for touched_module in touched.modules:
@@ -219,7 +234,7 @@ class Forward:
         self.reshard_touched()
         for observer in self._observers.all:
             observer.leave_forward(unit)
-        if self._backward.is_running:  # a recomputed forward, which ends nothing
+        if self._backward.is_running:  # a recomputed forward: backward continues
             self._prefetch.recomputes_whole &= state.depth > 0
             return
         if state.expects_backward and not failed:
@@ -229,7 +244,7 @@ class Forward:
             self.end(failed)
 
     def reshard_touched(self) -> None:
-        """Reshard the units that operations of a finished forward unsharded."""
+        """Reshard the units that were unsharded for operations inside a forward that has ended."""
         while self._touched and self._touched[-1][0] > self._state.depth:
             _, unit = self._touched.pop()
             unit.backward_follows = self._state.expects_backward
@@ -242,15 +257,18 @@ class Forward:
         """
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
-        # Plan the reductions here. A reentrant checkpoint runs the original forward without
-        # gradients, so `begin` has not planned them.
+        # Plan the reductions here: a reentrant checkpoint runs the original forward without
+        # gradients, so `begin` has planned no reductions.
         self._state.plan_syncs()
         return self._backward.begin()
 
     # ------------------------------------------------------------ the outermost forward is over
 
     def end(self, failed: bool) -> None:
-        """End the outermost forward. Collective."""
+        """End the outermost forward. Collective.
+
+        ``failed``: whether the forward ended with an exception.
+        """
         for extension in self._state.extensions:
             extension.end_forward(failed)
         # Reshard coalesced units that this forward called less often than the last forward did.

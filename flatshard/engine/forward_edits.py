@@ -31,15 +31,19 @@ class ForwardEdits:
     """Records parameters before each forward of a unit, and looks for edits after the forward."""
 
     def __init__(self) -> None:
-        # State of each unsharded buffer at the beginning of the unit's latest forward: the version,
-        # and a checksum of the values. No checksum: the values are not compared after this forward.
+        # For each flat parameter, the state of the unsharded buffer at the beginning of the unit's
+        # latest forward: the version, and a checksum of the values. The checksum is None if the
+        # values are not compared after this forward.
         self._before: dict[FlatParamHandle, tuple[int, Checksum | None]] = {}
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the first forward of the unit.
+        # If the version has changed since, the program writes the parameters ([Note: which
+        # forwards]).
         self._frozen: dict[FlatParamHandle, int] = {}
         self._was_edited = False
-        # Cache: for a handle and a module, the places of the handle's parameters inside the module.
+        # Cache of the lookup in `check`: for a handle and a module, the places inside the module
+        # that hold parameters of the handle.
         self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
     def begin(self, unit: Unit) -> None:
@@ -49,7 +53,7 @@ class ForwardEdits:
         is_power_of_ten = str(number).rstrip("0") == "1"
         compares = self._was_edited or number == 2 or is_power_of_ten
         for handle in unit.handles:
-            # If the buffer is the shard itself, an edit changes the shard and is not lost. So there
+            # If the shard itself is the buffer, an edit changes the shard and is not lost, so there
             # is nothing to check.
             if not handle.is_aliased:
                 is_written = not unit.num_trainable[handle] and (
@@ -78,7 +82,10 @@ class ForwardEdits:
 
 
 def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
-    """Raise if a module at ``places`` holds another parameter, or a parameter has other memory."""
+    """Raise if a forward replaced a parameter, or assigned another tensor to a ``p.data``.
+
+    ``places``: the modules and attributes that held the parameters of ``handle`` in the forward.
+    """
     address = handle.buffer.data_ptr()
     itemsize = handle.buffer.element_size()
     for module, attribute, param in places:
@@ -88,8 +95,8 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
                 "original parameter. Compute with the new value, but do not assign the value to "
                 "the module."
             )
-        # `param.held` may be a DTensor around the full parameter, and has no address of its own
-        # then. So compare the address of the full parameter.
+        # `param.held` may be a DTensor around the full parameter. A DTensor has no address of its
+        # own, so compare the address of the full parameter.
         full, span = param.full, param.span
         if span.numel and full.data_ptr() != address + span.start * itemsize:
             full.data = view_of(handle.buffer, span)

@@ -26,19 +26,21 @@ class RunState:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
         self.world = world  # the ranks that train the model
-        self.number = number  # identifies the model; below 256, the same on all ranks
-        self.has_run = False  # whether a forward has begun
-        self.observers = Observers()
+        self.number = number  # identifies the model in exchanges; below 256, the same on all ranks
+        self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
         self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
-        # Device of the unsharded buffers. None: the model has one rank and no unsharded buffers.
+        self.observers = Observers()
+        # Device of the unsharded buffers. None: the model trains on a single rank, without
+        # unsharded buffers, so nothing is communicated.
         self.device: torch.device | None = None
         # For each unit, how the backward of the next forward reduces the unit's gradients. Set by
         # `no_sync`. `plan_syncs` copies the values to the units when a forward begins.
         self.syncs = [Sync.ALL] * len(self.units)
-        # `under_no_sync`: whether a forward that begins now is under `no_sync`, in any form.
-        # `accumulates`: whether the last forward with gradients began under `no_sync`.
+        # `under_no_sync`: whether a forward that begins now is under `no_sync`, even if `no_sync`
+        # delays only some of the reductions. `accumulates`: whether the last forward with gradients
+        # began under `no_sync`.
         self.under_no_sync = self.accumulates = False
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
         self.depth = 0  # number of units' forwards under way, each nested in the one before
@@ -48,14 +50,14 @@ class RunState:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the backward of a forward that begins now leaves gradients unreduced.
+        """Whether a forward that begins now will leave gradients unreduced after its backward.
 
-        Also True if gradients of some units are reduced only within the intra group.
+        Also True if some gradients will be reduced only within the intra group (``Sync.INTRA``).
         """
         return any(sync is not Sync.ALL for sync in self.syncs)
 
     def plan_syncs(self) -> None:
-        """When a forward begins, decide how its backward will reduce each unit's gradients."""
+        """Set how the backward of the forward that begins now reduces each unit's gradients."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
         self.accumulates = self.under_no_sync
@@ -64,14 +66,14 @@ class RunState:
         """Start the all-gathers of a unit that ``purpose`` needs. Collective.
 
         Args:
-            unit: the unit.
+            unit: the unit whose flat parameters are all-gathered.
             purpose: "forward" or "backward". Backward usually does not need all flat parameters.
             everything: whether to all-gather all flat parameters, even for backward.
         """
         with self.observers.span(Kind.STARTING, unit, purpose=purpose):
             started = unit.unshard(purpose, everything=everything)
-            # Call extensions inside the span, because they may send messages about this all-gather
-            # to other ranks. So reports count this time as time to start the all-gather.
+            # Call extensions inside the span: an extension may send messages about this all-gather
+            # to other ranks, and reports should count this time as time to start the all-gather.
             for extension in self.extensions:
                 extension.gathering(started, purpose)
 
@@ -91,5 +93,5 @@ class RunState:
         self.extensions = tuple(one for one in self.extensions if one is not extension)
 
     def extension(self, name: str) -> Any:
-        """The extension of the extra ``name``. None: this model does not use the extra."""
+        """Return the extension with this ``name``. None: the model does not use the extension."""
         return next((one for one in self.extensions if one.name == name), None)
