@@ -186,8 +186,8 @@ def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
     if shapes:
         raise ValueError(
             f"state {key!r} of parameter {param.spec.name!r} ({unit_text(param.spec.unit)}) has "
-            f"shapes {sorted(shapes)}, which ranks cannot combine. Expected numbers, or one value "
-            "per element of the parameter. Use optimizer.state_dict() on each rank instead."
+            f"shapes {sorted(shapes)}. Ranks can combine only single numbers and one value per "
+            "element of the parameter. Use optimizer.state_dict() on each rank instead."
         )
 
 
@@ -307,7 +307,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
         where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
     raise RuntimeError(
         f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} contains only "
-        f"that rank's parts, but was loaded for {where}. Save "
+        f"that rank's parts of the state, and cannot be loaded for {where}. Save "
         "flatshard.checkpoint.full_optim_state_dict(model, optimizer) instead: it can be loaded on "
         "any number of ranks."
     )

@@ -118,9 +118,9 @@ def _check_params(optimizer: Optimizer) -> None:
             for param in group["params"]:
                 if "flattened_as" in param.__dict__:
                     raise RuntimeError(
-                        "step(): the optimizer was made before wrapping, and its parameter "
-                        f"{param.flattened_as!r} is a DTensor, whose local part was sharded. Make "
-                        "the optimizer from model.parameters() after wrapping."
+                        "step(): the optimizer was made before wrapping, and still has the DTensor "
+                        f"{param.flattened_as!r}, which a sharded parameter has replaced in the "
+                        "model. Make the optimizer from model.parameters() after wrapping."
                     )
                 grad = param.grad
                 if grad is None:
@@ -180,8 +180,8 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
                 extension.after_part(optimizer, part.params)
     if changed is not None:
         raise NotImplementedError(
-            f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, "
-            "and would change it once per unit. Step this optimizer after backward."
+            f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, and "
+            "would do so for each part that it steps. Step all parameters at once, after backward."
         )
 
 

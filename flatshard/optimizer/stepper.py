@@ -683,7 +683,7 @@ def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise ValueError(
-                f"sharded state of parameter {spec.name!r} ({unit_text(spec.unit)}) has another "
+                f"state of parameter {spec.name!r} ({unit_text(spec.unit)}) is sharded in another "
                 f"layout: expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
                 f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load the state "
                 "through torch.distributed.checkpoint, into this model's own sharded state."

@@ -18,7 +18,7 @@ EXTRAS = {
     "step_in_backward": "steps each unit as soon as its gradients are reduced",
     "disk": "keeps shards, gradients and optimizer state in files",
     "reduction": "reduces by a communication hook, and all-gathers in float8",
-    "deadlock": "finds ranks that wait for one another for ever",
+    "deadlock": "finds ranks that wait for one another forever",
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
     "overrides": "gives modules and parameters another dtype by name or by function",

@@ -130,7 +130,7 @@ class MixedPrecision:
         if self.keep_low_precision_grads and not HAS_GRAD_DTYPE:
             raise NotImplementedError(
                 "MixedPrecision: keep_low_precision_grads needs Tensor.grad_dtype, which torch "
-                f"{torch.__version__} lacks. Leave it out, and gradients get the parameter's dtype."
+                f"{torch.__version__} lacks. Leave it out: gradients get the parameter's dtype."
             )
         object.__setattr__(
             self, "module_classes_to_ignore", _as_classes(self.module_classes_to_ignore)

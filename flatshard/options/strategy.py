@@ -223,5 +223,5 @@ def _as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
             f"{keyword}: expected a {kind.__name__}, got {value!r}. Use one of {choices}."
         )
     if name not in kind.__members__:
-        raise ValueError(f"{keyword}: unknown or unsupported {name!r}. Use one of {choices}.")
+        raise ValueError(f"{keyword}: {name!r} is unknown or unsupported. Use one of {choices}.")
     return kind[name]

@@ -54,10 +54,10 @@ def as_coalesce_bytes(value: object) -> int:
         return COALESCE_BYTES
     # Refuse True, because True is an int and would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}.")
+        raise TypeError(f"coalesce_bytes: expected an int (of bytes) or None, got {value!r}.")
     if value < 0:
         raise ValueError(
-            f"coalesce_bytes: expected 0 or more bytes, got {value}. 0: do not coalesce."
+            f"coalesce_bytes: expected 0 or more bytes, got {value}. Pass 0 to join no units."
         )
     return value
 
@@ -75,13 +75,13 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
         raise TypeError(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}.")
     if wire_dtype is not torch.bfloat16:
         raise ValueError(
-            f"wire_dtype: expected torch.bfloat16, which has the range of float32, or None, "
+            f"wire_dtype: expected torch.bfloat16 (which has the same range as float32) or None, "
             f"got {wire_dtype}."
         )
     if chosen is Collectives.NATIVE:
         raise ValueError(
             'wire_dtype: collectives="native" uses the backend\'s own collectives, which cannot '
-            "round values. Use MixedPrecision(param_dtype=..., reduce_dtype=...) instead."
+            "round values. Use mixed_precision=MixedPrecision(param_dtype=..., reduce_dtype=...)."
         )
     return TransportOptions(chosen, wire_dtype)
 

@@ -193,7 +193,7 @@ def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) 
     raise ValueError(
         f"boundary={boundary!r}: {unit_text(unit)} would have {padding:,} elements of padding, "
         f"{padding / numel:.0%} of its {numel:,} elements. At most {MAX_PADDING:.0%} are allowed. "
-        f"Parameter {span.name!r}, {span.shape}, keeps {block:,} elements together on one of "
+        f"In parameter {span.name!r}, {span.shape}, each {block:,} elements must be on one of "
         f"{worst.world_size} ranks. Make the unit larger (by a coarser policy, or coalesce_bytes), "
         "or let a CustomPolicy return another boundary for the unit."
     )

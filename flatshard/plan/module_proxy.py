@@ -57,9 +57,9 @@ class ModuleProxy(nn.Module):
         """
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
-                f"a {type(value).__name__} was assigned to {name!r} of a sharded module. It would "
-                "belong to the wrapper, and the wrapped module would compute without it. Assign it "
-                "before wrapping."
+                f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
+                "would belong to the wrapper, and the wrapped module would not see it. Assign the "
+                "value before wrapping."
             )
         module = self.__dict__.get("_modules", {}).get("module")
         if isinstance(value, Tensor) and module is not None and name in module._parameters:

@@ -350,7 +350,7 @@ class PrecisionPlan:
             named = self._root.named_parameters(remove_duplicate=False)
             names = [repr(name) for name, tied in named if tied is param]
             raise ValueError(
-                f"mixed_precision: parameters {' and '.join(names)} are tied, and would be "
+                f"mixed_precision: parameters {' and '.join(names)} are tied, but are to be "
                 f"unsharded in {before or 'param_dtype'} and in {override or 'param_dtype'}. Tied "
                 "parameters share memory: give all of these names the same dtype in overrides."
             )

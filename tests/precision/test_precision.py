@@ -346,6 +346,6 @@ def _what_is_said(rank: int, world_size: int) -> None:
 
     # Tied: one of the two places is in a module of an ignored class.
     tied = CASES["tied-in-unit"].model(FP32)
-    match = r"'embed.weight' and 'head.weight' are tied, and would be unsharded in param_dtype and"
+    match = r"'embed.weight' and 'head.weight' are tied, but are to be unsharded in param_dtype and"
     with pytest.raises(ValueError, match=match):
         wrap(tied, module_classes_to_ignore=(nn.Linear,))

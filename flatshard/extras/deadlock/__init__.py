@@ -1,13 +1,14 @@
 """Extra: detects a deadlock of ranks, makes the deadlocked ranks raise, and logs long waits.
 
-Used by default if this folder is installed. Without this folder, ranks still raise if they exchange
-values under different names. But ranks that wait in different collectives wait until the timeout of
-the process group, and errors do not name lines of the program.
+Used by default if this folder is installed. Without this folder, ranks still raise if they are in
+different exchanges of flatshard (which have names, see ``HostExchange``). But ranks that wait in
+different collectives wait until the timeout of the process group, and errors do not name lines of
+the program.
 
-One thread per process looks at the process's waits about once a second (``Watchdog``). The thread
-logs a long wait once (logger ``flatshard``, level WARNING), with the line of the user's program and
-the ranks that report no wait. The thread ends a wait only if the wait would certainly never end
-(``detector``).
+One thread per process looks about once a second at all waits for collectives in the process
+(``Watchdog``). If a wait lasts longer than ``PATIENCE_SECONDS``, the thread logs the wait once
+(logger ``flatshard``, level WARNING), with the line of the user's program and the ranks that report
+no wait. The thread ends a wait only if the wait would certainly never end (see ``detector``).
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ _REMEDY = (
     "rank, not under `if rank == 0:`."
 )
 
-_END_SECONDS = 5.0  # maximum number of seconds to wait for a look of the thread to finish
+_END_SECONDS = 5.0  # maximum number of seconds to wait until a running check of the thread ends
 
 _logger = logging.getLogger("flatshard")
 
 
 class Watchdog(CollectiveWatch):
-    """Watches the waits of this process, in a thread."""
+    """Watches all waits of this process for collectives, in a thread; see the module docstring."""
 
     def __init__(self) -> None:
-        self._pid = 0  # the process that runs the thread; 0: no process, before the first group
+        self._pid = 0  # id of the process that runs the thread; 0 until the first process group
         self._waits: dict[watched, BlockedWait] = {}  # the waits that the last `look` found
-        self._users: set[int] = set()  # threads that communicate
+        self._users: set[int] = set()  # ids of the threads of Python that communicate
         self._thread: threading.Thread | None = None
-        self._looking = threading.Lock()  # held while the thread may be in a backend's code
+        self._looking = threading.Lock()  # held during a check, which may run a backend's C++ code
         self._deadlock = Deadlock()
-        # A wait in a collective that the user's program called itself, as found by the last `look`.
-        # None: the last `look` found no such wait.
+        # Wait in a collective that the user's program called itself (not through flatshard). None
+        # if the last `look` found no wait in such a collective.
         self._own: _OwnWait | None = None
         self._failure = ""
 
@@ -66,7 +67,8 @@ class Watchdog(CollectiveWatch):
         if self._pid != os.getpid():
             self._start()
         detector.histories[history.name] = history
-        tell_of_end()  # from now on, other ranks may wait for this rank, and must learn of its end
+        # From now on, other ranks may wait for this rank. If its program ends, they must be told.
+        tell_of_end()
 
     def explain(self, wait: watched) -> str | None:
         return detector.explain(self._waits.get(wait) or _blocked(wait))
@@ -94,7 +96,7 @@ class Watchdog(CollectiveWatch):
             time.sleep(min(PATIENCE_SECONDS / 4, detector.LOOK_SECONDS))
             try:
                 self.look()
-            except Exception as error:  # mostly an error of the store, which may recover
+            except Exception as error:  # usually the process group's store failed; it may recover
                 if str(error) != self._failure:
                     self._failure = str(error)
                     _logger.warning("a check for deadlocks failed, and is tried again: %s", error)
@@ -109,9 +111,9 @@ class Watchdog(CollectiveWatch):
 
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
-        # Leave out autograd's threads (one per accelerator), which Python did not start. While such
-        # a thread runs, the thread that called backward only waits, so the two threads never begin
-        # collectives at the same time and can be treated as one.
+        # Do not count autograd's threads (one per accelerator, not started by Python) as users.
+        # While a thread of autograd runs, the thread that called backward only waits. The two
+        # threads never begin collectives at the same time, so they count as one user.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {
@@ -128,15 +130,15 @@ class Watchdog(CollectiveWatch):
         # waits, another thread may still begin the collective that the other ranks wait for.
         if len(self._users) == 1:
             (user,) = self._users
-            # Put the waits of the user's thread first, and so treat them as the outer waits: a
-            # thread of autograd begins its waits while the user's thread waits in backward.
+            # The last element is taken as the innermost wait. Put the waits of the user's thread
+            # first: a thread of autograd begins a wait while the user's thread waits in backward.
             waits = chain(stacks.pop(user), *stacks.values())
             self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
 
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
-        """Return the wait of the only thread that communicates, or None if it does not wait.
+        """Return the innermost wait of thread ``user``, or None if the thread does not wait.
 
-        The wait may be in a collective that the user's program called itself.
+        The wait is the last of ``waits``, or in a collective that the user's program called itself.
         """
         wait = waits[-1] if waits else None
         found = None
@@ -172,7 +174,7 @@ def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
 class _OwnWait(BlockedWait):
     """A wait in a collective that the user's program called itself.
 
-    The wait may be inside of a wait of flatshard (``outer``), for example in a user's hook.
+    A user's hook may call the collective while flatshard waits; ``outer`` is flatshard's wait.
     """
 
     def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
@@ -184,7 +186,7 @@ class _OwnWait(BlockedWait):
         self._was_asked = False
 
     def is_known(self, found: OwnCollective) -> bool:
-        """Whether ``need`` is known.
+        """Whether ``need`` is known: the number of the collective, and the ranks it waits for.
 
         Looks up ``need`` only once, and only after some seconds, because the look-up is slow and
         most waits are short.
@@ -207,13 +209,14 @@ class _OwnWait(BlockedWait):
 
 def tell_of_end() -> None:
     """Let this process tell the other ranks immediately when its program ends, and how."""
-    # Otherwise the other ranks would notice the end only after the process's exit handlers, which
-    # may take long. Use `sys.excepthook`, which Python calls only for exceptions that the program
-    # does not catch: a program that catches an exception continues.
+    # Other ranks notice that a process is gone only after its exit handlers, which may take long.
+    # So tell the other ranks earlier, in `sys.excepthook`. Python calls the hook only for an
+    # exception that the program does not catch; after a caught exception, the program continues.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # Register `_tell` again, so that it is registered last. Exit handlers run in reverse order, so
-    # `_tell` runs before the exit handlers of other libraries, which take time.
+    # Unregister `_tell` and register `_tell` again as the last exit handler. Exit handlers run in
+    # reverse order, so `_tell` then runs before the exit handlers of other libraries, which may
+    # take long.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit() or the end of its program")
 
@@ -224,11 +227,11 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
 
 
 def _tell(how: str) -> None:
-    if WATCH._pid != os.getpid():  # a forked process is not a rank
+    if WATCH._pid != os.getpid():  # a forked process, such as a DataLoader worker, is not a rank
         return
-    # Ignore errors of the store. If the store is gone, the other ranks fail anyway.
+    # Ignore errors of the process group's store: if the store is gone, the other ranks fail anyway.
     with contextlib.suppress(Exception):
-        if WATCH._own is not None:  # a thread was in a collective of the program
+        if WATCH._own is not None:  # a thread waited in a collective that the program called
             WATCH.look()  # logs why the collective failed
         detector.tell_end(how)
 

@@ -56,19 +56,19 @@ LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
 # necessary: to prove a deadlock, one awaited rank that is in the deadlock is enough.
 _ASKED = 16
 _READ = 4 * _ASKED  # maximum number of reports that a rank reads per look
-# Number of looks for which a rank stays in its wait after it has published a finding about
-# collectives of the program. In this time, the other ranks read and log the finding.
+# If a rank has published a finding about a collective that the program called itself, the rank
+# stays in its wait for this number of looks. Meanwhile the other ranks read and log the finding.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
 PROGRAM = "the program's own"  # kind of the collectives that the user's program calls itself
 
-# For each group and kind of collective: the number of collectives that a rank has begun, and the
-# most recent of these collectives, in order.
+# Maps each group's name and each kind of collective to the collectives that a rank has begun: their
+# number, and a list of the most recent ones, in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
-# Used as ``BlockedWait.need`` if flatshard does not know the condition that ends the wait.
+# Value of ``BlockedWait.need`` if flatshard does not know for which collectives the wait lasts.
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
@@ -84,26 +84,26 @@ def _known_histories() -> list[History]:
 
 @dataclass(eq=False)
 class BlockedWait:
-    """A wait of this process."""
+    """A wait of a thread of this process for a collective."""
 
-    describe: Callable[[], str]  # returns the wait's operation in words
-    need: WaitCondition
+    describe: Callable[[], str]  # returns a text that names the collective, for logs and errors
+    need: WaitCondition  # the collective, and the ranks that must begin it before the wait can end
     number: int = 0  # identifies the wait to other ranks; 0: not published yet
-    thread: int = 0  # the waiting thread
-    verdict: str | None = None  # why the wait will not end; None: the wait may end
+    thread: int = 0  # id of the waiting thread
+    verdict: str | None = None  # why the wait will never end; None if the wait may still end
     is_given_up: bool = False  # whether the waiting thread must stop waiting
-    published: str = ""  # the wait's text in the last report
+    published: str = ""  # text about the wait in the last report that this rank published
     was_logged: bool = False
     began: float = field(default_factory=time.monotonic)
 
     def text(self) -> str:
-        """The wait in words, with the program's line."""
+        """Return the name of the collective and the line of the user's program that waits."""
         line, words = program.line_of(self.thread), self.describe()
         return f"{words}, at {line}" if line else words
 
 
 class _Finding(NamedTuple):
-    """Why waits will not end."""
+    """A reason why waits never end. A rank that finds a reason publishes it for the other ranks."""
 
     text: str
     waits: list[list[Any]]  # the group, kind and number of each wait
@@ -112,13 +112,13 @@ class _Finding(NamedTuple):
 class _Report(NamedTuple):
     """The report that a rank publishes about its wait, or about the end of its program."""
 
-    wait: int  # identifies the wait; 0: the wait is over
+    wait: int  # `BlockedWait.number`; 0 if the wait is over, `_ENDED` if the program has ended
     time: float  # time of the publication, by `time.monotonic`
-    text: str  # the wait in words
+    text: str  # describes the wait, or how the program ended
     need: WaitCondition
-    begun: AllBegun
-    # Whether `need` lists only the first `_ASKED` awaited ranks. If so, the wait is assumed to need
-    # all other ranks of the group.
+    begun: AllBegun  # the collectives that the rank has begun
+    # Whether `need` lists only the first `_ASKED` awaited ranks. If true, a reader of the report
+    # assumes that the wait needs all other ranks of the group.
     has_more: bool = False
 
     def to_json(self) -> str:
@@ -159,7 +159,11 @@ class Deadlock:
         self._world: Any = None  # the default group that `_store` belongs to
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish this rank's ``wait`` again, and set ``wait.verdict`` if the wait never ends."""
+        """Check whether ``wait`` can end; if not, set ``wait.verdict`` and make the wait raise.
+
+        Called about once a second with the present wait (None: no wait). Publishes the wait in the
+        process group's store, and reads the reports of other ranks from there.
+        """
         if not dist.is_initialized():
             return
         if wait is not self._wait:
@@ -175,12 +179,12 @@ class Deadlock:
         if wait.verdict is not None:
             self._give_up(wait)
             return
-        # Set the time of the next look now, in case the store raises an error below. Otherwise the
-        # next look would fail at once again.
+        # Set the time of the next check before using the store. If the store raises an error, the
+        # next check is then not made immediately, when it would probably fail again.
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
-            # Open a separate connection to the store. While another thread waits on the default
-            # group's connection, this thread could not use that connection.
+            # Open a separate connection to the store. The default group's connection is blocked
+            # while another thread waits for the store on that connection.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
@@ -192,10 +196,10 @@ class Deadlock:
             # could fail first, without the reason.
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A collective that the user's program calls itself fails with only the backend's error,
-            # so a rank in such a collective logs the reason. If a rank is in one, delay this rank's
-            # error, so that the other ranks have time to log: a launcher kills all ranks after the
-            # first error.
+            # A launcher kills all ranks after the first error of a rank. If any rank of the
+            # deadlock waits in a collective that the program called itself, delay this rank's error
+            # so that the other rank can first log the finding: the other rank raises the backend's
+            # error, which does not tell the reason.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
@@ -211,8 +215,8 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # Log the reason here: a collective of the program raises the backend's error, which does
-        # not contain the reason.
+        # A collective that the program called itself raises the backend's error, which does not
+        # contain the reason. So log the reason.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
@@ -224,10 +228,11 @@ class Deadlock:
 
     @staticmethod
     def _compare(now: float) -> None:
-        """Compare this rank's collectives with other ranks', if no backward has compared them.
+        """Check that all ranks began the same collectives, if no backward has checked it recently.
 
-        The comparison is needed in evaluation, where ranks may begin different collectives without
-        a deadlock, and would then compute with wrong values.
+        If the ranks differ, logs an error and sets ``history.problem``. In evaluation, no backward
+        checks: ranks that begin different collectives may not deadlock, but compute with wrong
+        values.
         """
         for history in _known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
@@ -241,25 +246,28 @@ class Deadlock:
                 _logger.error("%s", history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Return the ranks that ``wait`` needs and that have not published that they wait, too."""
+        """Return the ranks for which ``wait`` waits, except those ranks that report a wait, too.
+
+        These ranks may compute, have ended, or wait in a way that flatshard cannot see.
+        """
         if wait is not self._wait or not wait.number:
             return []
         waiting = [rank for rank, report in self._heard.items() if report.wait]
         return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
 
     def _withdraw(self) -> None:
-        """Publish the end of the last wait."""
+        """Publish that the wait which this rank published last is over."""
         wait, self._wait, self._before = self._wait, None, {}
         if wait is None or not wait.number:
             return
         # If the program has made a new default group, the store of the old group is gone.
         if self._world() is not dist.group.WORLD:
             return
-        with contextlib.suppress(Exception):  # the store's process may have ended
+        with contextlib.suppress(Exception):  # the process that serves the store may have ended
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
-            # If another rank has published a finding about this wait, log the reason. This rank's
-            # own collective raised only the backend's error.
+            # The program's own collective raised only the backend's error. If another rank has
+            # published why the collective never ended, log that reason.
             if is_open and (finding := _told(self._store, wait.need)):
                 self._note(wait, finding)
 
@@ -286,7 +294,7 @@ class Deadlock:
         return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
-        """Return why the wait never ends, if this rank or another rank knows the reason.
+        """Return why the wait never ends, or None if neither this nor another rank knows a reason.
 
         ``stuck``: the reports of ranks that may be in a deadlock with this rank.
         """
@@ -311,14 +319,14 @@ class Deadlock:
 
 
 def explain(wait: BlockedWait) -> str | None:
-    """Return why a failed wait could not end, or None if the reason is not known.
+    """Return the reason why ``wait``, which failed with an error, never ended; None if unknown.
 
-    Also considers findings about other waits in the same group: an awaited rank may have given up
-    an earlier wait and ended before this rank published ``wait``.
+    Findings about other waits in the same group are considered, too: an awaited rank may have
+    stopped at an earlier wait, and ended before this rank published ``wait``.
     """
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
-    # If the store is gone, the caller still has the backend's error.
+    # Ignore errors if the store is gone: the caller then raises only the backend's error.
     with contextlib.suppress(Exception):
         store = _default_store()
         if finding := _told(store, wait.need, is_exact=False):
@@ -332,9 +340,9 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
     ``begun``: the collectives that the rank has begun.
     """
-    # If the number is unknown, assume that the rank has begun the collective, so that no deadlock
-    # is reported. A rank publishes the number of the program's collectives only while the rank
-    # waits, and only if a single thread communicates.
+    # A rank publishes how many collectives its program has begun only while the rank waits, and
+    # only if a single thread communicates. If the number is unknown, assume that the rank has begun
+    # the collective. Then no deadlock is reported that may not exist.
     unsaid = need.number if need.kind == PROGRAM else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
@@ -345,9 +353,9 @@ def _reports_for(need: WaitCondition, store: Any) -> _Reports:
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> str | None:
-    """Return a reason why a wait never ends, whatever other ranks do next; None if unknown.
+    """Return why a wait with the condition ``need`` can never end, or None if no reason is found.
 
-    There are two such reasons: a needed rank has ended, or ranks began different collectives.
+    Finds two reasons: an awaited rank has ended, or ranks began different collectives.
     """
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
@@ -409,7 +417,7 @@ def _in_words(stuck: _Reports) -> str:
         ranks_in[stuck[rank].text].append(str(rank))
     waits = (f"rank {', '.join(ranks)} in [{text}]" for text, ranks in ranks_in.items())
     return (
-        "the ranks wait for one another in different collectives, for ever: "
+        "the ranks wait for one another in different collectives, forever: "
         f"{'; '.join(waits)}. {REMEDY} To "
         "save, call state_dict() on every rank and torch.save() only on rank 0, or call "
         "flatshard.checkpoint.save() on every rank. [FS-DEADLOCK]"
@@ -433,15 +441,18 @@ def _key(rank: int) -> str:
 
 
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
-    """Publish a finding for the ranks of ``groups`` and of the groups in the finding."""
+    """Publish ``finding`` under the name of each of ``groups``, and of each group in the finding.
+
+    A rank reads the finding when it waits in a collective of one of these groups.
+    """
     for group in {*groups, *(group for group, *_ in finding.waits)}:
         store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
 
 
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
-    """Return the latest finding for the wait; with ``is_exact=False``, for any wait in its group.
+    """Return the latest finding that was published for the group of ``need``, or None.
 
-    Returns None if there is no finding.
+    With ``is_exact``, a finding counts only if it is about the very collective of ``need``.
     """
     key = f"flatshard/deadlock/{need.group}"
     if not store.check([key]):

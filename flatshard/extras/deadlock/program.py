@@ -1,17 +1,19 @@
-"""Looks at the user's program during a wait: the line it runs, its collectives and its threads.
+"""Reads the state of the user's program during a wait: its line, its collectives, its threads.
 
-[Note: collectives of the program]
-"Collectives of the program" are collectives that the user's program calls itself. A thread in
-``dist.barrier()`` waits in a Python frame of ``torch.distributed``. The frame's local variables
-contain the group and the work, so torch need not be patched.
+[Note: collectives of the program] "Collectives of the program" are collectives that the user's
+program calls itself, such as ``dist.barrier()``. A thread that waits in ``dist.barrier()`` is in a
+Python frame of ``torch.distributed``, whose local variables contain the process group and the work.
+So the collective can be found without patching torch.
 
 To compare ranks, each collective needs a number that is the same on all ranks. Torch's flight
 recorder numbers the collectives of each gloo group in this way. The backend's sequence number of a
-group differs between ranks, because sends and receives also increase it. The detector ignores a
-wait in a collective that the recorder has not recorded. For a group without records, a rank
-publishes the sequence number, which is never smaller than the recorder's number. Then the rank
-appears to have begun at least as many collectives as it really has. So the detector may miss a
-deadlock, but never mistakes a wait that will end for a deadlock.
+group cannot be used, because sends and receives also increase it, so that ranks differ. If the
+recorder has no record of a collective, the detector ignores a wait in the collective.
+
+If the recorder has no record of a group at all, a rank publishes the group's sequence number, which
+is never smaller than the recorder's number would be. The rank then seems to have begun at least as
+many collectives as it really has. So the detector may miss a deadlock, but never takes a wait that
+will end for a deadlock.
 """
 
 from __future__ import annotations
@@ -58,11 +60,14 @@ class OwnCollective(NamedTuple):
     group: dist.ProcessGroup
 
     def number(self) -> int | None:
-        """The collective's number in its group, the same on all ranks; None if unknown."""
+        """Return the collective's number in its group, which is the same on all ranks, or None.
+
+        None means that torch's flight recorder has no record of the collective.
+        """
         last = _last_of(_recorded(), self.group.group_name)
-        with contextlib.suppress(RuntimeError):  # the group has no backend for host memory
-            # If the two numbers differ, the last record is not this collective: a send or receive
-            # increases the sequence number without being a recorded collective.
+        with contextlib.suppress(RuntimeError):  # the group has no backend for CPU tensors
+            # Each collective, send and receive increases the sequence number. So only if the last
+            # record has the group's present sequence number, it is the record of this collective.
             if last is not None and last["op_id"] == _sequence_number(self.group):
                 return int(last["collective_seq_id"])
         return None
@@ -86,16 +91,17 @@ def own_collective(thread: int) -> OwnCollective | None:
 
 
 def begun(thread: int) -> dict[str, int]:
-    """Return how many collectives this rank's program has begun in each process group, by name.
+    """Return how many collectives this rank's program has begun itself, keyed by the group's name.
 
-    Returns {} if a thread other than ``thread`` may begin a collective.
+    Returns {} if a thread other than ``thread`` may begin a collective, because then the numbers
+    may grow while ``thread`` waits.
     """
     records = _recorded()
     found: dict[str, int] = {}
     if not _is_alone(thread, records):
         return {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
-        with contextlib.suppress(RuntimeError):  # the group has no backend for host memory
+        with contextlib.suppress(RuntimeError):  # the group has no backend for CPU tensors
             at_most, last = _sequence_number(group), _last_of(records, name)
             found[name] = at_most if last is None else int(last["collective_seq_id"])
     return found
@@ -111,7 +117,7 @@ def is_member(rank: int, group: str) -> bool:
 
 
 def line_of(thread: int) -> str:
-    """Return the innermost line of the program in a thread's stack: file, number and source text.
+    """Return the line of the program that a thread runs: file, line number and source text.
 
     Returns "" if neither the thread nor the main thread runs code of the program.
     """
@@ -140,9 +146,9 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     for other, frame in sys._current_frames().items():
         if other == thread or other in ours:
             continue
-        # Look at every frame of the stack, and not only at the innermost frame. For example, if a
-        # function of the program is waiting for a DataLoader, the innermost frame is harmless, but
-        # the function may begin a collective later.
+        # Check every frame of the stack. The innermost frame is not enough: if a function of the
+        # program waits for a DataLoader, the innermost frame is harmless, but the function may
+        # begin a collective after the DataLoader has returned.
         paths = (one.f_code.co_filename for one in _outwards(frame))
         if other in began or any(map(_may_begin, paths)):
             return False

@@ -1,21 +1,21 @@
-"""Extra: keeps shards, gradients and optimizer state in files (``CPUOffload(path=...)``).
+"""Extra: offloads shards, gradients and optimizer state to a disk (``CPUOffload(path=...)``).
 
 Without this folder, wrapping a model with ``CPUOffload(path=...)`` raises an error. Offload to host
 memory needs no extra.
 
 [Note: files without a name]
-The files have no name in the directory, so the system deletes the files when the process ends, even
-if the process is killed.
+Tensors lie in files that are mapped into memory. The files have no name in the directory, so the
+system deletes the files when the process ends, even if the process is killed.
 
 If the disk is full, a write to a mapped page ends the process by SIGBUS. So ``create`` allocates
 the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files
 that are created later, when a full disk could no longer be reported by an exception.
 
 [Note: optimizer steps a part at a time]
-A usual optimizer step would load the files of all parameters into memory at once. So before the
-optimizer's own step, ``DiskSteps`` steps the parameters whose state is in files, some megabytes at
-a time. After each part, ``DiskSteps`` moves new state to files and releases the part's memory
-pages. The optimizer's own step then steps only the other parameters.
+An ordinary optimizer step would load the files of all parameters into memory at once. So when
+``optimizer.step()`` begins, ``DiskSteps`` first steps the parameters whose state is in files, some
+megabytes at a time. After each of these parts, ``DiskSteps`` moves new state to files and releases
+the part's memory pages. The optimizer's own step then steps only the remaining parameters.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = ["DiskMemory"]
 
 # Length in bytes of each mapped file, keyed by the address at which the file is mapped.
 _mapped: dict[int, int] = {}
-# For each parameter that is not sharded, the disk that holds the parameter's optimizer state. For a
-# sharded parameter (``FlatShardTensor``), the disk is ``spec.state_target``.
+# Maps each parameter that is not sharded to the disk that holds the parameter's optimizer state.
+# For a sharded parameter (``FlatShardTensor``), ``spec.state_target`` says where the state is held.
 _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
@@ -62,7 +62,7 @@ class DiskMemory(OffloadTarget):
     is_device = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Check that ``folder`` can hold files.
+        """Keep tensors in files of ``folder``, after a check that a file can be created there.
 
         Raises:
             NotImplementedError: the system is not Linux.
@@ -83,12 +83,12 @@ class DiskMemory(OffloadTarget):
             ) from error
 
     def _nameless(self) -> IO[bytes]:
-        # A TemporaryFile has no name, even if the file system lacks O_TMPFILE: then Python removes
-        # the file's name right after creating the file.
+        # A TemporaryFile has no name in the directory. If the file system lacks O_TMPFILE, Python
+        # creates the file with a name, and removes the name immediately.
         return tempfile.TemporaryFile(prefix="flatshard-", dir=self._folder, buffering=0)
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Allocate disk space for tensors that are created later.
+        """Allocate disk space for tensors that ``create`` will make later.
 
         ``what`` describes these tensors in the error.
 
@@ -113,12 +113,12 @@ class DiskMemory(OffloadTarget):
         return 0 if self._reserve is None else os.fstat(self._reserve.fileno()).st_size
 
     def create(self, nbytes: int) -> int:
-        """Create a file of ``nbytes`` zeros, from reserved space if there is some.
+        """Create a file of ``nbytes`` zeros, which takes over reserved disk space if there is any.
 
         Returns an open file descriptor.
         """
-        # First shrink the reserve by the size of the file: if the rest of the disk is full, the
-        # file can only use the space that the reserve gives up.
+        # First shrink the reserved file by the size of the new file. If the rest of the disk is
+        # full, the new file can only use the space that the reserved file gives up.
         if self._reserve is not None:
             self._reserve.truncate(max(0, self.reserved_bytes - nbytes))
         with self._nameless() as file:
@@ -151,11 +151,11 @@ class DiskMemory(OffloadTarget):
         except OSError as error:
             raise OffloadError(
                 f"CPUOffload: a file of {nbytes:,} bytes in {self._folder!r} cannot be mapped: the "
-                "limit of mappings (vm.max_map_count) or of addresses (ulimit -v) is reached. "
-                "Raise the limit, or use fewer units."
+                "process has reached vm.max_map_count (number of mappings) or ulimit -v (address "
+                "space). Raise this limit, or use fewer units: each unit maps its own files."
             ) from error
         finally:
-            os.close(number)  # the mapping keeps the file
+            os.close(number)  # the file exists as long as it is mapped
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
@@ -187,17 +187,17 @@ class DiskMemory(OffloadTarget):
 
     @staticmethod
     def page_in(*tensors: Tensor) -> None:
-        # Load all pages of each file in one call. This is faster than one page fault per page, and
-        # all pages are about to be used.
+        # Load all pages of each file in one call, because all pages are about to be used. This is
+        # faster than one page fault per page.
         for address in _addresses(tensors):
             mapped_files.want_pages(address, _mapped[address])
 
     @staticmethod
     def page_out(*tensors: Tensor) -> None:
-        # Once touched, a page of a mapped file counts as memory of the process, until the page is
-        # released here. Releasing costs little: the page stays in the system's file cache, which
-        # writes pages to disk only when memory is short. If the page is soon used again, it comes
-        # from the file cache.
+        # A page of a mapped file counts as memory of the process from its first use until it is
+        # released here. A release costs little: the page stays in the system's file cache, which
+        # writes pages to disk only when memory is short. If the process soon uses the page again,
+        # the page comes from the file cache.
         for address in _addresses(tensors):
             mapped_files.drop_pages(address, _mapped[address])
 
@@ -205,7 +205,7 @@ class DiskMemory(OffloadTarget):
         _state_disks[param] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
-        return self  # copies may share the directory, because each tensor has a separate file
+        return self  # a copied model may use the same directory: each tensor has a separate file
 
 
 def rounded(nbytes: int) -> int:
@@ -214,7 +214,7 @@ def rounded(nbytes: int) -> int:
 
 
 def is_on_disk(tensor: Tensor) -> bool:
-    """Whether the memory of an ordinary tensor is a file."""
+    """Whether the memory of ``tensor``, which must not be a tensor subclass, is a mapped file."""
     return tensor.untyped_storage().data_ptr() in _mapped
 
 
@@ -234,8 +234,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# Minimum number of parameter bytes at which a part is full. With Adam, a step of one part needs
-# four times as many bytes in memory: parameters, gradients and two states.
+# Number of parameter bytes from which a part takes no further shard. With Adam, a step of one part
+# needs four times as many bytes in memory: parameters, gradients and two tensors of state.
 _PART_BYTES = 8 << 20
 
 
@@ -245,7 +245,7 @@ def _has_grad(param: Any) -> bool:
 
 
 class DiskSteps(OptimizerExtension):
-    """Steps the parameters with state on a disk; the optimizer's own call steps the others."""
+    """Steps parameters with state on a disk, see [Note: optimizer steps a part at a time]."""
 
     def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
         parts = _plan_parts(optimizer)
@@ -255,11 +255,11 @@ class DiskSteps(OptimizerExtension):
         return {id(param) for part in parts for param in part.params}
 
     def after_part(self, optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
-        """Move the state of stepped parameters to the disk, and release the pages."""
+        """Move new state of the stepped ``params`` to the disk, and release their memory pages."""
         for param in params:
             storage = state_disk(param)
-            # Move only the state of parameters that are not sharded: the state of sharded
-            # parameters is created on the disk.
+            # Move only the state of parameters that are not sharded: the state of a sharded
+            # parameter is on the disk already, because it is created there.
             if storage is not None and not isinstance(param, FlatShardTensor):
                 state_to_target(optimizer.state.get(param, {}), param.shape, storage)
         DiskMemory.page_out(*_tensors(optimizer, params))
@@ -275,10 +275,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
-    """Divide the parameters with state on a disk into parts that are stepped one at a time.
+    """Return the parts in which to step the parameters that have state on a disk and a gradient.
 
-    Returns no parts if this optimizer must not be stepped in parts. Raises ``OffloadError``, before
-    any parameter is stepped, if the disk has no space for the state.
+    Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``). Raises
+    ``OffloadError``, before any parameter is stepped, if the disk has no space for new state.
     """
     parts: list[StepPart] = []
     for group in optimizer.param_groups:
@@ -309,7 +309,7 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad
         values = [param, *optimizer.state.get(param, {}).values()]
-        if type(grad) in (Tensor, FlatShardTensor):  # a consumed gradient has no memory
+        if type(grad) in (Tensor, FlatShardTensor):  # `step_in_backward` leaves other types
             values.append(grad)
         yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
@@ -322,9 +322,9 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     stepped, if the disk is full.
     """
     if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
-        return False  # an optimizer from another library may count the calls of its `step`
-    # Reserve the space before the step. An optimizer creates its state during the step, and if the
-    # disk were full at that moment, only some of the parameters would be stepped.
+        return False  # the `step` of an optimizer from another library may count its calls
+    # Reserve the space before the step. An optimizer creates its state during the first step. If
+    # the disk were only then found to be full, some parameters would be stepped and others not.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
@@ -348,8 +348,8 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: in
     if param not in optimizer.state:
         nbytes = local_range(param).numel() * per_element
         return rounded(nbytes) if per_element else 0
-    # The parameter has state, but state from `load_state_dict` is in memory until the next step
-    # moves it to files. Such state still needs disk space.
+    # State that `load_state_dict` loaded is in memory until the next step moves the state to files.
+    # So only state that is in memory still needs disk space.
     values = optimizer.state[param].values()
     loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]
     return sum(rounded(value.nbytes) for value in loaded if not is_on_disk(value))
@@ -358,15 +358,15 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: in
 def _bytes_per_element(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
 ) -> int | None:
-    """Return the number of bytes of state per element, or None if a step changes the group.
+    """Return how many bytes of state ``optimizer`` keeps per element of a parameter like ``param``.
 
-    An optimizer that changes its group's options in a step (a step count, for example) cannot be
-    stepped in parts, because each part would change the group again.
+    Returns None if a step changes options of the parameter group (a step count, for example). Such
+    an optimizer cannot be stepped in parts, because each part would change the group again.
     """
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    # Find out by stepping a small probe parameter. Step it with the optimizer itself, and not with
-    # a second optimizer of the same class, because the constructor's arguments are not known.
+    # Step a small probe parameter, to see what state the optimizer creates. Use this optimizer and
+    # not a new one of the same class, because the arguments of its constructor are not known.
     try:
         with torch.no_grad():
             changed = step_groups(optimizer, [{**group, "params": [probe]}])

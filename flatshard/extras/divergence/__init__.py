@@ -1,9 +1,10 @@
-"""Extra: units that some ranks skip in a step, or run in a different order than other ranks.
+"""Extra: lets some ranks skip a unit in a step, or run units in a different order.
 
-Every rank must take part in an all-gather, so a divergent unit cannot be all-gathered when it runs.
-Instead, all ranks all-gather all divergent units when the outermost forward begins, and keep them
-unsharded until the outermost backward ends. At the end, all ranks reduce a unit's gradients if at
-least one rank has gradients of the unit.
+Such a unit is called divergent. Every rank must take part in an all-gather, so a divergent unit
+cannot be all-gathered at the moment when a rank runs the unit. Instead, all ranks all-gather all
+divergent units when the outermost forward begins, and keep them unsharded until the outermost
+backward ends. Then all ranks reduce the gradients of each divergent unit for which at least one
+rank has gradients.
 
 Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises an error that names the folder.
 """
@@ -21,9 +22,10 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Moment, Phase, Unit
 
 Divergence: TypeAlias = bool | Iterable[type[nn.Module] | str | nn.Module]
-"""The modules that may diverge: True for all, or a list of classes, names and modules.
+"""Type of ``allow_divergence``, which selects the modules that some ranks may skip.
 
-Names are names in the unwrapped model.
+True selects all modules. A list selects modules by class, by name in the unwrapped model, or by
+the module itself.
 """
 
 
@@ -70,13 +72,13 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # Reshard the unit on all ranks, so that all ranks take part in the all-gather below.
-            # After a failed step, the unit may still be unsharded on only some ranks.
+            # After a failed step, the unit may still be unsharded on some ranks, which would skip
+            # the all-gather below and leave the other ranks waiting. So reshard on all ranks first.
             unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            # Enter phase FORWARD only if the all-gather is still under way. For a unit that is
-            # unsharded and in phase FORWARD, `Forward` would skip its unshard, which also lets the
-            # modules hold the full parameters.
+            # Enter phase FORWARD only if the all-gather is still under way. If the unit is
+            # unsharded already and in phase FORWARD, `Forward` takes the unit as ready and does not
+            # unshard it. But the modules hold full parameters only after `Forward`'s unshard.
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 
@@ -86,8 +88,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Finish the all-gather here even if no forward used the unit on this rank. As long
-                # as this rank has not read the other ranks' shards, they cannot write the shards.
+                # Finish the all-gather even if no forward used the unit on this rank. Until this
+                # rank has read the other ranks' shards, the other ranks must not write the shards.
                 handle.wait_unshard()
                 handle.show_sharded()
                 if stays:
@@ -99,10 +101,12 @@ class DivergentUnits(StepExtension):
 
     def begin_backward(self) -> None:
         for unit in self._units:
-            # All-gather again if an earlier backward has resharded the unit. This happens if two
-            # backwards follow one forward, or two forwards come before one backward.
+            # An earlier backward may have resharded the unit, if two backwards follow one forward
+            # or two forwards come before one backward. Then this starts another all-gather.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
-                # Under create_graph, keep the buffers, even on a rank that does not run the unit:
-                # all ranks must decide in the same way whether to reshard the unit.
+                # Under create_graph, the second backward needs the unsharded buffers. Keep them
+                # even on a rank that does not run the unit: whether a unit is resharded must be the
+                # same on all ranks, because only ranks with a resharded unit begin another
+                # all-gather.
                 unit.stick()

@@ -3,11 +3,11 @@
 Without this folder, ``ShardedWrapper.join()`` raises an error that names the folder.
 
 [Note: a rank without input]
-A rank without input runs no forward, but takes part in everything that needs all ranks. The ranks
-with input announce each next action in a separate process group: a forward, an all-gather, the end
-of a backward, clipping, or a step of an optimizer. The ranks without input take the same action
-with gradients of zero, because their shards and optimizer state are a part of the model. As long as
-all ranks have input, there is one announcement per forward.
+A rank without input runs no forward, but still holds shards and optimizer state of the model, so
+the rank must take part in everything that needs all ranks. The ranks with input announce each
+action in a separate process group before the action: a forward, an all-gather, the end of a
+backward, clipping, or a step of an optimizer. The ranks without input take the same action with
+gradients of zero. As long as all ranks have input, ranks announce only each forward.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def joining(
     context.extend(join)
     histories = [group.history for group in gathering_groups(context)]
     try:
-        # A rank without input learns of an all-gather only after another rank has begun the
-        # all-gather. So no rank may wait for other ranks before it begins an all-gather.
+        # With gloo, a rank may wait before an all-gather until all ranks have compared its name.
+        # Turn this off: a rank without input learns of an all-gather only from a rank that begins
+        # the all-gather, so the waiting ranks would never be joined by the rank without input.
         for history in histories:
             history.announces = False
         yield
@@ -80,10 +81,10 @@ def joining(
 
 
 def _check(root: Sharding) -> None:
-    """Raise, on all ranks, if ranks without input could not follow the model's steps."""
+    """Raise if ``join`` does not support a setting of the model. All ranks raise the same error."""
     if not root.wrapper.check_is_root():
         name = unit_text(root.unit.name)
-        raise RuntimeError(f"join() of {name}, which is inside a wrapper. Join the outermost one.")
+        raise RuntimeError(f"join(): {name} is inside a wrapper. Call join() on the outermost.")
     for extension in root.context.extensions:
         extension.needs_gradients("join()")
     for unit in root.context.units:
@@ -95,13 +96,13 @@ def _check(root: Sharding) -> None:
         }
         if reason := next((text for text, holds in reasons.items() if holds), None):
             raise NotImplementedError(
-                f"join(): {unit_text(unit.name)} {reason}. Give every rank the same number of "
-                "batches: DistributedSampler(drop_last=True)."
+                f"join() cannot be used: {unit_text(unit.name)} {reason}. Give every rank the "
+                "same number of batches, for example by DistributedSampler(drop_last=True)."
             )
 
 
 class Join(StepExtension):
-    """The announcements and actions of one rank inside ``join()``."""
+    """Acts for one rank inside ``join()``: announces the rank's actions, or follows other ranks."""
 
     name = "join"
 
@@ -119,11 +120,12 @@ class Join(StepExtension):
         self._is_following = False
         self._syncs = self._state.syncs, self._state.under_no_sync
         self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
-        self._options: dict[Any, Any] = {}  # options of each optimizer when its step began
-        # Gradients from backward or clipping, and the version of each gradient at that moment.
+        self._options: dict[Any, Any] = {}  # `_options_of` each optimizer when its last step began
+        # Maps each gradient to its version after backward or clipping. If the version has changed
+        # later, the program has edited the gradient.
         self._published: Any = WeakTensorKeyDictionary()
-        self._grads: tuple[str, ...] = ()  # what happened to each gradient before this backward
-        self._versions: list[int] = []  # versions of flat parameters after the last step
+        self._grads: tuple[str, ...] = ()  # result of `_look` when the present backward began
+        self._versions: list[int] = []  # versions of the flat parameters after the last step
         self._note_grads()
 
     @property
@@ -134,10 +136,11 @@ class Join(StepExtension):
     def _exchange(self, mine: Doing | None) -> Doing | None:
         """Announce this rank's next action, and return the action of the ranks with input.
 
-        ``mine`` is None on a rank without input. The result is None if no rank has input.
+        ``mine`` is this rank's action, or None on a rank without input. The result is None if no
+        rank has input any more.
 
-        Collective: all ranks. Raises RuntimeError, on all ranks, if the actions differ, or if a
-        rank has failed.
+        Collective: all ranks. Raises RuntimeError, on all ranks, if ranks with input announce
+        different actions, or if a rank has failed.
         """
         name = "join(): without input, waiting for other ranks' actions" if mine is None else ""
         heard = self._comm.host.gather_unless_equal(mine, name or f"join(): about to {mine}")
@@ -162,7 +165,7 @@ class Join(StepExtension):
             ranks = ranks_text(sorted({*range(self._comm.size)} - doing.keys()))
             raise RuntimeError(
                 f"join(): no input is left on ranks {ranks}, and throw_on_early_termination=True "
-                "ends the loop. To let these ranks follow the others, leave the argument out."
+                "ends the loop. To let these ranks follow the others, leave that argument out."
             )
         return first
 
@@ -188,7 +191,7 @@ class Join(StepExtension):
         self._begin()
 
     def _begin(self) -> None:
-        """Prepare for a forward, on this rank or on the ranks with input."""
+        """Set the scale of gradients and the source of buffers for a forward of active ranks."""
         size, num_active = self._comm.size, len(self._active)
         self._state.lacks_ranks = num_active < size
         for handle in self._handles:
@@ -207,7 +210,7 @@ class Join(StepExtension):
             self._grads = self._look()
 
     def votes(self) -> bytes:
-        if self._leads:  # next is the exchange at the end of backward
+        if self._leads:  # called just before the exchange at the end of backward
             self._exchange(Doing("backward", (self._grads,)))
         return b""
 
@@ -233,8 +236,8 @@ class Join(StepExtension):
                 self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # Inside a backward, a hook of the user makes this step. The same hook makes the step on
-        # ranks without input.
+        # Do not announce a step inside of a backward. A user's hook makes such a step, and the same
+        # hook also runs on ranks without input.
         in_hook = torch._C._current_graph_task_id() != -1
         if self._leads and not in_hook and self._holds(optimizer):
             key = self._key(optimizer)
@@ -245,7 +248,10 @@ class Join(StepExtension):
         return any(p in self._numbers for group in optimizer.param_groups for p in group["params"])
 
     def _key(self, optimizer: Optimizer) -> Any:
-        """Identifies an optimizer; the same optimizer has the same key on all ranks."""
+        """Return a key that identifies the optimizer, and is the same on all ranks.
+
+        The key consists of the name of the class and the number of each parameter.
+        """
         groups = optimizer.param_groups
         numbers = tuple(
             tuple(self._numbers.get(p, -1) for p in group["params"]) for group in groups
@@ -257,15 +263,16 @@ class Join(StepExtension):
     def _note_grads(self, *, reduced_only: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for unit, handle in self._state.handles:
-                # Skip gradients that accumulate under `no_sync`: these differ between ranks.
+                # Skip gradients that accumulate under `no_sync`, because they differ between ranks.
                 for param in handle.sharded if unit.sync is Sync.ALL or not reduced_only else ():
                     if param.grad is not None:
                         self._published[param.grad] = local_range(param.grad)._version
 
     def _look(self) -> tuple[str, ...]:
-        """What happened to each gradient: kept, zeroed or dropped.
+        """Return for each gradient whether the program kept, zeroed or dropped it (set it to None).
 
-        Raises RuntimeError, on all ranks, if gradients were edited in another way.
+        Raises RuntimeError, on all ranks, if the program edited gradients in another way, because
+        ranks without input cannot repeat the edit.
         """
         found, is_changed, is_zero = [], False, True
         with torch._C.DisableTorchFunctionSubclass():
@@ -275,7 +282,7 @@ class Join(StepExtension):
                 found.append("dropped" if version is None else "kept")
                 if grad is not None and version is not None:
                     is_changed |= local_range(grad)._version != version
-            if is_changed:  # by `zero_grad(set_to_none=False)`, or by an edit
+            if is_changed:  # by `zero_grad(set_to_none=False)`, or by another edit
                 grads = [param.grad for param in self._numbers]
                 is_zero = not any(g is not None and local_range(g).any() for g in grads)
         if not is_zero:
@@ -329,8 +336,8 @@ class Join(StepExtension):
             unit.count_trainable()
         owner = self._handles[0].params[0].spec.owner
         with torch.enable_grad():
-            # Run a backward without gradients of parameters, only for the work at the end of a
-            # backward, in which all ranks take part.
+            # This rank has no gradients to compute. Run a backward of a dummy tensor, so that this
+            # rank takes part in the work of all ranks at the end of a backward.
             nothing = torch.zeros((), requires_grad=True) * 1
             nothing.register_hook(lambda _: owner.start_backward())
             nothing.backward()
@@ -344,13 +351,13 @@ class Join(StepExtension):
         found = [one for one in self._optimizers if self._key(one) == key]
         if len(found) != 1:
             raise RuntimeError(
-                f"{key[0]} has stepped on other ranks. On this rank {len(found)} optimizers of the "
-                "class have stepped the same parameters. If a rank may have no input at all, pass "
-                "the optimizers: join(optimizers=[optimizer])."
+                f"join(): ranks with input stepped {key[0]}. This rank must step the same one, but "
+                f"knows {len(found)} optimizers of the class with the same parameters. If a rank "
+                "may have no input at all, pass the optimizer to join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
-        # Without input, this rank has no new gradients of parameters outside of the model: do not
-        # step these parameters, and keep their gradients.
+        # The optimizer may also hold parameters outside of the model, for which a rank without
+        # input has no new gradients. Do not step these parameters, and keep their old gradients.
         others = {
             param: param.grad
             for group in found[0].param_groups
@@ -379,7 +386,7 @@ class Join(StepExtension):
                     local_range(param.grad).zero_()
 
     def end(self) -> None:
-        """Restore the model's settings from before the context."""
+        """Restore the model's settings from before ``join()``."""
         self._state.syncs, self._state.under_no_sync = self._syncs
         self._state.lacks_ranks = False
         for handle in self._handles:
@@ -389,7 +396,7 @@ class Join(StepExtension):
 
 
 def _options_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
-    """The numeric options of each parameter group, such as learning rates."""
+    """Return the numeric options (such as ``lr``) of each parameter group, as name and value."""
     return [
         tuple(
             (name, value.item() if isinstance(value, Tensor) else value)

@@ -1,8 +1,10 @@
 """Extra: initialises models that are built on the meta device, after sharding, group by group.
 
-``construction.wrap`` calls ``MetaInit``, which gives the modules of one group full plain tensors
-and lets the modules initialise the tensors. Each rank keeps its part of each tensor. Then the full
-tensors are freed before the next group gets tensors, so the full model never has to fit in memory.
+A group is a module with its submodules, or a whole unit. ``construction.wrap`` calls ``MetaInit``,
+which gives the modules of one group full plain tensors, and calls the modules' own functions (or
+the user's ``param_init_fn``) to initialise the tensors. Each rank copies its part of each tensor
+into its shard. Then the full tensors are freed before the next group gets tensors, so the full
+model never has to fit in memory.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises an error
 that names the folder. One case needs no folder: rank 0 has all values, the other ranks have tensors
@@ -44,8 +46,8 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 
-# For each module, the module's own functions that initialise tensors, keyed by function name. They
-# are used only if the user passes no `param_init_fn`.
+# Maps each module to the functions that initialise its tensors, such as `reset_parameters`, keyed
+# by function name. They are called only if the user passes no `param_init_fn`.
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -53,12 +55,12 @@ _PIECE_BYTES = 1 << 16
 
 
 def _initialises(start: InitialValues) -> bool:
-    """Whether this rank initialises tensors."""
+    """Whether this rank initialises tensors; False if only rank 0 does and sends the values."""
     return bool(start.missing) and (not start.sends or start.world.rank == 0)
 
 
 def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
-    """Find the functions that initialise the modules. Collective.
+    """Return the functions that initialise each module of the model. Collective: all ranks.
 
     Raises ValueError, on every rank, if a module has no such function, or if a function would
     overwrite parameters that already have values.
@@ -92,7 +94,8 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    # In transformers and other libraries, a model's constructor ends with `apply(_init_weights)`.
+    # In transformers and other libraries, the constructor of a model ends with
+    # `self.apply(self._init_weights)`, which initialises each submodule.
     found = getattr(module, "_init_weights", None)
     takes_module = inspect.ismethod(found) and len(inspect.signature(found).parameters) == 1
     return found if takes_module else None
@@ -106,9 +109,9 @@ def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> s
         missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
         if module in ignored.modules or not missing:
             continue
-        # Find the module's parameters whose values would be lost. With a `param_init_fn`, these are
-        # only the ignored parameters: if the function calls `to_empty`, the values of ignored
-        # parameters are lost, but the function may leave other parameters as they are.
+        # Find the module's parameters whose present values initialisation would overwrite.
+        # `reset_parameters` overwrites all parameters. A `param_init_fn` may leave parameters as
+        # they are, but if it calls `to_empty`, the values of ignored parameters are lost.
         kept = [
             attribute
             for attribute, param in module._parameters.items()
@@ -148,9 +151,9 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """Place of a parameter or buffer that needs values: a module and its attribute.
+    """A module's attribute with a parameter or buffer that needs values.
 
-    A buffer has neither ``handle`` nor ``param``.
+    ``meta`` is the full tensor on the meta device. For a buffer, ``handle`` and ``param`` are None.
     """
 
     module: nn.Module
@@ -159,9 +162,10 @@ class _Slot:
     meta: Tensor
     handle: FlatParamHandle | None = None
     param: OriginalParam | None = None
-    # Whether this is the parameter's first place in the model. A tied parameter has several places.
-    # All places are initialised, because the constructor of a model also draws random numbers for
-    # each place, and later random numbers must be the same. Only the first place's values are kept.
+    # Whether this is the first attribute with the parameter. A tied parameter is an attribute of
+    # several modules. All of them are initialised, because the constructor of the model also draws
+    # random numbers for each of them, and later random numbers must be the same as there. But only
+    # the values of the first attribute are kept.
     is_first: bool = True
 
     @property
@@ -217,14 +221,14 @@ def _is_patterned(tensor: Tensor) -> bool:
     """Whether a tensor still has the pattern from ``_write_pattern`` everywhere."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    # Compare in pieces, so that `all` can stop at the first piece that differs. In an initialised
-    # tensor, this is usually the first piece.
+    # Compare in pieces, so that `all` stops at the first piece without the pattern. In an
+    # initialised tensor, this is usually the first piece of all.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
 def _tie(slots: Iterable[_Slot]) -> None:
-    """Let modules that shared a buffer before initialisation share the buffer again."""
+    """Make modules share one buffer again if they shared one on the meta device."""
     first: dict[int, _Slot] = {}
     for slot in slots:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).tensor
@@ -232,7 +236,7 @@ def _tie(slots: Iterable[_Slot]) -> None:
 
 @contextmanager
 def _initialising(root: nn.Module) -> Iterator[None]:
-    """Keep ``apply()`` and ``to_empty()`` in a ``param_init_fn`` out of units inside the module."""
+    """Let ``apply()`` and ``to_empty()`` of a ``param_init_fn`` skip the units inside ``root``."""
     shardings = shardings_in(root)
     try:
         for sharding in shardings:
@@ -261,8 +265,8 @@ class MetaInit:
         """Initialise all tensors of ``root`` that need values, after the units were sharded.
 
         If the ranks' values differ, all ranks take the values of rank 0, except with
-        ``sync_module_states=False``. The first forward will check that tensors that ``leave_empty``
-        left empty were loaded. Collective: all ranks.
+        ``sync_module_states=False``. If ``leave_empty`` left tensors empty, the first forward will
+        check that ``load_state_dict`` has given them values. Collective: all ranks.
 
         Raises:
             RuntimeError: an initialiser fails or misses a tensor. All ranks raise.
@@ -300,13 +304,13 @@ class MetaInit:
         A group is a module that needs values, with its submodules in the same unit. With a
         ``param_init_fn`` or an ``_init_weights``, a group is a whole unit.
         """
-        # Usually initialise children first, in registration order, as constructors do. Then a seed
-        # gives the same values as for a model that is built on its device, whatever the units are.
-        # A group also contains submodules, because a module may initialise parameters of its
-        # submodules, as nn.MultiheadAttention does.
-        # Call a `param_init_fn` from a unit's root downwards, as FullyShardedDataParallel does.
-        # Call `_init_weights` in the order of `apply`. It may set tensors of any submodule, so then
-        # a whole unit is a group.
+        # `reset_parameters`: initialise children first, in registration order, as constructors do.
+        # Then a seed gives the same values as for a model that is built on its device, whatever the
+        # units are. A group also contains the submodules of a module, because the module may
+        # initialise parameters of its submodules, as nn.MultiheadAttention does. `param_init_fn`:
+        # parents first within a unit, as in FullyShardedDataParallel. `_init_weights`: children
+        # first, as in `apply`. A group is a whole unit, because the function may set tensors of any
+        # submodule.
         root_first = self._init_fn is not None
         by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []
@@ -333,10 +337,10 @@ class MetaInit:
         return groups
 
     def _make_all(self, groups: Iterable[Sequence[nn.Module]]) -> dict[str, Checksum]:
-        """Initialise every group once.
+        """Initialise the modules of each group, and copy this rank's parts into the shards.
 
-        Returns checksums of the values, keyed by tensor name, if every rank has its own values; {}
-        if rank 0 sends its values.
+        Returns checksums of the values, keyed by tensor name, which show whether all ranks have
+        made the same values. Returns {} if rank 0 sends its values. Collective: all ranks.
         """
         start = self._start
         sums: dict[str, Checksum] = {}
@@ -365,14 +369,16 @@ class MetaInit:
         return sums
 
     def _make(self, modules: Sequence[nn.Module], slots: Sequence[_Slot]) -> dict[str, Any]:
-        """Let modules initialise full tensors.
+        """Give the modules of one group full tensors, and initialise the tensors.
 
-        Returns the tensors, keyed by name; None for a tensor that ``leave_empty`` left empty.
+        Returns the tensors, keyed by name. A value is None if ``leave_empty`` left the tensor
+        empty.
         """
         # If there is a `param_init_fn`, give it tensors on the meta device, as
         # FullyShardedDataParallel does: the function calls `to_empty` itself.
         memory = self._device if self._init_fn is None else "meta"
-        # Leave the user's inference mode: tensors created in inference mode cannot be trained.
+        # Switch off inference mode, in which the user may wrap the model: tensors that are created
+        # in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
@@ -393,9 +399,9 @@ class MetaInit:
             }
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Initialise a left-empty module that has only buffers with ``persistent=False``.
+        """Initialise a module left empty by ``leave_empty`` that has only non-persistent buffers.
 
-        No state dict has these buffers, so ``load_state_dict`` cannot give them values.
+        No state dict has these buffers, so ``load_state_dict`` could not give them values.
         """
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
@@ -444,8 +450,8 @@ class MetaInit:
             )
         elif _is_patterned(tensor):
             raise RuntimeError(
-                f"{' and '.join(self._resets[slot.module])} of {self._where(slot.module)} gave no "
-                f"values to {slot.name!r}. Initialise {slot.name!r} there, or pass a param_init_fn."
+                f"{' and '.join(self._resets[slot.module])} of {self._where(slot.module)} left "
+                f"{slot.name!r} without values. Set its values there, or pass a param_init_fn."
             )
 
     def _keep(self, slots: Sequence[_Slot], values: dict[str, Any]) -> None:
@@ -470,7 +476,7 @@ class MetaInit:
                 handle.page_out()
 
     def _forgotten(self) -> RuntimeError | None:
-        """Error for a tensor on the meta device that is neither parameter nor buffer, or None."""
+        """Return an error if a module has a meta tensor that is no parameter or buffer, or None."""
         for module in self._names:
             for attribute, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:

@@ -28,19 +28,19 @@ class NonFiniteWatch(StepObserver):
 
     def __init__(self, rank: int, observers: Observers) -> None:
         self._rank, self._observers = rank, observers
-        # For each checked gradient: the names of the unit and of the parameter, and the largest
-        # magnitude in the gradient.
+        # One entry for each gradient of the present backward: names of the unit and of the
+        # parameter, and the largest magnitude in the gradient.
         self._checked: list[tuple[str, str, Tensor]] = []
 
     def begin_backward(self) -> None:
-        self._checked.clear()  # drop entries that a backward that failed may have left
+        self._checked.clear()  # a backward that failed may have left entries
 
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         values = grad.detach() if grad.layout is torch.strided else grad._values()
         if values.numel():
-            # If a value is NaN, the largest magnitude is NaN. `vector_norm` reads the gradient only
-            # once, and allocates no temporary of the gradient's size. Keep the result on the
-            # device, so that the host does not wait for the device during backward.
+            # The largest magnitude is NaN if a value is NaN. Use `vector_norm`, which reads the
+            # gradient only once and allocates no temporary of the gradient's size. Keep the result
+            # on the device, so that the host does not wait for the device during backward.
             largest = torch.linalg.vector_norm(values, math.inf)
             self._checked.append((unit.name, param.name, largest))
 

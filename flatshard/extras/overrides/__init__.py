@@ -1,4 +1,4 @@
-"""Extra: gives single modules and parameters another dtype, chosen by name or by a function.
+"""Extra: gives chosen modules and parameters another dtype (``MixedPrecision(overrides=...)``).
 
 Without this folder, ``MixedPrecision(overrides=...)`` raises MissingExtraError. The option
 ``MixedPrecision.module_classes_to_ignore`` does not need this extra.
@@ -19,7 +19,7 @@ from flatshard.precision import Override, PrecisionPlan
 
 
 def as_overrides(value: object) -> Overrides:
-    """Check a value of ``MixedPrecision.overrides``, and return a copy of a mapping.
+    """Check a value of ``MixedPrecision.overrides``, and return it (if it is a mapping, a copy).
 
     Raises:
         TypeError: ``value`` is neither a function nor a mapping of strings to floating point
@@ -53,8 +53,8 @@ class OverridesPlan(PrecisionPlan):
         """Choose dtypes for all modules and parameters; raise the errors of ``PrecisionPlan``."""
         self._dtype_by_function: dict[str, torch.dtype] = {}  # keyed by the parameter's name
         self._matched_patterns: set[str] = set()
-        # Collect all names before the first dtype is chosen: a shared module has several names, and
-        # a pattern may match any of them.
+        # A module that occurs in several places of the model has several names, and a pattern may
+        # match any of them. So collect all names before the first dtype is chosen.
         self._names: dict[nn.Module, list[str]] = {}
         for name, ancestry in paths(root):
             if not any(isinstance(module, ModuleProxy) for module in ancestry):
@@ -64,7 +64,10 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """Choose by the module's class. Otherwise by its names, and otherwise as for its parent."""
+        """Return the override of ``module``, by its class, otherwise by its names.
+
+        If neither its class nor a name has an override, returns ``around``, its parent's override.
+        """
         override = super().choose_for_module(module, policy, None)
         override = override or self._by_name(self._names[module], policy, module.parameters())
         return override or around
@@ -72,7 +75,7 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """Choose by the parameter's names, otherwise by the function or as for its module."""
+        """Return the override of ``param``: by a name, otherwise by a function or its module."""
         policy = self._policy_of[module]
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
         override = self._by_name(names, policy, [param])
@@ -106,7 +109,7 @@ class OverridesPlan(PrecisionPlan):
         return _override(dtype, [param])
 
     def describe(self) -> str:
-        """Return text about the dtypes that functions returned, to compare between ranks."""
+        """Return a text about the dtypes that functions returned, which must match on all ranks."""
         dtypes = self._dtype_by_function
         return f", overrides by function: {dtypes}" if dtypes else ""
 
@@ -122,8 +125,8 @@ class OverridesPlan(PrecisionPlan):
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # If all parameters already have the dtype, use `Override(None)`, which keeps the parameters'
-    # own dtype. Then the parameters can share a flat parameter with other parameters that keep
-    # their own dtype.
+    # `Override(None)` lets parameters keep their own dtype. Use it if all parameters already have
+    # the dtype: only parameters with equal overrides can share a flat parameter, so these can share
+    # one with other parameters that keep their own dtype.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)

@@ -29,7 +29,7 @@ from flatshard.plan.boundary import as_boundary
 from flatshard.plan.policies import Policy
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
-_ROWS = 24  # rows of a table: of more units, the units in the middle are omitted
+_ROWS = 24  # maximum number of units in a table; if there are more, the middle is left out
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,17 @@ class UnitMemory:
         parameter_bytes: bytes of this rank's shard.
         gradient_bytes: bytes of the shard's ``.grad`` after a backward that reduces gradients.
         optimizer_bytes: bytes of the optimizer's state for the shard.
-        kept_bytes: bytes of unsharded parameters, or secondary shards, that stay between steps.
+        kept_bytes: bytes of unsharded parameters, or of secondary shards (which a unit gathers
+            from fewer ranks), that stay allocated between steps.
         gathered_bytes: bytes of the unsharded parameters in the compute dtype; 0 if the shard
             contains all parameters in the compute dtype.
         whole_gradient_bytes: bytes of the unsharded gradients in the reduce dtype.
         crossing_bytes: bytes of the gradients after the reduce-scatter, which is within a node for
-            HYBRID strategies and over all ranks for the others.
+            HYBRID strategies and over all ranks for the other strategies.
         reduced_bytes: bytes of the gradients after the reduction over all ranks.
         is_freed: whether the unit reshards between forward and backward.
-        secondary_bytes: bytes of the secondary shard, between forward and backward.
+        secondary_bytes: bytes of the secondary shard, which the unit keeps between forward and
+            backward, and from which it is unsharded again.
     """
 
     name: str
@@ -71,7 +73,7 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of each rank, in bytes; ``str()`` is a table.
+    """Predicted memory of each rank, in bytes. ``str()`` returns a table of the units.
 
     Attributes:
         units: all units in the order of forward, the root last.
@@ -93,7 +95,7 @@ class MemoryPlan:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all ``.grad`` after a backward. With ``step_in_backward`` there are none."""
+        """Bytes of all ``.grad`` after a backward (in truth 0 with ``step_in_backward``)."""
         return sum(unit.gradient_bytes for unit in self.units)
 
     @property
@@ -110,10 +112,11 @@ class MemoryPlan:
     @property
     def peak_gathered_bytes(self) -> int:
         """Peak bytes of unsharded parameters and secondary shards."""
-        # The root and the units that do not reshard after forward stay unsharded. Of the other
-        # units, at most three neighbours are unsharded at the same time, with the units that
-        # contain these: the unit whose backward ends, the unit whose backward begins, and the unit
-        # that is prefetched. Ranks on one host that map the shards of other ranks need less.
+        # The root and the units that do not reshard after forward stay unsharded. Among the
+        # remaining units, at most three neighbours are unsharded at the same time: the unit whose
+        # backward ends, the unit whose backward begins, and the unit that is prefetched. Units that
+        # contain these three are unsharded, too. The sum is an upper bound: ranks on one host that
+        # map the shards of other ranks need less.
         staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
         secondary = sum(unit.secondary_bytes for unit in self.units)
         resharded = [unit for unit in self.units if unit.is_freed]
@@ -123,7 +126,8 @@ class MemoryPlan:
     def peak_gradient_bytes(self) -> int:
         """Upper bound of the bytes of gradients during backward."""
         reduced = sum(unit.reduced_bytes for unit in self.units)
-        # The reduction of the root is the last: it begins after the other units' reductions.
+        # The gradients of two neighbouring units may be in memory at once. Only the root is alone:
+        # its reduction begins after the reductions of all other units.
         moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
         return reduced + max(map(self._gradients_at_once, moments))
 
@@ -138,7 +142,7 @@ class MemoryPlan:
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
     def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
-        """The units that contain the units ``inner``, without ``inner`` themselves."""
+        """Return the units that contain a unit of ``inner``, without the units ``inner``."""
         names = set()
         for name in {one.name for one in inner}:
             while name:
@@ -152,10 +156,10 @@ class MemoryPlan:
         return sum(unit.gathered_bytes for unit in (*units, *around))
 
     def _gradients_at_once(self, units: Sequence[UnitMemory]) -> int:
-        # Gradients that are still incomplete, and for each reduction in flight a send buffer and a
-        # receive buffer.
+        # Count the incomplete gradients of the units around `units`, and a send buffer and a
+        # receive buffer for each reduction that is under way.
         filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
-        # With NO_SHARD, the all-reduce works in place, without further buffers.
+        # With NO_SHARD, the all-reduce works in place, so it needs no buffers.
         in_flight = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
         results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in in_flight)
         return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in in_flight)
@@ -194,7 +198,7 @@ def predict(
     ranks_per_node: int | None = None,
     optimizer_bytes: float | None = None,
 ) -> MemoryPlan:
-    """Predict the memory of each rank for a model under keywords of ``ShardedWrapper``.
+    """Predict the memory of each rank if ``model`` is wrapped with the same keywords.
 
     The prediction needs no process group and does not communicate, so ``world_size`` may be any
     number.
@@ -257,9 +261,9 @@ def predict(
 
 
 def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
-    """Number of ranks that share a unit's shards, and number of ranks in an all-gather.
+    """Return two numbers: how many shards a unit is cut into, and how many ranks all-gather it.
 
-    With HYBRID strategies, the ranks of one node take part in an all-gather.
+    With HYBRID strategies, only the ranks of one node take part in an all-gather.
     """
     placement, per_node = settings.placement, settings.ranks.ranks_per_node
     if not placement.sharded:
@@ -283,7 +287,8 @@ def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | No
         shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
         compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         unsharded = layout.padded_numel * compute_dtype.itemsize
-        # If a rank holds all parameters in the compute dtype, modules compute with the shard.
+        # If one rank's shard holds all parameters in the compute dtype, modules compute with the
+        # shard, and there is no unsharded buffer.
         is_unsharded = num_shards > 1 or compute_dtype != kind.dtype
         total["parameter_bytes"] += shard_numel * itemsize
         total["gathered_bytes"] += unsharded * is_unsharded
@@ -313,5 +318,5 @@ def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | No
 
 
 def _windows(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
-    """Each sequence of ``length`` consecutive units; if there are fewer units, all units."""
+    """Return all runs of ``length`` consecutive units, or one run of all units if too few."""
     return [units[i : i + length] for i in range(max(1, len(units) - length + 1))]

@@ -41,36 +41,37 @@ PathLike = str | os.PathLike[str] | None
 
 _OWN = "{rank}"  # if a file name contains this text, every rank writes a separate file
 _PANELS = 8  # maximum number of ranks in one plot, because more panels would be too small to read
-# The report of the last recorded step, keyed by the model's context.
+# Report of the last recorded step of each model. The key is the context of the model's root.
 _last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
 
 
 class _Doing(NamedTuple):
-    """Work that the training thread has begun for a unit and has not ended."""
+    """Work for a unit that the training thread has begun, but not ended yet."""
 
     kind: Kind
     unit: int | None
-    is_call: bool = False  # a unit's forward
+    is_call: bool = False  # whether the work is a call of the unit's forward
 
 
 _IN_FLIGHT = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
 class StepRecorder(StepObserver):
-    """Reports every step. ``reports`` has the reports of finished steps."""
+    """Observes a model's steps and makes a report of each step, in the list ``reports``."""
 
     def __init__(
         self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
     ) -> None:
-        """Begin to record.
+        """Begin to record the steps of ``units``.
 
-        ``events`` is the list of ``collectives.record``. The recorder empties the list.
+        ``events`` is the list to which ``collectives.record`` appends each collective. The recorder
+        reads the list and empties it.
         """
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
-        # If a wrapper directly wraps another wrapper, the two units have the same name, and only
-        # the inner unit has parameters. The inner unit comes first in `units`. So insert the units
-        # in reversed order: then the inner unit overwrites the entry of the outer unit.
+        # Maps a unit's name to its index. If a wrapper directly wraps another wrapper, the two
+        # units have the same name, and the name must mean the inner unit, which has the parameters.
+        # The inner unit comes first in `units`, so insert in reversed order: the last entry wins.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()
@@ -84,11 +85,13 @@ class StepRecorder(StepObserver):
         self._ranges: list[Range] = []
         self._samples: list[MemorySample] = []
         self._volume: Counter[tuple[int | None, str]] = Counter()
-        # Start time of each pass and each collective that has not ended.
+        # Start time of each forward pass, backward pass and collective that has not ended.
         self._in_flight: dict[tuple[Kind, int | None], float] = {}
         self._held: dict[int, tuple[int, int]] = {}
-        self._events.clear()  # drop collectives between the model's steps
-        self._is_over = False  # True from backward on: then the next forward begins a new step
+        self._events.clear()  # drop collectives that were started between two steps
+        # True from the begin of backward on (in evaluation, of forward): then the next forward
+        # begins a new step.
+        self._is_over = False
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._look_at(self._units)
@@ -130,8 +133,8 @@ class StepRecorder(StepObserver):
 
     def begin_backward(self) -> None:
         self._is_over = True
-        # If this backward runs inside a forward (to compute forces, for example), count its time as
-        # part of the forward.
+        # If this backward runs inside a forward (to compute forces, for example), do not begin a
+        # backward pass: the time of this backward is part of the forward pass.
         if (Kind.FORWARD_PASS, None) not in self._in_flight:
             self._in_flight[Kind.BACKWARD_PASS, None] = self._clock()
 
@@ -150,7 +153,7 @@ class StepRecorder(StepObserver):
     def leave_forward(self, unit: Unit) -> None:
         self._look_at([unit])
         calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
-        if calls:  # empty if the recording began inside this forward
+        if calls:  # there is no entry if the recording began inside this forward
             self._end(calls[-1])
 
     def enter_backward(self, unit: Unit) -> None:
@@ -169,7 +172,7 @@ class StepRecorder(StepObserver):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """Remove the last entry that equals ``doing``, and keep all other entries."""
+        """End the last work in ``_doing`` that equals ``doing``. All other entries stay."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()
@@ -177,7 +180,10 @@ class StepRecorder(StepObserver):
                 return
 
     def _switch(self) -> None:
-        """Record the time since the last switch as a range of the thread's innermost work."""
+        """Record the time since the last switch as time of the innermost work of the thread.
+
+        Called before the thread's work changes.
+        """
         now = self._clock()
         if self._doing:
             kind, unit, _ = self._doing[-1]
@@ -203,17 +209,17 @@ class StepRecorder(StepObserver):
                 if kind is not Kind.GATHER_WAIT:
                     self._look_at([unit])
             if purpose == "reduce":
-                # Look at the memory of all units, because any unit's gradient buffer may have been
-                # freed: a buffer is freed when this rank notices, in the wait of some unit, that
-                # all ranks have read the buffer.
+                # Check the memory of all units. A unit's gradient buffer is freed when this rank
+                # notices that all ranks have read the buffer, which may be in a wait for another
+                # unit.
                 self._look_at(self._units)
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record collectives that have just begun."""
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
-            # The event may be of another model, because the second stages of two models' reductions
-            # share a queue. Then the name may not be found, and `unit` is None.
+            # `unit` is None if the name is not found. This happens if the collective belongs to
+            # another model: the second stages of all models' reductions go through one queue.
             unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
             self._volume[unit, purpose] += event.nbytes
             if unit is not None:
@@ -230,7 +236,7 @@ class StepRecorder(StepObserver):
         self._look_at([unit])
 
     def _look_at(self, units: Iterable[Unit]) -> None:
-        """Record the memory of each unit whose memory has changed."""
+        """Record a sample of each unit whose memory has changed since its last sample."""
         for unit in units:
             held = (
                 sum(handle.unsharded_bytes for handle in unit.handles),
@@ -255,12 +261,12 @@ def peak_resident_bytes() -> int | None:
 
 @contextlib.contextmanager
 def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepReport]]:
-    """Record steps inside the context; see ``ShardedWrapper.record_steps``."""
+    """Record the steps that run inside the context; see ``ShardedWrapper.record_steps``."""
     context = sharding.check_between_steps("record_steps()")
     world, device = sharding.settings.ranks.world, sharding.settings.device
     file = None if memory is None else os.fspath(memory)
-    # Check now that the file can be written. Otherwise the error would come at the end of what may
-    # be a long run.
+    # Check now that the file can be written. Otherwise a long run would first train, and fail only
+    # at its end.
     raise_everywhere(_problem(context, world, file), world)
     remedy = "Pass the same path on every rank. To write a file per rank, put '{rank}' in its name."
     agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
@@ -292,7 +298,10 @@ def last_report(context: RunContext) -> StepReport:
 
 
 def _written(path: str, world: Communicator) -> str | None:
-    """Return the file that this rank writes, or None if only rank 0 writes a file."""
+    """Return the path of the file that this rank writes, or None if it writes no file.
+
+    If ``path`` contains ``{rank}``, each rank writes a file, otherwise only rank 0.
+    """
     if _OWN in path:
         return path.replace(_OWN, str(world.rank))
     return path if world.rank == 0 else None
@@ -311,7 +320,7 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
     try:
         is_new = not Path(path).exists()
         Path(path).open("a").close()
-        if is_new:  # do not leave an empty file, in case the run fails
+        if is_new:  # remove the empty file, which would stay if the run failed
             Path(path).unlink()
         matplotlib()
     except OSError as error:
@@ -325,7 +334,10 @@ def _problem(context: RunContext, world: Communicator, file: str | None) -> Exce
 
 
 def _write(file: str, reports: Sequence[StepReport], world: Communicator) -> None:
-    """Plot the reports into the file. Collective if one file shows all ranks."""
+    """Plot the memory of the reported steps into the file.
+
+    Collective, unless each rank writes its own file: rank 0 gathers the reports of all ranks.
+    """
     if _OWN not in file:
         everyone = world.host.gather(reports, "recorded steps")
         reports = [report for of_rank in everyone for report in of_rank]

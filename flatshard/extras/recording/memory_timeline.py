@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """Memory of a unit in addition to its shards, from ``seconds`` to the unit's next sample."""
+    """Memory that a unit uses besides its shards, from ``seconds`` until its next sample."""
 
     seconds: float  # since the step began
     unit: int
@@ -21,16 +21,17 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Memory of one rank's units over a step, in addition to their shards."""
+    """Memory that the units of one rank use besides their shards, over the time of a step."""
 
     units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
     seconds: float  # duration of the step
     samples: tuple[MemorySample, ...]  # before its first sample, a unit's memory is zero
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Return, for each sample, its time and the bytes of all units from this time on.
+        """Return the memory of all units together, as it is after each sample.
 
-        The bytes are a pair: unsharded bytes and gradient bytes.
+        Each element has three values: the time of the sample, the bytes of unsharded parameters and
+        secondary shards, and the bytes of gradients.
         """
         held: dict[int, tuple[int, int]] = {}
         gathered = gradients = 0
@@ -55,9 +56,10 @@ def matplotlib(name: str = "figure") -> Any:
 
 
 def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Plot each pair of title and timeline as a panel. All timelines must have the same units.
+    """Plot each timeline into a panel with its title, and write the figure to ``path``.
 
-    A panel stacks the units: unsharded parameters at the bottom, gradients above, hatched.
+    A panel stacks the units: unsharded parameters at the bottom, gradients (hatched) above. All
+    timelines must have the same units, because the panels share one legend.
     """
     size = (10, 1 + 3 * len(timelines))
     figure = matplotlib().Figure(figsize=size, layout="constrained")

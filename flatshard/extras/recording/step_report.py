@@ -31,7 +31,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit's part of a step. A unit's times exclude the times of units nested in it.
+    """Time and communication of one unit in a step, without the units that are nested in it.
 
     As in ``collectives.record``, bytes are the bytes of full tensors: the output of an all-gather,
     or the input of a reduce-scatter. A unit that is not sharded has no all-gathers.
@@ -79,9 +79,9 @@ class StepReport:
         forward_seconds: time in the outermost forward, with waits.
         backward_seconds: time from the first gradient of an output to the end of backward, with
             waits.
-        ranks_wait_seconds: time in waits that belong to no single unit. This rank waits to learn
-            which parameters other ranks used, to receive rank 0's buffers, and until other ranks
-            have read this rank's memory.
+        ranks_wait_seconds: time of waits that belong to no single unit: to learn which parameters
+            other ranks used, to receive rank 0's buffers, or until other ranks have read this
+            rank's memory.
         other_bytes: communication volume that belongs to no single unit.
         units: reports of the units, the root last.
         peak_gathered_bytes: peak memory of unsharded parameters.
@@ -90,7 +90,8 @@ class StepReport:
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
         peak_resident_bytes: peak RSS of the process since its start; None if not known.
         memory: memory over time, by unit.
-        ranges: the work of the thread, and the collectives in flight, ordered by end.
+        ranges: ranges of time: the work of the training thread, and the collectives from begin to
+            end. They are ordered by the time of their end.
     """
 
     number: int
@@ -112,12 +113,12 @@ class StepReport:
 
     @property
     def other_seconds(self) -> float:
-        """Time outside of forward and backward: loss, optimizer, data."""
+        """Time of the step outside of forward and backward: loss, optimizer, data."""
         return self.seconds - self.forward_seconds - self.backward_seconds
 
     @property
     def blocked_seconds(self) -> float:
-        """Time in which the training thread waited for other ranks, or read their memory."""
+        """Time in which the training thread waited for other ranks, or read the ranks' memory."""
         waits = (unit.gather_wait_seconds + unit.reduce_wait_seconds for unit in self.units)
         return self.ranks_wait_seconds + sum(waits)
 
@@ -181,7 +182,8 @@ class StepReport:
         return lines
 
 
-# The figures of a `UnitReport`, in the order of its fields.
+# The kinds of time and the purposes of bytes for which a `UnitReport` has a field, in the order of
+# its fields.
 _TIMES = (Kind.FORWARD, Kind.BACKWARD, Kind.STARTING, Kind.GATHER_WAIT, Kind.REDUCE_WAIT)
 _PURPOSES = ("forward", "backward", "reduce")
 
@@ -201,19 +203,19 @@ def sum_up(
     memory: MemoryTimeline,
     **figures: Any,
 ) -> StepReport:
-    """Sum up a step into a report.
+    """Make a report of a step from its ranges of time, its communication and its memory.
 
     Args:
         ranges: the ranges of time in the step.
-        volume: bytes of communication, by unit and purpose. The purposes are "forward" and
-            "backward" for all-gathers, and "reduce" for reductions. Bytes of other purposes have no
-            unit.
+        volume: number of bytes that were communicated, keyed by the unit's index and the purpose.
+            The purposes are "forward" and "backward" for all-gathers, and "reduce" for reductions.
+            Bytes of other purposes are keyed with unit None.
         memory: the memory during the step.
         figures: the report's fields that cannot be computed from the other arguments.
     """
     # At every moment, the training thread does one kind of work for one unit, or runs code outside
     # of flatshard. So the thread's ranges never overlap, and their sum is at most the step's time.
-    # All-gathers and reductions run beside the thread, so their ranges may overlap other ranges.
+    # All-gathers and reductions are not work of the thread, so their ranges may overlap all others.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin
@@ -224,7 +226,7 @@ def sum_up(
         times: list[Any] = [seconds[kind, index] for kind in _TIMES]
         sizes = [volume.get((index, purpose), 0) for purpose in _PURPOSES]
         units.append(UnitReport(name, *times, *sizes))
-    # Start with zero bytes: before the step's first sample, the units have no memory.
+    # Start with zero bytes, which is the memory of the units before the first sample.
     held = [(0, 0), *(each for _, *each in memory.totals())]
     return StepReport(
         seconds=memory.seconds,

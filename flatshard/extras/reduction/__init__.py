@@ -3,13 +3,13 @@
 Without this folder, ``ShardedWrapper.register_comm_hook()`` and
 ``MixedPrecision(gather_dtype=...)`` raise an error that names the folder.
 
-[Note: float8]
-The ranks all-gather shards in float8, with one scale per block of elements. As in ZeRO++ (arXiv
-2306.10209), a large element therefore reduces only the precision of the elements in its own block.
+[Note: float8] With ``gather_dtype``, each rank quantises its shard to float8 before an all-gather,
+with one scale per block of elements. As in ZeRO++ (arXiv 2306.10209), a large element therefore
+reduces only the precision of the elements in its own block.
 
 Scales are powers of two, so the product of a float8 number and its scale is exact in bfloat16 and
-wider dtypes. So values are rounded only once, when they are quantised, to the relative precision of
-the float8 dtype.
+wider dtypes. Values are therefore rounded only once, when they are quantised, to the relative
+precision of the float8 dtype.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _COMPRESS = (
 def register(
     units: Sequence[tuple[Unit, MixedPrecision]], state: Any, hook: Any, *, is_late: bool
 ) -> None:
-    """Give a hook to every flat parameter of ``units``; see ``ShardedWrapper``.
+    """Use ``hook`` to reduce the gradients of ``units``; see ``register_comm_hook``.
 
     Collective: all ranks that train the model. If a rank raises, no unit gets the hook, and the
     other ranks raise ValueError, which names the rank and its error.
@@ -72,9 +72,9 @@ def register(
     def prepare() -> tuple[dict[Unit, CommHook], Facts]:
         if is_late:
             raise RuntimeError(
-                f"{unit_text(outermost.name)} is part of a model that has run a forward. Register "
-                "a unit's hook before the first forward, or register a hook for all units on the "
-                "outermost wrapper."
+                f"register_comm_hook() of {unit_text(outermost.name)} came after the model's first "
+                "forward. Register the hook of an inner wrapper before the first forward, or "
+                "register one hook for all units on the outermost wrapper."
             )
         planned = _plan([pair for pair in units if pair[0].handles], state, hook, world)
         return planned, {
@@ -91,8 +91,8 @@ def register(
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # Create the separate process group for hooks now, because creating a group needs all ranks
-        # at the same time. The group is first used in the middle of a backward.
+        # Hooks communicate in a process group of their own. Create the group now: all ranks must
+        # create it at the same time, but would first need it in the middle of a backward.
         _ = world.apart
 
 
@@ -123,8 +123,8 @@ def _plan(
                 f"{precision.reduce_dtype}). Leave out the hook or reduce_dtype."
             )
         if is_average:
-            # The hook only averages, and flatshard's reduction averages, too. So never call the
-            # hook, and only reduce in the hook's dtype.
+            # The hook only averages, as flatshard's reduction does. So the hook is never called:
+            # flatshard reduces in the dtype that the hook would use.
             planned[unit] = CommHook(dtype)
         else:
             # ``ReduceQueue`` calls the hook instead of a reduction.
@@ -138,9 +138,9 @@ def _check_can_register(unit: Unit) -> None:
     for handle in unit.handles:
         if handle.comm_hook is not None:
             raise RuntimeError(
-                f"{unit_text(unit.name)} has a hook already, which cannot be replaced. "
-                "register_comm_hook() gives a hook to a wrapper and to all wrappers inside it, so "
-                "call it once."
+                f"{unit_text(unit.name)} already has a hook, which cannot be replaced. "
+                "register_comm_hook() of a wrapper also sets the hook of all wrappers inside, so "
+                "call register_comm_hook() only once for each wrapper."
             )
         if handle.grad_publish.holds_gradients:
             raise RuntimeError(
@@ -150,9 +150,10 @@ def _check_can_register(unit: Unit) -> None:
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Whether ``hook`` is one of torch's hooks that average, and the dtype in which it reduces.
+    """Find out whether ``hook`` is a function of torch that only averages gradients.
 
-    A dtype of None keeps the dtype of the gradients.
+    Returns two values: whether it is, and the dtype in which it reduces. The dtype is None if the
+    hook reduces in the dtype of the gradients.
     """
     # Compare the functions and not their names: another function may have the same name through
     # ``functools.wraps``. Do not import torch's modules of hooks, which need numpy. If such a
@@ -165,14 +166,14 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
 
 def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
-    """Raise ValueError if the hook's state has a process group of other ranks."""
+    """Raise ValueError if the hook's state has a process group of other ranks than ``world``."""
     group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
     if isinstance(group, dist.ProcessGroup):
         ranks = sorted(dist.get_process_group_ranks(group))
         if ranks != sorted(world.ranks):
             raise ValueError(
-                f"the state of {_name(hook)} is for ranks {ranks_text(ranks)}, but the model "
-                f"trains on ranks {world.ranks_text}. Make the state with the model's group."
+                f"the state of {_name(hook)} has a process group of ranks {ranks_text(ranks)}, but "
+                f"the model trains on ranks {world.ranks_text}. Pass the model's process group."
             )
 
 
@@ -181,7 +182,7 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
 
     Raises:
         NotImplementedError: the hook expects buckets, or the unit has a HYBRID strategy.
-        TypeError: the hook takes other arguments.
+        TypeError: the hook does not take the arguments with which flatshard would call it.
     """
     arguments, kind = "state, grad", "not sharded: it averages grad over the ranks, in place"
     if unit.placement.sharded:
@@ -196,12 +197,12 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
         raise NotImplementedError(
             f"{_name(hook)} takes a bucket of DistributedDataParallel, and flatshard has no "
-            f"buckets. {_COMPRESS}. Write other hooks as {expected}."
+            f"buckets. {_COMPRESS}. Any other hook must have the form {expected}."
         )
     if unit.placement.hybrid:
         raise NotImplementedError(
             f"{unit_text(unit.name)} has a HYBRID strategy, which reduces gradients in two stages. "
-            f"No hook can replace both. {_COMPRESS}. To use this hook, use FULL_SHARD."
+            f"One hook cannot replace both stages. {_COMPRESS}. To keep this hook, use FULL_SHARD."
         )
     try:
         signature.bind(*arguments.split())
@@ -212,12 +213,13 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
 def _user_hook(
     state: Any, hook: Callable[..., object], world: Communicator, is_sharded: bool
 ) -> Callable[[Tensor, str], Tensor]:
-    """Wrap a user's hook so that it can replace a unit's reductions; see ``CommHook``."""
+    """Return a function that reduces a unit's gradients by the user's hook; see ``CommHook``."""
 
     def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
         where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
-        # For a sharded unit, fill `out` with NaN, so that the user notices elements that the hook
-        # does not write. The hook of an unsharded unit averages `buffer` in place.
+        # The hook of a sharded unit must fill `out`. Fill `out` with NaN first, so that the user
+        # notices elements that the hook does not write. The hook of a unit that is not sharded
+        # averages `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         try:
@@ -255,7 +257,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Float8Shard:
-    """Layout of a quantised shard in bytes: ``[scales | elements | padding]``."""
+    """Quantises shards to float8. The bytes of a shard are ``[scales | elements | padding]``."""
 
     dtype: torch.dtype  # float8 dtype of the elements; the scales are float32
     numel: int  # number of elements of the shard
@@ -290,8 +292,8 @@ class Float8Shard:
         """Undo ``pack`` for the shards of all ranks.
 
         Args:
-            everything: the packed shards of all ranks, ``(ranks * nbytes,)``.
-            out: the tensor to fill, ``(ranks * numel,)``.
+            everything: the packed shards of all ranks, of shape ``(ranks * nbytes,)``.
+            out: the tensor to fill with the elements of all shards, of shape ``(ranks * numel,)``.
         """
         full_blocks = self.numel // BLOCK_NUMEL
         # Unpack all ranks' shards in one call: on an accelerator, launching a small kernel takes

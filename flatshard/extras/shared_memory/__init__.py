@@ -3,20 +3,20 @@
 Used for ``collectives="auto"`` if this folder is installed and the system permits ranks to read one
 another's memory. Without this folder, ``collectives="auto"`` uses sockets.
 
-In a collective of ``SharedMemoryTransport``, each rank publishes the address of its part. Each
-other rank copies the part, or adds it up piece by piece, and then records that its reads have
-ended. Each byte is copied only once.
+In a collective of ``SharedMemoryTransport``, each rank publishes the address of the data that the
+other ranks need. Each other rank copies the data (in an all-gather) or adds it up piece by piece
+(in a reduce-scatter), and then publishes that it has read the data. Each byte is copied only once.
 
 Large shards are not copied at all. Each rank keeps its shard in a file in memory. Every rank maps
 all of these files, in rank order, onto one range of addresses. This range is the unsharded buffer
-(``MappedShards``). An all-gather only waits until every rank's shard is final, and resharding drops
-the mapped pages. A rank must not write its shard until the other ranks have finished reading the
-shard: ``PendingSends`` waits until then.
+(``MappedShards``). An all-gather only waits until no rank writes its shard any more, and resharding
+drops the mapped pages. A rank must not write its shard until the other ranks have finished reading
+the shard: ``PendingSends`` waits until then.
 
 The mapping is private, so a module that writes to its unsharded parameters does not change the
 shards: resharding drops the written values, as it does if shards are copied. A rank that cannot
-create its file, or cannot map another rank's file, copies the shards instead. The other ranks need
-not know about the copy.
+create its file, or cannot map another rank's file, copies the shards instead. For the other ranks,
+this makes no difference.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from flatshard.memory.buffers import BufferMemory, allocate, fills_pages, own_pa
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import TransportOptions
 
-# Added to the tags of reduce-scatters, which use the second half of a mailbox. So an all-gather and
-# a reduce-scatter of the same flat parameter have different tags.
+# An all-gather and a reduce-scatter of the same flat parameter are requested with the same tag. Add
+# this number to the tags of reduce-scatters, which therefore use the second half of a mailbox.
 _REDUCING = peer_memory.TAGS // 2
-# Number of elements that are read and added at a time: few enough that a piece is still in the
-# CPU's cache when it is added.
+# Number of elements that are read and added at a time. A piece of this size is still in the CPU's
+# cache when it is added.
 _PIECE_NUMEL = 1 << 16
 
 
 class SharedMemoryTransport(Transport):
-    """Transport between ranks on one host. Each rank reads the other ranks' memory.
+    """Collectives between ranks on one host, in which each rank reads the other ranks' memory.
 
-    Collectives match by tag, not by order.
+    Ranks may start their collectives in different orders: collectives match by tag, not by order.
     """
 
     name = "shared memory"
@@ -70,8 +70,8 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For each tag, what the next publication must wait for: the other ranks' records of having
-        # taken the last publication, and the condition that ends the wait.
+        # Keyed by tag. The next publication of the tag must wait until the other ranks have read
+        # the last one: their records that say so, and the condition for the deadlock detector.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -79,9 +79,8 @@ class SharedMemoryTransport(Transport):
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
         if not members.is_gloo:
             return ""
-        # Use this transport only with default options. With a wire dtype, values must be rounded
-        # before they are sent, so that results do not depend on the transport, and this transport
-        # does not round.
+        # Use this transport only with default options. A wire dtype asks for values that are
+        # rounded before they are sent, with every transport, and this transport does not round.
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
@@ -92,7 +91,7 @@ class SharedMemoryTransport(Transport):
         return cls(members, processes, mailbox, reason) if processes else reason
 
     def accepts(self, device: torch.device, tag: int) -> bool:
-        # The mailbox has no records for larger tags.
+        # The mailbox has no records for larger tags: its second half is for reduce-scatters.
         return device.type == "cpu" and tag < _REDUCING
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
@@ -106,8 +105,8 @@ class SharedMemoryTransport(Transport):
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # Set the same value on all ranks, even if only this rank copies: the flag decides when a
-        # unit is resharded, and all ranks must decide in the same way.
+        # Set the same value on all ranks, even if only this rank copies shards: the flag decides
+        # when a unit is resharded, and all ranks must reshard at the same time.
         memory.shows_shards = can_map
         return memory
 
@@ -131,8 +130,8 @@ class SharedMemoryTransport(Transport):
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         chunks, out, tag = request.chunks, request.out, request.tag + _REDUCING
-        # The other ranks read this table of addresses, and then the parts at these addresses. The
-        # returned work keeps the table alive.
+        # Publish the address of a table with the addresses of all parts. The other ranks read the
+        # table, and then the parts. The returned work keeps the table alive.
         places = [0 if part is None else part.data_ptr() for part in chunks.parts]
         table = torch.tensor(places, device="cpu")
         publication = self.publish(table.data_ptr(), tag, op_name, *chunks.tensors, out, table)
@@ -145,7 +144,10 @@ class SharedMemoryTransport(Transport):
         return publication
 
     def _average(self, chunks: FlatChunks, records: dict[int, Awaited], out: Tensor) -> None:
-        """Average in rank order, so that every run and every rank rounds in the same way."""
+        """Fill ``out`` with the average of all ranks' values for this rank's chunk.
+
+        Adds in rank order, so that every run and every rank rounds in the same way.
+        """
         members = self.members
         tables = torch.zeros(members.size, len(chunks.parts), dtype=torch.int64, device="cpu")
         for rank, record in records.items():
@@ -175,7 +177,7 @@ class SharedMemoryTransport(Transport):
                 divide(total, members.size, result)
 
     def close_taken_files(self) -> None:
-        """Close files that all ranks have mapped: a process may have only 1,024 open files."""
+        """Close files that all ranks have mapped: the usual limit is 1,024 open files."""
         for one in list(self._open_files):
             file, taken = one
             if all(record.is_completed() for record in taken):
@@ -185,11 +187,12 @@ class SharedMemoryTransport(Transport):
     def publish(
         self, address: int, tag: int, op_name: str, *kept: object, file: int = -1
     ) -> Publication:
-        """Publish an address and an open file. The returned work waits for the other ranks'.
+        """Publish an address, and an open file if ``file`` is not -1, for the other ranks to read.
 
-        Collective: all ranks of the group. First waits until the other ranks have taken the
-        previous publication of the tag. After all ranks have mapped the file, the file is closed.
-        The returned work keeps ``kept`` alive until the other ranks have read this rank's memory.
+        The returned work waits for the publications of the other ranks, and keeps ``kept`` alive
+        until the other ranks have read this rank's memory. The file is closed after all ranks have
+        mapped it. First waits until the other ranks have read the tag's previous publication.
+        Collective: all ranks of the group.
         """
         # A mailbox has only one record per tag. If this rank overwrote the record too early, a slow
         # rank would never see the previous publication.
@@ -226,18 +229,18 @@ class SharedMemoryTransport(Transport):
         )
 
     def _take(self, tag: int, number: int) -> None:
-        """Record the end of this rank's reads of all publications ``number`` of a tag."""
+        """Publish that this rank has read all other ranks' publications ``number`` of a tag."""
         self.members.history.reach(("take", tag), number)
         self._mailbox.take(tag, number)
 
 
 @dataclass(eq=False)
 class Publication(AsyncWork):
-    """One collective: this rank's published memory, and the other ranks' records."""
+    """A collective that has begun: this rank has published memory, and awaits other ranks'."""
 
     _: KW_ONLY
-    records: dict[int, Awaited]  # the other ranks' publications, keyed by rank
-    take: Callable[[], None]  # publishes the end of this rank's reads
+    records: dict[int, Awaited]  # the publications of the other ranks, keyed by rank
+    take: Callable[[], None]  # tells the other ranks that this rank has read their memory
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -278,7 +281,7 @@ class MappedShards(BufferMemory):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the buffer that are copies of shards.
+        """Bytes of memory that the buffer needs for copies of shards. Mapped shards need none.
 
         After ``snapshot``, the whole buffer is a copy. Otherwise, only the shards that could not be
         mapped are copies.
@@ -287,10 +290,10 @@ class MappedShards(BufferMemory):
         return num_copied * self._nbytes
 
     def begin(self, op_name: str) -> AsyncWork:
-        """Publish this rank's final shard, and begin to wait for the other ranks' shards.
+        """Begin an all-gather: publish this rank's shard, and await the other ranks' shards.
 
-        No rank may write its shard until all ranks have called ``free``. Collective: all ranks of
-        the group.
+        From now on, no rank may write its shard until all ranks have called ``free`` or
+        ``snapshot``. Collective: all ranks of the group.
         """
         self._transport.close_taken_files()
         file, self._has_begun = -1 if self._has_begun else self._share(), True
@@ -307,7 +310,8 @@ class MappedShards(BufferMemory):
         Returns the open file's descriptor; -1 if the shard could not be moved.
         """
         # Do this at the first all-gather, not at construction. A file stays open until all ranks
-        # have mapped it, so at construction every unit would have an open file at the same time.
+        # have mapped it. At construction, all units would have open files at the same time, and a
+        # process may have few open files.
         try:
             file, found = self._target.create_mapped(self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
@@ -332,11 +336,11 @@ class MappedShards(BufferMemory):
             self._mapped.add(rank)
 
     def _fill(self, records: dict[int, Awaited]) -> None:
-        """Map or copy the shards of all ranks into the buffer. All shards are final now."""
+        """Map or copy the shards of all ranks into the buffer, after all have been published."""
         members, processes = self._transport.members, self._transport.processes
         for rank, record in records.items():
-            # The descriptor is valid: the other process keeps the file open until this rank calls
-            # ``take``.
+            # The other process keeps the file open until this rank calls `take`, so its file
+            # descriptor is still valid.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
                     file = peer_memory.open_of(processes[rank].pid, record.file)
@@ -355,8 +359,8 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # Tell the other ranks that they may write their shards, because this rank does not read
-        # them through the buffer any more.
+        # This rank does not read the other ranks' shards through the buffer any more. Tell the
+        # other ranks, which may then write their shards.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -366,8 +370,8 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call ``take`` only after the copy: as soon as this rank calls ``take``, the other
-            # ranks may write their shards.
+            # Call `take` only after the copy: after `take`, the other ranks may write the shards
+            # that this rank copies.
             self._publication.take()
             self._publication = None
             self._is_copy = True

@@ -7,11 +7,11 @@ forbids the call on any rank, or if the ranks are on several hosts, no rank uses
 returns the same answer on all ranks.
 
 Each rank publishes records in its own mailbox, a file in memory. The other ranks map and poll the
-file. There are two kinds of records: "publication n of this tag is at this address", and "this rank
-has taken (finished reading) all other ranks' publications n of this tag". Until all ranks have
-taken a publication, the published memory must not change, and no new publication may use the tag.
-A poll costs less than a microsecond. A message through a socket costs thirty microseconds, and
-occupies a thread.
+file. A tag is a number for all collectives of one kind on one flat parameter. There are two kinds
+of records: "publication n of this tag is at this address", and "this rank has taken (finished
+reading) all other ranks' publications n of this tag". Until all ranks have taken a publication, the
+published memory must not change, and no new publication may use the tag. A poll costs less than a
+microsecond. A message through a socket would cost thirty microseconds, and occupy a thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TAGS = 1 << 16  # number of tags in a mailbox
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
-_CHECK = 0x666C6174  # part of a record's check, so that a record of zeros is invalid
+_CHECK = 0x666C6174  # mixed into a record's check word, so that a record of zeros is invalid
 
 _MEETING = "meeting on one host"
 _QUICK_LOOKS = 20
@@ -48,19 +48,19 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Why other processes cannot read this process. Empty: they can. Otherwise the other fields are
-    # not valid.
+    # Reason why other processes cannot read this process. "" if they can. If there is a reason, the
+    # remaining fields are not valid.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
-    launcher: int = 0  # the parent process
-    alive: int = 0  # an address that is readable as long as the process runs
+    launcher: int = 0  # process id of the parent process
+    alive: int = 0  # an address that other processes can read as long as the process runs
     file: int = -1  # file descriptor of the mailbox
     nonce: int = 0  # random number under tag 0, to identify the process
 
 
 class Mailbox:
-    """The records that this process publishes.
+    """The records that this process publishes, in a file in memory that other ranks map.
 
     If the mailbox cannot be created, ``address.problem`` contains the reason.
     """
@@ -87,17 +87,20 @@ class Mailbox:
         return RankAddress("", host, os.getpid(), os.getppid(), alive, self._file, nonce)
 
     def close_file(self) -> None:
-        """Close the mailbox's file. Called after all ranks have mapped the file or failed to."""
+        """Close the mailbox's file. Called after all ranks have tried to map the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
-        """Publish ``address`` as publication ``number`` of a tag; ``file`` is open, or -1."""
+        """Publish ``address`` as publication ``number`` of a tag.
+
+        ``file`` is the descriptor of an open file for the other ranks to map, or -1.
+        """
         self._write(tag * _WORDS, number, address, file)
 
     def take(self, tag: int, number: int) -> None:
-        """Record the end of this rank's reads of all publications ``number`` of a tag."""
+        """Publish that this rank has read all publications ``number`` of a tag."""
         self._write(tag * _WORDS + _TAKEN, number, 0, -1)
 
     def _write(self, first: int, number: int, address: int, file: int) -> None:
@@ -126,29 +129,34 @@ class PeerProcess:
             os.close(file)
 
     def read(self, address: int, out: Tensor) -> None:
-        """Fill ``out``, a contiguous CPU tensor; raises ``RuntimeError`` if the process is gone."""
+        """Copy memory of the process at ``address`` into ``out``, a contiguous CPU tensor.
+
+        Raises ``RuntimeError`` if the memory of the process cannot be read.
+        """
         _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` if the memory of the process cannot be read any more.
+        """Raise ``RuntimeError`` if the process has ended, so that its memory cannot be read.
 
-        Reading the mailbox would not fail, because its mapping stays after the process has ended.
+        The mailbox does not show this: its mapping can still be read after the process has ended.
         """
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
-        """The process's publication ``number`` under a tag."""
+        """Return an ``Awaited`` for the process's publication ``number`` of a tag."""
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """The process's record of having taken publications ``number`` of a tag."""
-        # If the process ends without the record, complete the wait anyway: a process that has ended
-        # does not read any more.
+        """Return an ``Awaited`` for the record that the process has read publications ``number``.
+
+        See ``take``.
+        """
+        # The wait also ends if the process ends without the record: then it reads nothing any more.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 
 class Awaited:
-    """A future record in another rank's mailbox. Has the interface of ``dist.Work``."""
+    """A wait for a record in another rank's mailbox. Has the interface of ``dist.Work``."""
 
     # Contents of the record, once the record has arrived.
     address = 0
@@ -159,17 +167,17 @@ class Awaited:
         self, process: PeerProcess, first: int, number: int, *, or_gone: bool = False
     ) -> None:
         self._process, self._first, self._number = process, first, number
-        self._or_gone = or_gone  # the end of the process completes the wait too
+        self._or_gone = or_gone  # whether the end of the process completes the wait, too
         self._began = time.monotonic()
         self._is_over = False
         self._error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` returns or raises at once."""
+        """Whether ``wait`` would return or raise immediately."""
         if not self._is_over and self._process.words[self._first] == self._number:
             number, address, file, check = self._process.words[self._first : self._first + 4]
-            # If the check does not match, the other process was writing the record during the read.
-            # The next call reads the record again.
+            # If the check does not match, the other process was just writing the record. Then the
+            # next call reads the record again.
             if number ^ address ^ file ^ _CHECK == check:
                 self._is_over, self.address, self.file = True, address, file
                 _order_memory()  # published memory must be read after the record, never before
@@ -182,8 +190,8 @@ class Awaited:
         cannot be read any more, or after ``give_up``.
         """
         process, looks = self._process, 0
-        # Do not wait for the full timeout again if another wait for the same process has timed out
-        # since this record was requested. Otherwise the timeouts of several records would add up.
+        # If another wait for the same process has timed out since this record was requested, do not
+        # wait at all. Otherwise the timeouts of waits for several records would add up.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
         while not self.is_completed():
@@ -192,7 +200,7 @@ class Awaited:
                 now = time.monotonic()
                 if self._is_given_up:
                     raise RuntimeError(
-                        f"Another error ended the wait for {process.name}. Look for it."
+                        f"stopped waiting for {process.name} after another error. See that error."
                     )
                 if now - began > timeout:
                     process.given_up = now
@@ -217,7 +225,7 @@ class Awaited:
                 self._error = error
 
     def give_up(self) -> None:
-        """Make a ``wait`` in another thread raise ``RuntimeError``."""
+        """Make a thread that is in ``wait`` raise ``RuntimeError``. Called by another thread."""
         self._is_given_up = True
 
 
@@ -232,8 +240,9 @@ def meet(
     **Collective**: the ranks of ``host``, whose global numbers are ``ranks``.
 
     Returns:
-        The processes of all ranks, or an empty list if a rank cannot read; and the reason in words.
-            The results are the same on all ranks.
+        Two values: the list of the processes of all ranks (empty if any rank cannot read another
+            rank's memory), and a text with the reason. Whether the list is empty, and the text, are
+            the same on all ranks.
     """
     try:
         addresses: list[RankAddress] = host.gather(mailbox.address, _MEETING)
@@ -242,13 +251,13 @@ def meet(
             problem = "the ranks are on several hosts, or in separate containers"
         if problem:
             return [], problem
-        # If the Yama security module restricts `ptrace` (kernel.yama.ptrace_scope=1), a process can
-        # be read only by its ancestors, and by a single process of its choice and the descendants
-        # of this single process. Choose the launcher, whose descendants are all ranks. If the ranks
-        # have several launchers, allow any process.
+        # With the security module Yama (kernel.yama.ptrace_scope=1), only these processes can read
+        # this process: its ancestors, one process that this process chooses, and the descendants of
+        # the chosen process. Choose the launcher, because all ranks are its descendants. If the
+        # ranks have several launchers, allow any process.
         launchers = {one.launcher for one in addresses}
-        # If the launcher is outside of the container, its process id is 0 here. Passing 0 to the
-        # kernel would allow no process, so allow any process.
+        # If the launcher is outside of the container, its process id is 0 here. But 0 means "no
+        # process" to the kernel, so allow any process instead.
         reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY
         _readers.append(reader)
         _tell_kernel()
@@ -287,7 +296,7 @@ def _try_to_read(
 
 
 def open_of(pid: int, number: int) -> int:
-    """Open file descriptor ``number`` of another process; raises ``OSError`` if not permitted."""
+    """Open the file that another process has open as ``number``; OSError if not permitted."""
     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -302,9 +311,9 @@ def _host() -> str:
 
 
 _readers: list[int] = []
-"""For each group of ranks, the process that may read this process.
+"""Ids of the processes that may read this process: one for each group of ranks.
 
-The kernel stores only one such process. If the groups need different processes, any is allowed.
+The kernel stores only one id. If the groups need different ids, any process may read this process.
 """
 _ANY = (1 << 64) - 1
 _PR_SET_PTRACER = 0x59616D61
@@ -349,8 +358,8 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
             number = ctypes.get_errno()
             if number == errno.ESRCH:
                 raise _ProcessGone(
-                    f"{process.name} has ended. Look for an error in the output of that process. "
-                    "All ranks must make this call before any rank ends."
+                    f"{process.name} has ended, but this rank still had to read its memory. Look "
+                    "for an error in that process's output. All ranks must make the same calls."
                 )
             denied = number == errno.EPERM
             remedy = " Run all ranks as one user, or pass collectives='sockets'." if denied else ""

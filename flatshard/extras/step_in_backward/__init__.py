@@ -5,8 +5,8 @@ exist at the same time. A unit's step overlaps with the reductions of other unit
 
 The supported optimizers update each element separately, without communication. So ranks may step
 their parts of a unit at different times, with the same result, and each rank decides for itself
-which units to step early. At the end of backward, when all ranks have agreed on which parameters
-were used, each rank steps the remaining units.
+which units to step before the end of backward ("early"). At the end of backward, when each rank
+knows which parameters any rank has used, each rank steps the remaining units.
 
 Without this folder, ``ShardedWrapper.step_in_backward()`` raises an error that names the folder.
 """
@@ -62,7 +62,10 @@ class StepInBackward:
 
 
 class _DropConsumed(OptimizerExtension):
-    """Before ``optimizer.step()``, sets ``.grad`` to None for parameters stepped in backward."""
+    """Keeps ``optimizer.step()`` from stepping again the parameters that backward has stepped.
+
+    Sets the ``.grad`` of these parameters to None, so that the optimizer skips them.
+    """
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -78,7 +81,7 @@ class SteppedInBackward(StepExtension):
         self.state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
         # State of the current backward:
-        self._owned: dict[int, tuple[Unit, str]] = {}  # see `_find_owned`
+        self._owned: dict[int, tuple[Unit, str]] = {}  # result of `_find_owned`
         self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
@@ -88,12 +91,13 @@ class SteppedInBackward(StepExtension):
         # State since the last step:
         self._has_accumulated = False
         self._outside_uses = OutsideUse.count
-        self._showing: list[nn.Parameter] = []  # parameters whose gradient was consumed
+        self._showing: list[nn.Parameter] = []  # parameters that were stepped in backward
 
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise if ``optimizer`` cannot step in backward.
 
-        Returns True, and the facts that must be the same on all ranks.
+        Returns two values, as ``agreed`` expects: True, and texts about the optimizer and its
+        groups, which ``agreed`` compares between the ranks.
         """
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
@@ -132,7 +136,7 @@ class SteppedInBackward(StepExtension):
     # ------------------------------------------------------------ a backward
 
     def recover(self) -> None:
-        """Forget a failed backward, and set ``.grad`` to None where the gradient was consumed."""
+        """Forget a failed backward, and set the ``.grad`` of stepped parameters to None."""
         if torch._C._current_graph_task_id() == -1:
             self._drop_failed()
         showing, self._showing = self._showing, []
@@ -154,16 +158,16 @@ class SteppedInBackward(StepExtension):
                 for extension in extensions:
                     extension.before_backward(optimizer)
         except RuntimeError as error:
-            # Keep the error, and raise it at the end of backward. If this rank raised now, ranks
-            # without an error would wait for this rank's collectives.
+            # Raise the error only at the end of backward. If this rank raised now, ranks without an
+            # error would wait for this rank in the collectives of backward.
             self._problem = error
         else:
             self._parts = self._plan_parts()
 
     def _plan_parts(self) -> dict[int, list[StepPart]]:
-        """Return, for the index of each unit, the parts to step.
+        """Return the parts to step, keyed by the index of the unit.
 
-        A part has parameters of one optimizer, one group and one unit.
+        A part has parameters of one unit and one parameter group of an optimizer.
         """
         self._owned = owned = _find_owned(self._units)
         parts: dict[int, list[StepPart]] = {}
@@ -182,8 +186,8 @@ class SteppedInBackward(StepExtension):
 
     def between_units(self) -> None:
         """Step the reduced units whose parameters this backward does not need any more."""
-        # Step no unit before the end of backward if another backward runs inside this backward,
-        # because the other backward may add gradients.
+        # If another backward runs inside this backward, the inner backward may add gradients to any
+        # unit. Then step no unit before the end of this backward.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -191,31 +195,31 @@ class SteppedInBackward(StepExtension):
             for handle in unit.handles:
                 used = set(handle.grad_buffer.used_by_rank)
                 handle.publish([index in used for index in range(len(handle.params))])
-                # `publish` has cleared `used_by_rank`. Restore it, because the end of backward
-                # sends it to the other ranks.
+                # `publish` has cleared `used_by_rank`. Restore it: at the end of backward, this
+                # rank sends it to the other ranks.
                 handle.grad_buffer.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
                 with profiled("step", unit.name):
                     self._step(self._parts[unit.index])
             except Exception as error:
-                # Keep the error until the end of backward. If this rank raised now, it would not
-                # begin its remaining reductions, and the other ranks would wait for them.
+                # Raise the error only at the end of backward. If this rank raised now, the other
+                # ranks would wait for the reductions that this rank would not begin any more.
                 error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
 
     def _may_step(self, unit: Unit) -> bool:
-        # A unit may be stepped early only if the rest of this backward cannot use it. So (1) all
-        # its parameters must have gradients, and so are used, whatever other ranks used; (2) no
-        # forward of the unit may still wait for its backward; and (3) the unit's inputs must have
-        # their gradients, so that backward computes nothing more in the unit. After the step, the
-        # unit must not be unsharded again in this backward, because the ranks would mix old and new
-        # shards. So prefetching skips units whose backward has begun.
+        # A unit may be stepped early only if the rest of this backward cannot use the unit. So (1)
+        # all its parameters must have gradients: then all are used, whatever other ranks used; (2)
+        # no forward of the unit may still wait for its backward; and (3) the unit's inputs must
+        # have their gradients, so that backward computes nothing more in the unit. After the step,
+        # the unit must not be unsharded again in this backward, because some ranks would send old
+        # shards and others new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
-            # After accumulation, do not step a unit with a frozen parameter early: another rank may
-            # have accumulated a gradient before the user froze the parameter.
+            # After gradient accumulation, do not step a unit with a frozen parameter early: before
+            # the user froze the parameter, another rank may have accumulated a gradient for it.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
             and not self.state.pending_sends.is_sending(handle.flat_param)
@@ -225,25 +229,28 @@ class SteppedInBackward(StepExtension):
         )
 
     def votes(self) -> bytes:
-        """Return, for each unit, whether this rank has stepped the unit."""
+        """Return one byte for each unit: 1 if this rank has stepped the unit in this backward."""
         return bytes(unit.index in self._stepped for unit in self._units)
 
     def tally(self, maxima: bytes) -> None:
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if any rank has already stepped one of ``units``."""
+        """Raise, on all ranks, if any rank has already stepped one of ``units``.
+
+        These units got further gradients after their gradients had been reduced.
+        """
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Step the remaining units. Raises the error of an early step, if there was one.
+        """Step the units that were not stepped early. Raises the first error of this backward.
 
-        Users' post-accumulate hooks have run before.
+        Called after users' post-accumulate hooks have run, because the step drops the gradients.
         """
-        # If this backward runs inside a forward, do nothing: the backward that follows the forward
-        # steps the remaining units.
+        # If this backward runs inside a forward, do nothing: the backward after that forward will
+        # step the units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -263,8 +270,8 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Set `.grad` to a tensor that raises when it is read. Do this only at the end, because
-            # backward could have added further gradients to `.grad`.
+            # Set `.grad` to a placeholder that raises when it is read. Until now, `.grad` had to be
+            # None, because backward could still have added gradients to `.grad`.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
@@ -312,13 +319,13 @@ def _drop_consumed(params: Iterable[nn.Parameter]) -> None:
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Index of each parameter's group, keyed by the parameter's id."""
+    """Return the index of the group of each parameter, keyed by the parameter's id."""
     groups = enumerate(optimizer.param_groups)
     return {id(param): number for number, group in groups for param in group["params"]}
 
 
 def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
-    """See ``ShardedWrapper.step_in_backward``. Collective."""
+    """Let ``optimizer`` step in backward; see ``ShardedWrapper.step_in_backward``. Collective."""
     found = context.extension(SteppedInBackward.name)
     stepped = SteppedInBackward(context) if found is None else found
     remedy = "Pass the same optimizer on every rank."
@@ -340,7 +347,7 @@ def _got_more(what: str) -> RuntimeError:
 
 
 def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
-    """Unit and name of each parameter that optimizers can hold, keyed by the parameter's id."""
+    """Return the unit and the name of each sharded parameter, keyed by the parameter's id."""
     return {
         id(param.sharded): (unit, param.name)
         for unit in units
@@ -353,10 +360,10 @@ _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class ConsumedGrad(torch.Tensor):
-    """Placeholder for a gradient that a step in backward has used and freed.
+    """Placeholder in ``.grad`` for a gradient that a step in backward has used and freed.
 
-    The placeholder has the parameter's shape, dtype and device, and no memory. Setting it to None
-    or to zero works as for a gradient. Every other operation raises.
+    The placeholder has the parameter's shape, dtype and device, and no memory. ``zero_grad()``
+    works, with ``set_to_none`` and without. Every other operation on the placeholder raises.
     """
 
     _of: str
@@ -372,8 +379,8 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # Disable `__torch_function__`, because it would make every attribute access slow. It is not
-    # needed: `__torch_dispatch__` below sees every operation.
+    # Disable `__torch_function__`, which would make every attribute access slow. The class needs
+    # only `__torch_dispatch__` below, which torch calls for every operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -381,8 +388,8 @@ class ConsumedGrad(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ZEROING:
-            # `_foreach_zero_` takes a list, in which ordinary gradients may stand beside
-            # placeholders. Set the ordinary gradients to zero.
+            # The list for `_foreach_zero_` may contain ordinary gradients and placeholders. Set the
+            # ordinary gradients to zero.
             for tensor in args[0] if isinstance(args[0], list) else []:
                 if not isinstance(tensor, cls):
                     tensor.zero_()
@@ -390,15 +397,15 @@ class ConsumedGrad(torch.Tensor):
         tensors = tensors_in((*args, *(kwargs or {}).values()))
         consumed = next(t for t in tensors if isinstance(t, cls))
         raise RuntimeError(
-            f"parameter {consumed._of!r}: {func._schema.name} on a gradient that "
-            "ShardedWrapper.step_in_backward() has used and dropped: the parameter is stepped "
-            "already. Clipping by a norm, GradScaler and other code that needs gradients after "
+            f"parameter {consumed._of!r}: {func._schema.name} cannot read the gradient, "
+            "because step_in_backward() has stepped the parameter and dropped the gradient. "
+            "Clipping by a norm, GradScaler and other code that needs gradients after "
             "backward needs an ordinary optimizer.step(): call remove() on the handle that "
             "step_in_backward() returned. To read or change one parameter's gradient before the "
             "step, use p.register_post_accumulate_grad_hook."
         )
 
 
-# Importing this module extends the steps of all optimizers of the process. The module is imported
-# at the first call of `step_in_backward()`.
+# From now on, `_DropConsumed` acts in the steps of all optimizers of the process. This module is
+# imported at the first call of `step_in_backward()`.
 extensions.append(_DropConsumed())

@@ -1,8 +1,8 @@
 """Extra: parameters that are DTensors (tensor parallelism).
 
-flatshard shards the local part of each DTensor over the data parallel ranks, which are not in the
-DTensor's mesh. In a forward, modules compute with a DTensor whose local part is the unsharded
-parameter.
+Tensor parallelism has cut a DTensor over the ranks of its mesh. flatshard shards this rank's local
+part of the DTensor once more, over the data parallel ranks, which are not in the DTensor's mesh. In
+a forward, modules compute with a DTensor whose local part is the unsharded parameter.
 
 Without this folder, wrapping a model with a DTensor among its parameters raises an error that names
 the folder.
@@ -28,13 +28,14 @@ from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_tree import ParamInfo, find_params, unit_text
 
-_NATIVE = TransportOptions(Collectives.NATIVE)  # these communicators only exchange numbers
+# Communicators over the ranks of a mesh use native collectives, because they only exchange numbers.
+_NATIVE = TransportOptions(Collectives.NATIVE)
 _OTHERWISE = "or do not apply tensor parallelism to this parameter."
 
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """The mesh and the placements of a parameter. Implements ``ParamSplit``."""
+    """How tensor parallelism has cut a parameter over a mesh. Implements ``ParamSplit``."""
 
     layout: Any  # torch's DTensorSpec
     comms: tuple[Communicator, ...]  # one for each mesh dimension that splits the parameter
@@ -42,7 +43,7 @@ class TensorParallel:
     stride: tuple[int, ...]  # the same parameter's strides, in elements
 
     def __deepcopy__(self, _: object) -> TensorParallel:
-        return self  # copies of a model share this object, because process groups cannot be copied
+        return self  # a copied model shares this object, because process groups cannot be copied
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """Return a DTensor whose local part is ``local`` and gets its gradient in backward.
@@ -66,7 +67,8 @@ class TensorParallel:
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
         """Convert a hook for the DTensor's gradient into a hook for the local part's gradient.
 
-        ``hook`` receives a DTensor. So if the hook computes a norm, it is the norm of all parts.
+        ``hook`` still receives a DTensor. If the hook computes a norm, the result is therefore the
+        norm of the whole gradient, not only of the local part.
         """
 
         def call(grad: Tensor) -> Any:
@@ -110,9 +112,10 @@ class TensorParallel:
 
 @contextmanager
 def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iterator[None]:
-    """Replace DTensors among the module's parameters by their local parts.
+    """Replace DTensors among the module's parameters by their local parts, for wrapping.
 
-    If the block raises, the DTensors are put back. Collective: all ranks of the DTensors' meshes.
+    The local parts stay in the module if the ``with`` block succeeds. If the block raises, the
+    DTensors are put back. Collective: all ranks of the DTensors' meshes.
 
     Raises:
         ValueError: a mesh shares ranks with the ranks over which the parameters would be sharded.
@@ -126,9 +129,9 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     for name, (_, param) in found.items():
         _check(name, param, settings)
     try:
-        # Put a new parameter into the module instead of changing the DTensor into the local part:
-        # `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter, because their
-        # classes have different slots.
+        # Put a new parameter into the module. The DTensor object itself cannot become the sharded
+        # parameter: `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter,
+        # because their classes have different slots.
         for name, (one, param) in found.items():
             _put(one, _local_part(param))
             param.flattened_as = name
@@ -139,8 +142,8 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
             _put(one, param)
         raise
     for _, param in found.values():
-        # Free the DTensor's memory here. An optimizer may still refer to the DTensor, and would
-        # keep the memory.
+        # Free the DTensor's memory. An optimizer that was made before wrapping still refers to the
+        # DTensor, and would keep the memory alive.
         param._local_tensor = param._local_tensor.new_empty(0)
 
 

@@ -5,7 +5,8 @@ attributes. If a method of a torch wrapper is missing, the error names the repla
 folder, a keyword outside of ``ShardedWrapper``'s signature raises ``MissingExtraError``, and
 missing attributes raise Python's ``AttributeError``.
 
-A test compares the names with the tables of docs/migration.md, and with torch, to notice new names.
+A test compares the names with the tables of docs/migration.md, and with torch's classes, to notice
+names that torch adds.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from flatshard.state.model_state import StateDictOptions
 
 
 class Keyword(NamedTuple):
-    """A keyword of torch's wrappers, with the reason why it has no effect or raises."""
+    """Why a keyword of torch's wrappers has no effect here, or why it raises an error."""
 
     reason: str
-    default: Any = None  # mostly torch's default; this value causes no warning or error
+    default: Any = None  # a value that causes no warning or error, usually torch's default
 
 
 # Keywords of torch's wrappers that have no effect here. If the user passes another value than the
 # default, rank 0 warns.
 IGNORED = {
-    # The value without a warning is True, because ShardedWrapper always behaves in this way. (In
-    # FSDP1, the default is False.)
+    # True causes no warning, because ShardedWrapper always behaves as FSDP1 does with True.
+    # (FSDP1's default is False.)
     "use_orig_params": Keyword("parameters keep their names and shapes", True),
     "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
     "bucket_cap_mb_list": Keyword("there are no buckets; auto_wrap_policy makes units"),
@@ -58,7 +59,7 @@ REFUSED = {
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the
 # value of torch's keyword into keywords of ShardedWrapper.
 OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    # In torch, an empty list means the same as None: a module on the CPU.
+    # For DistributedDataParallel, an empty list means the same as None: a module on the CPU.
     "device_ids": lambda value: {"device_id": _only(value)} if value else {},
     "output_device": lambda value: {"device_id": value},
     "forward_sync_buffers": lambda value: {"broadcast_buffers": value},
@@ -69,7 +70,8 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "ignored_params": lambda value: {"ignored_states": value},
 }
 
-# Public methods of torch's wrappers that ShardedWrapper lacks, keyed by the advice in the error.
+# Public methods of torch's wrappers that ShardedWrapper lacks, separated by spaces. The key is the
+# advice that the error gives for all of them.
 _MISSING = {
     "use `with model.join():`": "join_hook join_device join_process_group",
     "one process trains on one device": "scatter gather",
@@ -136,13 +138,16 @@ ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
 
 
 def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> Any:
-    """Return the value of an attribute that torch's wrappers have, for a ``ShardedWrapper``.
+    """Return the value of attribute ``name``, which Python did not find on a ``ShardedWrapper``.
 
-    ``sharding`` is None while the wrapper is being built or copied.
+    Args:
+        name: the name of the attribute.
+        sharding: the wrapper's state; None while the wrapper is being built or copied.
+        error: Python's error about the missing attribute.
 
     Raises:
-        AttributeError: ``name`` is a method that only torch's wrappers have: the error says what to
-            use instead. If torch's wrappers have no such name either, raises ``error``.
+        AttributeError: ``name`` is a method that only torch's wrappers have, and the error says
+            what to use instead. If torch's wrappers have no such name either, raises ``error``.
     """
     if name in ATTRIBUTES and sharding is not None:
         return ATTRIBUTES[name](sharding)
@@ -167,8 +172,8 @@ def read_keywords(
         known: names of the constructor's own keywords.
 
     Returns:
-        A copy of ``own``, in which values from ``extra`` replace None; and a line of text for each
-        keyword in ``extra`` that has no effect.
+        Two values: a copy of ``own``, in which values from ``extra`` replace None, and a list with
+            a line of text for each keyword in ``extra`` that has no effect.
     """
     meant, notes = dict(own), []
     accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
@@ -189,8 +194,8 @@ def read_keywords(
             continue
         for our_name, ours in OTHER_NAMES[name](value).items():
             before = meant.get(our_name)
-            # Compare the text after the colon, because 0, "cuda:0" and torch.device("cuda", 0) mean
-            # the same device.
+            # 0, "cuda:0" and torch.device("cuda", 0) mean the same device, so for `device_id`
+            # compare only the text after the colon.
             texts = {str(device).rpartition(":")[2] for device in (before, ours)}
             if before is None:
                 meant[our_name] = ours
@@ -221,8 +226,8 @@ def read_options(
     """Convert torch's state dict type and configs into ``StateDictOptions``.
 
     Raises:
-        NotImplementedError: the type is LOCAL_STATE_DICT, whose tensors are flat.
-        TypeError: a config does not belong to the type.
+        NotImplementedError: the type is LOCAL_STATE_DICT, whose tensors are flat parameters.
+        TypeError: a config is not of the class that belongs to the state dict type.
     """
     name = getattr(state_dict_type, "name", state_dict_type)
     if name not in _CONFIGS:

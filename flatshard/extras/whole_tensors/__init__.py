@@ -1,7 +1,8 @@
 """Extra: steps optimizers that compute with whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
-``WholeStepper`` finds out in which ``StepMode`` an optimizer can step sharded parameters, and gives
-the optimizer sharded or full parameters accordingly.
+``WholeStepper`` tries copies of an optimizer to find its ``StepMode``: whether the optimizer can
+step sharded parameters, or needs full parameters, and on which ranks. In each step,
+``WholeStepper`` then gives the optimizer sharded or full parameters accordingly.
 
 Without this folder, an optimizer that is not known to be element-wise raises at its first step on
 sharded parameters. The element-wise optimizers of torch, and optimizers that were passed to
@@ -30,7 +31,7 @@ _logger = logging.getLogger("flatshard")
 
 
 class WholeStepper(Stepper):
-    """Steps an optimizer that is not known to be element-wise, in the ``StepMode`` of its trial."""
+    """Steps an optimizer that is not known to be element-wise, in the mode that it needs."""
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
@@ -41,12 +42,12 @@ class WholeStepper(Stepper):
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
         if self.mode is StepMode.ON_SHARDS:
-            # Step eagerly, without compiling. A closure may run a compiled model, which must stay
-            # compiled.
+            # Run the step eagerly, because torch.compile would trace it anew. But do not do so with
+            # a closure, which may run a compiled model: the model must stay compiled.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # A finalizer also restores the stance if a step raises and nobody uses the
-                # optimizer again.
+                # `undo` restores the stance. If a step raises and nobody uses the optimizer again,
+                # the finalizer restores the stance when this object is freed.
                 self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
             return optimizer
         step = self._step
@@ -89,7 +90,7 @@ class WholeStepper(Stepper):
         )
 
     def _find_mode(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the ``StepMode`` for the parameters that have gradients now.
+        """Set ``mode`` to the ``StepMode`` of the optimizer for the parameters that have gradients.
 
         Collective: all ranks of the optimizer's sharded parameters.
         """
@@ -98,7 +99,7 @@ class WholeStepper(Stepper):
         with_grads = {id(param) for param in some}
         if self.mode is not StepMode.ON_SHARDS or with_grads <= self._tried:
             return
-        # The optimizer may need a different mode for parameters without an earlier step.
+        # Parameters that get their first gradient may need another mode than the other parameters.
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
@@ -106,11 +107,11 @@ class WholeStepper(Stepper):
         split = first_of_dtensor(param.spec for param in sharded)
         if split is not None and mode is not StepMode.ON_SHARDS:
             raise NotImplementedError(
-                f"parameter {split!r} was a DTensor, and {type(optimizer).__name__} "
-                "needs full parameters, of which the ranks of this model hold only a part. Step "
-                "the parameter with an element-wise optimizer, such as AdamW."
+                f"parameter {split!r} was a DTensor. {type(optimizer).__name__} needs full "
+                "parameters, but the ranks of this model together hold only a part of the DTensor. "
+                "Step the parameter with an element-wise optimizer, such as AdamW."
             )
-        # Warn if every rank needs the full model: a model may be sharded because it does not fit.
+        # Warn if every rank gets the full model, which may not fit into the memory of one rank.
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode

@@ -1,4 +1,4 @@
-"""Owners: chooses the rank that owns each parameter, and moves tensors to the owners and back."""
+"""Chooses the owner of each parameter (the rank that steps it), and moves tensors to owners."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 
-# Largest share of a rank, as a multiple of an equal share. A tolerance above 1 lets more parameters
-# go to the rank that already holds most of their elements, so less data is sent.
+# Maximum share of the work and memory that a rank gets, as a multiple of an equal share. With more
+# than 1, more parameters can go to the rank that already holds most of their elements, so less data
+# is sent.
 ABOUT_EQUAL = 1.05
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """Approximate work of stepping a parameter; for a matrix, the work of Newton-Schulz."""
+    """Return the approximate work of a step of a parameter; for a matrix, of Newton-Schulz."""
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = sorted((shape[0], math.prod(shape[1:])))
@@ -88,12 +89,13 @@ class HeldRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
-    """A sharded parameter, and the rank that gets the full parameter for a step.
+    """A sharded parameter, the ranks that hold its parts, and the owner, which steps it.
 
     Attributes:
         spec: the parameter's shape and this rank's part.
-        held: the parts that are not empty, keyed by the rank in the group.
-        owner: the owner's rank in the group; None: every rank gets the full parameter.
+        held: the range of elements that each rank holds, keyed by the rank in the group. Ranks that
+            hold no element are left out.
+        owner: the owner's rank in the group; None if every rank gets the full parameter.
     """
 
     spec: ShardSpec
@@ -107,11 +109,14 @@ class OwnedParam:
 
     @property
     def is_moved(self) -> bool:
-        """Whether a step sends elements of the parameter to another rank; equal on all ranks."""
+        """Whether a step sends elements between ranks. All ranks get the same answer."""
         return self.spec.comm.size > 1 and any(rank != self.owner for rank in self.held)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """View all elements, ``(numel,)`` in memory order, with the parameter's shape."""
+        """Return a view of ``flat`` with the parameter's shape.
+
+        ``flat`` has all elements of the parameter in memory order, and shape ``(numel,)``.
+        """
         return flat.as_strided(self.spec.shape, self.spec.strides)
 
     def flat(self, full: Tensor) -> Tensor:
@@ -120,21 +125,20 @@ class OwnedParam:
 
 
 Piece = tuple[OwnedParam, Tensor, Tensor | None]
-"""A parameter; this rank's part of a tensor of the parameter's shape; and the full tensor, flat.
-
-The full tensor is None on a rank that does not get the full parameter.
+"""Three values about a tensor with the shape of a parameter: the parameter, this rank's part of the
+tensor, and the full tensor, flattened. The full tensor is None on a rank that does not get it.
 """
 _Elements = tuple[int, Tensor]
-"""A rank of the group, and the elements that are sent to the rank or received from it."""
+"""Two values: a rank of the group, and the elements to send to the rank or to receive from it."""
 
 
 def gather_to_owners(
     comm: Communicator, parts: Sequence[tuple[OwnedParam, Tensor]], op_name: str
 ) -> Callable[[], list[Tensor]]:
-    """Start to gather parts on the owners.
+    """Start to send the parts of tensors to the owners of the tensors' parameters.
 
-    Returns a function that waits, and returns the full tensors that this rank gets, in the order of
-    ``parts``. The full tensors have their own memory.
+    Returns a function that waits, and returns the full tensors that this rank gets as an owner, in
+    the order of ``parts``. The full tensors have their own memory.
 
     Collective: all ranks of the group, with parts of the same parameters and dtypes.
     """
@@ -160,13 +164,16 @@ def scatter_to_shards(comm: Communicator, pieces: Sequence[Piece], op_name: str)
     """
     flats = [(p, part, None if full is None else p.flat(full)) for p, part, full in pieces]
     ours, ranges = _split(comm, flats)
-    # A parameter without an owner is full on every rank, so nothing is sent.
+    # If a parameter has no owner, every rank has the full tensor, so nothing is sent.
     moved = [piece for piece in flats if piece[0].is_moved and piece[0].owner is not None]
     _exchange(comm, moved, ranges, ours, op_name)()
 
 
 def _split(comm: Communicator, pieces: Sequence[Piece]) -> tuple[list[_Elements], list[_Elements]]:
-    """This rank's parts with their owners, and ranges of full tensors with their holders."""
+    """Return two lists of elements to exchange: this rank's parts, and ranges of its full tensors.
+
+    A part is exchanged with the owner of its parameter, a range with the rank that holds the range.
+    """
     ours: list[_Elements] = []
     ranges: list[_Elements] = []
     for param, part, flat in pieces:
@@ -188,21 +195,23 @@ def _exchange(
     receives: list[_Elements],
     op_name: str,
 ) -> Callable[[], None]:
-    """Copy the elements that stay on this rank, and start to exchange all further elements.
+    """Start to send ``sends`` to other ranks, and to fill ``receives`` with their elements.
 
-    Returns a function that waits for the exchange. Collective: all ranks of the group.
+    Elements that stay on this rank are copied at once. Returns a function that waits for the
+    exchange. Collective: all ranks of the group.
     """
     own = [[tensor for rank, tensor in side if rank == comm.rank] for side in (sends, receives)]
     for source, target in zip(*own, strict=True):
         target.copy_(source)
-    # All ranks must make the same decision, so do not decide by this rank's sends and receives.
+    # All ranks must decide in the same way whether to communicate. So decide by `moved`, which is
+    # equal on all ranks, and not by this rank's sends and receives.
     if not moved:
         return lambda: None
     lengths, expected = [0] * comm.size, [0] * comm.size
     ordered: list[list[Tensor]] = []
     for elements, counts in ((sends, lengths), (receives, expected)):
         others = [(rank, tensor) for rank, tensor in elements if rank != comm.rank]
-        others.sort(key=itemgetter(0))  # stable: keeps the order of a rank's elements
+        others.sort(key=itemgetter(0))  # by rank; elements for the same rank stay in order
         for rank, tensor in others:
             counts[rank] += tensor.nbytes
         ordered.append([tensor for _, tensor in others])

@@ -1,7 +1,7 @@
 """``find_step_mode``: finds an optimizer's ``StepMode`` by trying copies of the optimizer.
 
-A list of classes would not be enough: users bring their own optimizers, and the mode may depend on
-an optimizer's options.
+A list of optimizer classes with their modes would not be enough: users bring their own optimizers,
+and the mode may depend on an optimizer's options.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class StepMode(enum.Enum):
     ON_EVERY_RANK = "all full parameters on every rank"
 
 
-# Longest dimension of a parameter in a trial, and scales of the gradients. Both large and small
-# gradients are tried, because an optimizer may clip only large gradients.
+# A trial steps small parameters, whose dimensions are at most _LONGEST, with gradients that are
+# multiplied by each of _SCALES. An optimizer may clip only large gradients, so try small and large
+# gradients.
 _LONGEST = 6
 _SCALES = (1.0, 1e-3, 1e3)
 _NOT_COPIED = ("state", "param_groups", "step", "profile_hook_step")
@@ -44,27 +45,29 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
 
     Collective: all ranks of the optimizer's sharded parameters, which try the same operations.
     """
-    # Trials must not change the random number generators, and should not take time to compile.
+    # Trials must not change the state of the random number generators. Do not compile the trials'
+    # steps, because compilation takes time.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         if _works_on_shards(optimizer):
             return StepMode.ON_SHARDS
-        # ``eval()`` replaces the weights by averages, which are computed from state. So every rank
-        # needs the state.
+        # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by averages,
+        # which it computes from its state. So every rank needs the full state.
         if callable(getattr(optimizer, "eval", None)):
             return StepMode.ON_EVERY_RANK
         try:
             return _try_full_params(optimizer)
         except Exception:
-            return StepMode.ON_EVERY_RANK  # the same as without sharding
+            return StepMode.ON_EVERY_RANK  # every rank then steps as if the model were not sharded
 
 
 def copy_with_params(
     optimizer: torch.optim.Optimizer, groups: Sequence[Params]
 ) -> torch.optim.Optimizer:
-    """A copy of an optimizer over the parameters in ``groups``, without state and hooks.
+    """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks.
 
-    Attributes of the optimizer that hold its parameters hold the new parameters in the copy.
+    If an attribute of the optimizer holds parameters of the optimizer, the attribute of the copy
+    holds the new parameters instead.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {}
@@ -72,7 +75,7 @@ def copy_with_params(
     for group, params in zip(own, groups, strict=True):
         memo.update({id(old): new for old, new in zip(group["params"], params, strict=False)})
         memo[id(group["params"])] = list(params)
-    # Parameters without a replacement are shared, not copied.
+    # The copy refers to the same tensors for parameters that have no new parameter.
     memo.update({id(old): old for old in all_params(optimizer) if id(old) not in memo})
     twin_groups = copy.deepcopy(own, memo)
     for group, params in zip(twin_groups, groups, strict=True):
@@ -88,7 +91,7 @@ def copy_with_params(
 
 
 def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A shallow copy without parameter groups: its ``step()`` changes nothing."""
+    """Return a shallow copy without parameter groups, whose ``step()`` changes nothing."""
     empty: torch.optim.Optimizer = object.__new__(type(optimizer))
     empty.__dict__.update(optimizer.__dict__)
     empty.state, empty.param_groups = defaultdict(dict), []
@@ -99,7 +102,7 @@ def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can step copies of the sharded parameters, and shards its state."""
+    """Whether the optimizer can step copies of its sharded parameters, and its state is sharded."""
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
         twin = copy_with_params(optimizer, groups)
@@ -109,9 +112,9 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
         step_unhooked(twin)
     except Exception:
         return False
-    # State in an unsharded tensor shows that the optimizer computes with whole parameters: examples
-    # are 8-bit states of all elements, and factors of rows and columns. On shards, the optimizer
-    # would compute this state from only this rank's elements.
+    # If the optimizer keeps state in an ordinary tensor of more than one element, it computes with
+    # whole parameters: examples are 8-bit states of all elements, and factors of rows and columns.
+    # On shards, it would compute this state from only this rank's elements.
     return all(
         isinstance(value, FlatShardTensor | int | float | str | None)
         or (isinstance(value, Tensor) and value.numel() == 1)
@@ -137,9 +140,10 @@ def _copied(param: Tensor) -> Tensor:
 
 
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
-    """Step small full parameters together, and in two halves.
+    """Return the ``StepMode`` that fits, after trials of steps of small full parameters.
 
-    If the results are equal, each parameter may have its own owner.
+    Steps all of the small parameters together, and each half separately. If the results are equal,
+    the parameters do not depend on each other, so each may be stepped on its own owner.
     """
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     kinds = ((0, 1), (0,), (1,), ())
@@ -160,7 +164,10 @@ def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
 
 
 def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Small shapes, with the parameters that they imitate: two for each number of dimensions."""
+    """Return small shapes, two for each number of dimensions that the parameters have.
+
+    Each shape comes with the parameter from which it was derived.
+    """
     found: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
     for param in params:
         shape = tuple(min(size, _LONGEST) for size in param.shape)
@@ -199,13 +206,14 @@ class _Trial:
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        # All trials use the same seed. An optimizer that draws random numbers draws different
-        # numbers for fewer parameters, so the results of the trials differ.
+        # Use the same seed in all trials. If the optimizer draws random numbers, it draws others
+        # for the same parameter in a trial with fewer parameters. So the results differ, as they
+        # should: such an optimizer must step all parameters together.
         torch.manual_seed(1)
         step_unhooked(self._twin)
 
     def shared_values(self) -> str:
-        """The optimizer's values that belong to no parameter, such as a count of steps, as text."""
+        """Return a text with the optimizer's values that belong to no parameter (a step count)."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._twin.param_groups]
         hidden = {"state", "param_groups", "defaults"}
         rest = {k: v for k, v in self._twin.__dict__.items() if k not in hidden}
@@ -213,5 +221,5 @@ class _Trial:
         return repr((groups, [one for one in leaves if isinstance(one, int | float | Tensor)]))
 
     def agrees_with(self, other: _Trial) -> bool:
-        """Whether the parameters in ``other`` equal those of this trial, bit by bit."""
+        """Whether the parameters of ``other`` have bitwise the same values as in this trial."""
         return all(torch.equal(self.params[key], param) for key, param in other.params.items())

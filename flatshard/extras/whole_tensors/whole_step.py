@@ -1,7 +1,7 @@
-"""``WholeStep``: an optimizer steps full parameters, of which each rank holds a part.
+"""``WholeStep``: gathers sharded parameters, so that an optimizer can step full parameters.
 
 Some optimizers compute with a whole tensor: Newton-Schulz in Muon, rows and columns in Adafactor,
-the norm of a layer, blocks of 8-bit states. These optimizers step each parameter on one rank, the
+the norm of a layer, blocks of 8-bit states. Such an optimizer steps each parameter on one rank, the
 parameter's owner. The owner gathers the parts, keeps the optimizer's state, and scatters the new
 values. Optimizers that compute with several parameters together (LBFGS) step all parameters on
 every rank. ``StepMode`` lists all modes.
@@ -60,10 +60,12 @@ def swap_full_in(
     full: dict[FlatShardTensor, nn.Parameter],
     others: Collection[Any],
 ) -> ExitStack:
-    """Replace sharded parameters of an optimizer by full parameters, until the result is closed.
+    """Replace sharded parameters of an optimizer by full parameters, until the stack is closed.
 
-    The full parameters get the state of the sharded parameters. Until the result is closed, the
-    optimizer has only the full parameters and ``others``.
+    The state of the sharded parameters moves to the full parameters. ``full`` maps the sharded
+    parameters to the full ones. All other parameters leave the optimizer, except ``others``.
+
+    Returns a stack of actions that undo this when the stack is closed.
     """
     undo = ExitStack()
     kept = {id(param) for param in others}
@@ -95,13 +97,13 @@ class WholeStep:
     ) -> None:
         """Choose the owner of each parameter.
 
-        ``before`` is the previous ``WholeStep`` of the optimizer, for its previous parameters.
-        Parameters keep the owners from ``before``.
+        ``before`` is the optimizer's previous ``WholeStep``, if its parameters have changed since.
+        Parameters keep their owners from ``before``.
 
         Collective: all ranks of the optimizer's sharded parameters.
         """
         self.mode = mode
-        # Keep the owners of removed parameters, which may be added to the optimizer again.
+        # Also keep the owner of a parameter that was removed: it may be added again later.
         self._owners: MutableMapping[Tensor, int] = (
             WeakIdKeyDictionary() if before is None else before._owners
         )
@@ -136,9 +138,10 @@ class WholeStep:
         """Peak bytes of full tensors, send buffers and receive buffers in a step on this rank."""
         owned = [param for param, one in self.owned.items() if one.is_full_here]
         values = sum(param.local.element_size() * param.numel() for param in owned)
-        # A part consists of values and gradients. While a part is gathered, its data exist three
-        # times: in a send buffer, in a receive buffer and as full tensors. Meanwhile the previous
-        # part exists as full tensors.
+        # The owners step the parameters in parts, and gather the values and gradients of the next
+        # part during the step of a part. While a part is gathered, its data exist three times: in a
+        # send buffer, in a receive buffer and as full tensors. The part that is being stepped
+        # exists as full tensors. So there are four times the bytes of a part.
         part = 2 * values
         if self.mode is StepMode.IN_PARTS:
             largest = max(map(_gathered_bytes, self.owned), default=0)
@@ -176,8 +179,8 @@ class WholeStep:
                 if changed is not None and self.mode is StepMode.IN_PARTS:
                     raise NotImplementedError(
                         f"{type(optimizer).__name__}.step() changes its parameter groups. "
-                        "flatshard calls step() once for each part of the parameters, so it would "
-                        "change them several times. Change the groups after step() returns."
+                        "flatshard calls step() once for each part of the parameters, so the "
+                        "groups would change several times. Change them after step() returns."
                     )
                 for param, stepped in full.items():
                     if stepped.grad is None:
@@ -196,10 +199,10 @@ class WholeStep:
             self.scatter(part, done)
 
     def agree_on_gradients(self, optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
-        """The parameters that have gradients, in the optimizer's order. Collective.
+        """Return the parameters that have gradients, in the optimizer's order. Collective.
 
         Raises:
-            ValueError: on all ranks: ranks have gradients of different parameters.
+            ValueError: ranks have gradients of different parameters. All ranks raise.
         """
 
         def prepare() -> tuple[list[FlatShardTensor], Facts]:
@@ -214,7 +217,7 @@ class WholeStep:
         return agreed(prepare, self.comms, OP, REMEDY)
 
     def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
-        """Divide parameters into parts of which each owner gathers about ``PART_BYTES``."""
+        """Divide parameters into parts. For each part, an owner gathers about ``PART_BYTES``."""
         filled: dict[tuple[Communicator, int | None], int] = {}
         parts: dict[int, list[FlatShardTensor]] = {}
         for param in params:
@@ -242,8 +245,8 @@ class WholeStep:
                 tensors = iter(wait())  # tensors in the order of `_local_parts`
                 for param in some:
                     if not self.owned[param].is_full_here:
-                        # Only the owner has state. An empty entry keeps torch's get_state_dict from
-                        # making a step to create state.
+                        # Only the owner has state. Give the parameter an empty entry here: if there
+                        # were no entry, torch's get_state_dict would make a step to create state.
                         optimizer.state[param] = {}
                         continue
                     full[param] = nn.Parameter(next(tensors), param.requires_grad)
@@ -257,7 +260,7 @@ class WholeStep:
         return finish
 
     def average(self, loss: Any) -> Any:
-        """Average the ranks' losses, to the loss of the whole batch. Collective."""
+        """Return the average of the ranks' losses, the loss of the whole batch. Collective."""
         # All ranks need the same loss, because optimizers such as LBFGS decide by the loss.
         if not isinstance(loss, Tensor | float) or not self._params:
             return loss
@@ -310,7 +313,10 @@ class WholeStep:
     # ------------------------------------------------------------ state
 
     def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
-        """Distribute the owners' state to all ranks. Per-element state is sharded. Collective."""
+        """Return the state of all parameters, which the owners send to all ranks. Collective.
+
+        State with one value per element is sharded; all other state is the same on all ranks.
+        """
         shared: dict[FlatShardTensor, State] = {}
         for comm in self.comms:
             params = [param for param in self.owned if param.spec.comm is comm]
@@ -323,7 +329,8 @@ class WholeStep:
             pieces: list[Piece] = []
             for number, param in enumerate(params):
                 owned = self.owned[param]
-                # State from a checkpoint stays sharded until the next step.
+                # Skip state that was loaded from a checkpoint: it is already sharded, until the
+                # next step gathers it on the owner.
                 if _sharded_state(optimizer.state.get(param)):
                     continue
                 assert owned.owner is not None
@@ -341,7 +348,7 @@ class WholeStep:
 def _held_ranges(
     params: Sequence[FlatShardTensor], comm: Communicator
 ) -> list[dict[int, HeldRange]]:
-    """For each parameter, the ranks that hold elements, and their ranges. Collective."""
+    """Return, for each parameter, a dict from each rank to the range that it holds. Collective."""
     specs = enumerate(param.spec for param in params)
     mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
     held: list[dict[int, HeldRange]] = [{} for _ in params]
@@ -352,12 +359,15 @@ def _held_ranges(
 
 
 def _gathered_bytes(param: FlatShardTensor) -> int:
-    """Bytes of a parameter and its gradient, which the owner gathers."""
+    """Return the number of bytes that the owner gathers: the parameter and its gradient."""
     return param.nbytes + (0 if param.grad is None else param.grad.nbytes)
 
 
 def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The owner's state for other ranks, with meta tensors in place of per-element state."""
+    """Return the owner's state, to send to other ranks, without the values of per-element state.
+
+    Meta tensors replace these values, which ``scatter_to_shards`` sends instead.
+    """
     return {
         key: value.to("meta")
         if type(value) is Tensor and value.shape == param.shape and key not in ONE_PER_PARAMETER
@@ -368,7 +378,10 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
-    """This rank's parts of a parameter, of its gradient if any, and of its loaded state."""
+    """Return this rank's parts of the tensors that the parameter's owner gathers.
+
+    These are the parameter, its gradient if there is one, and state from a checkpoint.
+    """
     parts = [param.local.detach()]
     if param.grad is not None:
         parts.append(local_grad(param))
@@ -377,7 +390,7 @@ def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> li
 
 
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
-    """The sharded entries of a parameter's state. Only state from a checkpoint is sharded."""
+    """Return the entries of a parameter's state that are sharded: those from a checkpoint."""
     return {k: v for k, v in (state or {}).items() if isinstance(v, FlatShardTensor)}
 
 
@@ -392,7 +405,7 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
         for kept in pytree.tree_leaves(value, is_leaf=lambda one: id(one) in known):
             if isinstance(kept, FlatShardTensor):
                 raise NotImplementedError(
-                    f"{type(optimizer).__name__} keeps parameter {kept.spec.name!r} in its "
-                    f"attribute {name!r}, which would stay sharded during a step. Read parameters "
-                    "only from param_groups in step()."
+                    f"{type(optimizer).__name__} keeps parameter {kept.spec.name!r} in attribute "
+                    f"{name!r}, where it would stay sharded during a step: flatshard puts full "
+                    "parameters only into param_groups. Let step() read them from param_groups."
                 )

@@ -369,7 +369,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Forgets,
         {},
         RuntimeError,
-        r"reset_parameters\(\) of module .* gave no values to '0.mask'",
+        r"reset_parameters\(\) of module .* left '0.mask' without values",
     ),
     "an attribute": (Attribute, {}, RuntimeError, "module '0' .Attribute.: attribute 'mask' is"),
     "partly": (half_real, {}, ValueError, "module '0' has some parameters on the meta device"),

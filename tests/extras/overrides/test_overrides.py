@@ -112,7 +112,7 @@ def _what_is_said(rank: int, world_size: int) -> None:
         wrap(Mlp(), {"fc9.*": FP32})
 
     tied = CASES["tied-in-unit"].model(FP32)
-    match = r"'embed.weight' and 'head.weight' are tied, and would be unsharded in param_dtype and"
+    match = r"'embed.weight' and 'head.weight' are tied, but are to be unsharded in param_dtype and"
     with pytest.raises(ValueError, match=match):
         wrap(tied, {"head": FP32})
     with pytest.raises(TypeError, match=r"overrides\('fc1.weight'\) must give a floating point"):

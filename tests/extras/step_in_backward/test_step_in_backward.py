@@ -463,7 +463,7 @@ def _refused(rank: int, world_size: int) -> None:
         scaler.unscale_(adam)
     with pytest.raises(RuntimeError, match=r"'mixing': .*Clipping by a norm"):
         nn.utils.clip_grad_norm_(params[:1], 1.0)
-    with pytest.raises(RuntimeError, match="has used and dropped"):
+    with pytest.raises(RuntimeError, match="stepped the parameter and dropped"):
         params[0].grad.norm()
     assert "ConsumedGrad('mixing'" in repr(params[0].grad)
 
