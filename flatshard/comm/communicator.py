@@ -21,7 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -93,11 +93,6 @@ def copying() -> Iterator[None]:
         yield
     finally:
         _is_copying = before
-
-
-@cache  # called for every all-gather and reduction in every step
-def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
-    return f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}"
 
 
 class Communicator(Members):
@@ -249,7 +244,7 @@ class Communicator(Members):
             action = "all-reducing gradients in backward"
         else:  # of an all-reduce, `reduce_scatter` has noted both halves
             self.note("gather", request.unit_fqn, out.nbytes)
-        op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
+        op_name = self._op_name(request.unit_fqn, action)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
 
@@ -265,9 +260,7 @@ class Communicator(Members):
             nbytes = (nbytes + out.nbytes * self.size) // 2
             action = "all-reducing"
         self.note(request.kind, request.unit_fqn, nbytes)
-        op_name = _op_name(
-            request.unit_fqn, f"{action} gradients in backward", self.global_rank, self.ranks_text
-        )
+        op_name = self._op_name(request.unit_fqn, f"{action} gradients in backward")
         with named(op_name):
             return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)
 
@@ -277,13 +270,16 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
         """
         self.note("all_reduce", unit_fqn, buffer.nbytes)
-        op_name = _op_name(
-            unit_fqn, "all-reducing gradients in backward", self.global_rank, self.ranks_text
-        )
+        op_name = self._op_name(unit_fqn, "all-reducing gradients in backward")
         with named(op_name):
             # Only the native transport has an all-reduce. It is the last transport, and accepts
             # every tensor.
             return self.transports[-1].all_reduce(buffer, op_name)
+
+    def _op_name(self, unit_fqn: str, action: str) -> str:
+        """Name of a collective in errors and in reports of waits."""
+        where = f"{unit_text(unit_fqn)}, rank {self.global_rank}"
+        return f"{where}: {action} over ranks {self.ranks_text}"
 
     def note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
         """Tell all ``LISTENERS`` that this rank starts a collective."""
@@ -374,8 +370,7 @@ class Communicator(Members):
         self.note("broadcast", op_name, tensor.nbytes)
         if self.transport_for(tensor.device).stream_waits(tensor.device):
             with self._named_on_stream(op_name):
-                group = self.gather_group
-                dist.broadcast(as_bytes(tensor), src=self.ranks[source], group=group)
+                dist.broadcast(as_bytes(tensor), self.ranks[source], self.gather_group)
             return
         on_host = tensor.to(self.control_device)
         self.host.broadcast(on_host, source, op_name)

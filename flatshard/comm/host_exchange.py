@@ -38,7 +38,6 @@ _DIGEST_BYTES = 8
 # the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
-_LENGTH_BYTES = 8  # number of bytes before each pickle that contain the pickle's length
 _DETAIL = re.compile(r"\(|: ")  # where the part of a name begins that ranks do not compare
 
 
@@ -167,11 +166,10 @@ class HostExchange:
         # An all-gather needs rows of the same length, but the ranks' pickles differ in length. So
         # pad all rows to the power of two that fits the longest pickle. The frame takes the maximum
         # of the ranks' exponents, and an exponent fits in one byte.
-        exponent = (len(row) + _LENGTH_BYTES).bit_length()
-        (exponent,) = self._frame("objects", op_name, bytes([exponent]))
-        row = len(row).to_bytes(_LENGTH_BYTES, "big") + row
+        (exponent,) = self._frame("objects", op_name, bytes([len(row).bit_length()]))
+        # A pickle ends with a mark, so `pickle.loads` ignores the padding.
         rows = self._all_gather_bytes(row.ljust(1 << exponent, b"\0"), op_name)
-        return [_unpacked(row) for row in rows]
+        return [pickle.loads(row) for row in rows]
 
     def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
         """Return the ``value`` of every rank, in order, or a list of one value if all are equal.
@@ -260,8 +258,3 @@ def _start_of(kind: str, op_name: str) -> bytes:
     Ranks in the same exchange get the same bytes.
     """
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
-
-
-def _unpacked(row: bytes) -> Any:
-    length = int.from_bytes(row[:_LENGTH_BYTES], "big")
-    return pickle.loads(row[_LENGTH_BYTES : _LENGTH_BYTES + length])

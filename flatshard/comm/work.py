@@ -249,8 +249,7 @@ def waits_by_thread() -> list[ThreadWaits]:
     """Return the ``ThreadWaits`` of each running thread that has ever waited for other ranks."""
     # Iterate over `valuerefs`, which returns a list: other threads may add entries to `_by_thread`
     # during the loop.
-    threads = [known() for known in _by_thread.valuerefs()]
-    return [waits for waits in threads if waits is not None]
+    return [waits for known in _by_thread.valuerefs() if (waits := known()) is not None]
 
 
 class watched:

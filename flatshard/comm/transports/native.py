@@ -93,8 +93,7 @@ class NativeTransport(Transport):
     def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
         # Torch's "fake" backend moves nothing, so there is nothing to wait for. Its handles never
         # report completion, so do not keep the handle.
-        works = [] if self._members.is_fake else [work]
-        return AsyncWork(works, op_name, kept, **more)
+        return AsyncWork([] if self._members.is_fake else [work], op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
         # Open connections now, because a backend that opens connections in its first reduction
