@@ -16,9 +16,9 @@ class Placement:
     """The properties of a strategy. Code that runs steps reads only these properties."""
 
     # Whether parameters, gradients and optimizer state are split over the shard group.
-    sharded: bool
+    sharded: bool = True
     # Whether units are resharded between forward and backward.
-    reshard_after_forward: bool
+    reshard_after_forward: bool = True
     # Whether units are resharded after backward. If not, a unit stays unsharded until its
     # parameters change, or until a forward without gradients ends.
     reshard_after_backward: bool = True
@@ -101,18 +101,12 @@ class ShardingStrategy(_SameAsTorchs):
 
 _PLACEMENTS = {
     ShardingStrategy.NO_SHARD: Placement(sharded=False, reshard_after_forward=False),
-    ShardingStrategy.SHARD_OP: Placement(
-        sharded=True, reshard_after_forward=False, reshard_after_backward=False
-    ),
-    ShardingStrategy.SHARD_GRAD_OP: Placement(sharded=True, reshard_after_forward=False),
-    ShardingStrategy.FULL_SHARD: Placement(sharded=True, reshard_after_forward=True),
-    ShardingStrategy.HYBRID_SHARD: Placement(sharded=True, reshard_after_forward=True, hybrid=True),
-    ShardingStrategy.HYBRID_SHARD_ZERO2: Placement(
-        sharded=True, reshard_after_forward=False, hybrid=True
-    ),
-    ShardingStrategy.HYBRID_SHARD_OP: Placement(
-        sharded=True, reshard_after_forward=True, hybrid=True, over_all=True
-    ),
+    ShardingStrategy.SHARD_OP: Placement(reshard_after_forward=False, reshard_after_backward=False),
+    ShardingStrategy.SHARD_GRAD_OP: Placement(reshard_after_forward=False),
+    ShardingStrategy.FULL_SHARD: Placement(),
+    ShardingStrategy.HYBRID_SHARD: Placement(hybrid=True),
+    ShardingStrategy.HYBRID_SHARD_ZERO2: Placement(reshard_after_forward=False, hybrid=True),
+    ShardingStrategy.HYBRID_SHARD_OP: Placement(hybrid=True, over_all=True),
 }
 
 # Maps a strategy to the strategy that differs only in `reshard_after_forward=False`. Strategies
