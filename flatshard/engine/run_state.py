@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ from flatshard.engine.events import Kind, Observers, StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
+
+
+@contextlib.contextmanager
+def temporarily(objects: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Set attributes of each object inside the context, and restore the attributes afterwards."""
+    with contextlib.ExitStack() as undo:
+        for one in objects:
+            for name, value in values.items():
+                undo.callback(setattr, one, name, getattr(one, name))
+                setattr(one, name, value)
+        yield
 
 
 class RunState:

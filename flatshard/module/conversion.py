@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import copying
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks, surround
+from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, shardings_in, units_in
@@ -48,13 +49,9 @@ def convert(
     # Check all units before the first conversion: an error must leave every unit unconverted.
     for handle in handles:
         _check_keeps_order(handle, fn)
-    context.is_converting = True
-    try:
-        with _hidden(handles):
-            apply_to_module()
-            convert_buffers(root.wrapper.modules(), fn)
-    finally:
-        context.is_converting = False
+    with temporarily([context], is_converting=True), _hidden(handles):
+        apply_to_module()
+        convert_buffers(root.wrapper.modules(), fn)
     for handle in handles:
         _convert_handle(handle, fn)
     context.refresh()

@@ -18,6 +18,7 @@ from flatshard.engine.buffer_sync import Buffers
 from flatshard.engine.context import RunContext
 from flatshard.engine.forward import RootModule
 from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.settings import as_flags
@@ -234,13 +235,9 @@ def accumulating(
     context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
-    before = context.syncs, context.under_no_sync
-    context.syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
-    context.under_no_sync = True
-    try:
+    syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
+    with temporarily([context], syncs=syncs, under_no_sync=True):
         yield
-    finally:
-        context.syncs, context.under_no_sync = before
 
 
 def plan_backward(model: nn.Module, *, reduces: bool) -> None:
@@ -296,16 +293,10 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
     _check_owns_parameters(module)
     units = dict.fromkeys(one.unit for one in shardings)
     handles = [handle for unit in units for handle in unit.handles]
-    with full_params.summoned(handles, request):
-        # Mark the units, so that forwards start no all-gathers: the modules hold full parameters
-        # already.
-        for unit in units:
-            unit.is_summoned = True
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.is_summoned = False
+    # Mark the units, so that forwards start no all-gathers: the modules hold full parameters
+    # already.
+    with full_params.summoned(handles, request), temporarily(units, is_summoned=True):
+        yield
 
 
 def _check_owns_parameters(module: nn.Module) -> None:

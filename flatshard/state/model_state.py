@@ -8,8 +8,8 @@ same values.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.optimizer.state_dicts import torch_request
 from flatshard.plan.module_tree import unit_text
@@ -234,17 +235,11 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
     return next(iter(options), StateDictOptions())
 
 
-@contextlib.contextmanager
-def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> Iterator[None]:
+def options_set(
+    parts: Sequence[UnitStateDict], options: StateDictOptions
+) -> AbstractContextManager[None]:
     """Set the options of ``parts`` to ``options`` inside the context, and restore them after."""
-    before = [part.options for part in parts]
-    for part in parts:
-        part.options = options
-    try:
-        yield
-    finally:
-        for part, its_own in zip(parts, before, strict=True):
-            part.options = its_own
+    return temporarily(parts, options=options)
 
 
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from flatshard.engine.agreement import gathering_groups
 from flatshard.engine.events import StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.run_state import temporarily
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
 from flatshard.optimizer import stepper
 from flatshard.plan.module_tree import unit_text
@@ -67,13 +68,10 @@ def joining(
         # With gloo, a rank may wait before an all-gather until all ranks have compared its name.
         # Turn this off: a rank without input learns of an all-gather only from a rank that begins
         # the all-gather, so the waiting ranks would never be joined by the rank without input.
-        for history in histories:
-            history.announces = False
-        yield
-        join.follow()
+        with temporarily(histories, announces=False):
+            yield
+            join.follow()
     finally:
-        for history in histories:
-            history.announces = True
         context.drop(join)
         for hook in hooks:
             hook.remove()

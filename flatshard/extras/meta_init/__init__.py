@@ -20,8 +20,7 @@ still has the pattern at the first forward, ``leave_empty`` left the tensor empt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.process_groups import as_bytes
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.run_state import temporarily
 from flatshard.module.initial_values import (
     LEFT_EMPTY,
     InitialValues,
@@ -234,19 +234,6 @@ def _tie(slots: Iterable[_Slot]) -> None:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).tensor
 
 
-@contextmanager
-def _initialising(root: nn.Module) -> Iterator[None]:
-    """Let ``apply()`` and ``to_empty()`` of a ``param_init_fn`` skip the units inside ``root``."""
-    shardings = shardings_in(root)
-    try:
-        for sharding in shardings:
-            sharding.is_initialising = True
-        yield
-    finally:
-        for sharding in shardings:
-            sharding.is_initialising = False
-
-
 class MetaInit:
     """Initialises the tensors of a model that are on the meta device.
 
@@ -280,7 +267,8 @@ class MetaInit:
         random_state = torch.get_rng_state()
         on_cuda = self._device.type == "cuda"
         cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
-        with _initialising(root):
+        # Let `apply()` and `to_empty()` of a `param_init_fn` skip the units inside `root`.
+        with temporarily(shardings_in(root), is_initialising=True):
             sums = self._make_all(groups)
             if not start.sends and world.size > 1:
                 start.different = names_of_different(list(sums), sums.values(), world)
