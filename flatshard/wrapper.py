@@ -222,7 +222,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             given, without_effect = torch_names.read_keywords(others, own, known)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
-                f"param_init_fn: expected a function of a module, got {param_init_fn!r}."
+                f"param_init_fn: expected a function that takes a module, got {param_init_fn!r}."
             )
         flags = as_flags(
             sync_module_states=given["sync_module_states"],

@@ -66,9 +66,9 @@ def convert(
     final = Path(destination)
     to = to or ("torch" if final.suffix in _TORCH_SUFFIXES else "safetensors")
     if to not in FORMATS:
-        raise ValueError(f"to: expected one of {', '.join(FORMATS)}, got {to!r}.")
+        raise ValueError(f"to={to!r}: expected one of {', '.join(FORMATS)}.")
     if max_shard_size is not None and to != "safetensors":
-        raise ValueError(f"max_shard_size needs to='safetensors', got {to!r}. Leave the size out.")
+        raise ValueError(f"max_shard_size is only for safetensors, got the format {to!r}. Omit it.")
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)

@@ -117,8 +117,8 @@ def check_sum(folder: Path, marker: Marker, name: str, advance: Advance) -> None
     got, expected = record_of(folder / name, advance), marker.files[name]
     if got != expected:
         raise ValueError(
-            f"{folder / name} is corrupted: expected CRC-32 {expected.crc32:08x} of "
-            f"{expected.bytes} bytes, got {got.crc32:08x} of {got.bytes}. Load another checkpoint."
+            f"{folder / name} is corrupted: expected CRC-32 {expected.crc32:08x} and "
+            f"{expected.bytes} bytes, got {got.crc32:08x} and {got.bytes}. Load another checkpoint."
         )
 
 
@@ -168,8 +168,8 @@ def begin(path: Path, keep: int | None) -> None:
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
-            f"keep={keep} with checkpoint {path.name!r}: expected keep of at least 1, and a number "
-            "in the checkpoint's name (such as 'step-00001000'), which orders the checkpoints."
+            f"keep={keep} with checkpoint {path.name!r}: expected keep >= 1, and a number in the "
+            "name ('step-00001000'): keep deletes older checkpoints that differ only in the number."
         )
     if path.exists():
         raise FileExistsError(f"{path} already exists. Save under another name, or delete {path}.")

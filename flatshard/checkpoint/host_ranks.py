@@ -167,7 +167,7 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
     training = Training(model, None, caller)
     if training.shards is None:
         raise ValueError(
-            f"{caller}: expected a ShardedWrapper or a module that contains some, got an unwrapped "
-            f"{type(model).__name__}. For an unwrapped model, use the package safetensors.torch."
+            f"{caller}: expected a ShardedWrapper or a module with a ShardedWrapper inside, got an "
+            f"unwrapped {type(model).__name__}. For unwrapped models, use safetensors.torch."
         )
     return training.shards, training.ranks

@@ -100,7 +100,7 @@ def load(
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
-            raise ValueError(f"{path} was saved without a scheduler. Do not pass scheduler.")
+            raise ValueError(f"{path} was saved without a scheduler. Load without scheduler.")
         incomplete = dcp_files.incomplete_tensors(found)
         return marker, found, wanted, _targets(path, found, wanted, incomplete)
 
@@ -156,8 +156,8 @@ def _targets(
     if incomplete := [key for key in incomplete if key.startswith(asked)]:
         raise ValueError(
             f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. "
-            "When it was saved, some ranks had no optimizer state for parameters for which other "
-            "ranks had state. Load another checkpoint, or pass no optimizer to load the model."
+            "When the checkpoint was saved, only some ranks had optimizer state for some "
+            "parameters. Load another checkpoint, or pass no optimizer, to load only the model."
         )
     missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
     missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()
@@ -179,7 +179,7 @@ def _targets(
             is_alike = isinstance(param, Tensor) and param.shape == size
             like: Any = param if is_alike and rest[-1] not in ONE_PER_PARAMETER else torch.empty(0)
             targets[key] = like.new_empty(size, dtype=saved.properties.dtype)
-    problems += [f"{name!r}: expected it, got nothing" for name in sorted(missing)]
+    problems += [f"{name!r}: missing in the checkpoint" for name in sorted(missing)]
     if problems:
         remedy = "Build the model and the optimizer as in the program that saved them."
         raise ValueError(f"{path} is of another model: {'; '.join(problems)}. {remedy}")
@@ -209,7 +209,7 @@ def _require_complete(path: Path) -> Marker:
     if marker is None:
         inside = folders.latest(path)
         last = inside or folders.latest(path.parent)
-        remedy = f"The last complete one is {last}." if last else "There is no complete one."
+        remedy = f"The last complete checkpoint is {last}." if last else "None is complete."
         if not path.exists() or path.name.endswith(folders.INCOMPLETE):
             is_begun = folders.incomplete(path).exists() or path.exists()
             state = "is incomplete: its save did not end" if is_begun else "does not exist"
@@ -222,7 +222,7 @@ def _require_complete(path: Path) -> Marker:
         with contextlib.suppress(ValueError, OSError):
             kind = f"files of {open_source(path).kind}"
         raise ValueError(
-            f"{path} was not saved by flatshard.checkpoint.save: expected {folders.MARKER}, got "
+            f"{path} was not saved by flatshard.checkpoint.save: expected a {folders.MARKER}, got "
             f"{kind}. {remedy}"
         )
     remedy = "Load another checkpoint. All hosts must share its file system."

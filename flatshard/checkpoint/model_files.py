@@ -212,7 +212,7 @@ def _check_fits(
             f"{name!r}: expected {expected.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
             for name in names
         )
-        remedy = "Load into the same model" + ("." if wrong else ", or pass strict=False.")
+        remedy = "Load into the saved model" + ("." if wrong else ", or pass strict=False.")
         raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}. {remedy}")
 
 

@@ -133,7 +133,7 @@ def plan_files(
         f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
     ]
     if unknown:
-        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Pass dtype=...")
+        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Cast the tensors.")
     metadata = {"format": "pt", **(metadata or {})}
     if not all(isinstance(one, str) for pair in metadata.items() for one in pair):
         raise ValueError(f"metadata: expected a dict of strings to strings, got {metadata!r}.")
@@ -199,8 +199,8 @@ def find_tensors(path: str | os.PathLike[str]) -> Found:
         files = {name: _read_header(path.parent / name) for name in set(weight_map.values())}
     except (TypeError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path}: expected the index of safetensors files, with a weight_map. Pass the files' "
-            "folder or one .safetensors file."
+            f"{path} is not an index of safetensors files: expected JSON with a 'weight_map'. Pass "
+            "the folder of the files, or one .safetensors file."
         ) from error
     found = Found({}, {})
     for name, file in weight_map.items():
@@ -245,7 +245,7 @@ def _read_header(path: Path) -> Found:
             raise ValueError(f"expected {end} bytes, got {nbytes}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no complete safetensors file ({type(error).__name__}: {error}). Copy or "
+            f"{path} is not a complete safetensors file ({type(error).__name__}: {error}). Copy or "
             "save the file again."
         ) from error
     return Found(places, metadata)

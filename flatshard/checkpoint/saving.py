@@ -323,7 +323,7 @@ class Save:
             if not isinstance(error, CollectiveError) and self.ranks.rank == 0:
                 shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
             last = folders.latest(self.path.parent)
-            outcome = f"{self.path} was not saved. The last complete one is {last}."
+            outcome = f"{self.path} was not saved. The last complete checkpoint is {last}."
             if self.ranks.group is not None and not dist.is_initialized():
                 raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
             error.add_note(outcome)
@@ -369,7 +369,7 @@ class Save:
         def complete() -> None:
             if missing := dcp_files.incomplete_tensors(metadata):
                 raise ValueError(
-                    f"checkpoint {self.path} is incomplete: no rank saved all values of "
+                    f"checkpoint {self.path} is incomplete: the ranks did not save all values of "
                     f"{', '.join(missing):.300}. {_TENSORS}"
                 )
             files = {name: record for one in records for name, record in one.items()}

@@ -66,7 +66,7 @@ class Source:
             found = [()]
         if len(found) != 1:
             known = ", ".join(sorted(".".join(one) for one in prefixes if one)) or "no tensors"
-            wrong = f"expected one entry that is the model, got {len(found)}"
+            wrong = f"expected one entry that contains the model, got {len(found)}"
             raise ValueError(f"key={key!r}: {wrong}. Pass the model's key, one of: {known}.")
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
@@ -105,7 +105,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
             raise ValueError(
                 f"{path}: expected files of torch.distributed.checkpoint, DeepSpeed or "
-                f"safetensors in this folder, got {held}."
+                f"safetensors in this folder, got {held}. Check the path."
             )
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
@@ -167,8 +167,8 @@ def load_torch(path: Path, library: str = "") -> Any:
         stand_ins: list[Any] = [(_Inert, one) for one in found if library and library in one]
         if len(found) > len(stand_ins):
             raise ValueError(
-                f"{path} contains objects such as {found[0]}, whose loading may run code, and is "
-                "not loaded. Save a state_dict() instead."
+                f"{path} contains objects such as {found[0]}, whose loading may run code, so the "
+                "file is not loaded. Save a state_dict() instead."
             )
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)

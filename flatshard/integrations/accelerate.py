@@ -74,8 +74,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Turn an accelerator of a framework into this class, before its first ``prepare``."""
         if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                "Accelerator: dynamo_backend and dynamo_plugin would compile the wrapper. Leave "
-                "them out, and compile blocks before prepare(): block.compile()."
+                "Accelerator: dynamo_backend and dynamo_plugin would compile the whole model. "
+                "Leave both out, and compile blocks before prepare(): block.compile()."
             )
         accelerator.__class__ = cls
         accelerator.sharding = {"auto_wrap_policy": "auto", **(sharding or {})}
@@ -198,8 +198,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             found.append(folder)
             if trained and not (Path(folder) / f"{_FOLDER}_0").is_dir():
                 raise FileNotFoundError(
-                    f"load_state: {folder} has no folder {_FOLDER}_0: another Accelerator saved "
-                    "it, such as accelerate's own under DistributedDataParallel. After prepare(), "
+                    f"load_state: {folder} has no folder {_FOLDER}_0: accelerate's own Accelerator "
+                    "saved it (under DistributedDataParallel, for example). After prepare(), "
                     "load model.safetensors with flatshard.checkpoint.load_safetensors(model, "
                     "path), and optimizer.bin with ShardedWrapper.optim_state_dict_to_load("
                     "model, optimizer.optimizer, torch.load(path), load_directly=True)."
@@ -230,8 +230,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             trained += [(model, one.optimizer) for one in own] or [(model, None)]
         if rest:
             raise ValueError(
-                "save_state, load_state: a prepared optimizer steps no parameter of a prepared "
-                "model. Pass the model of every optimizer to prepare() too."
+                "save_state, load_state: an optimizer was passed to prepare() without its model. "
+                "Pass the model of every optimizer to prepare() too."
             )
         self._models, self._optimizers = [], []
         try:

@@ -218,7 +218,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         for model in self._models:
             if ids & {id(param) for param in model.parameters()}:
                 return model
-        raise ValueError("an optimizer steps no model of Fabric. Call setup(model, optimizer).")
+        raise ValueError("the model of an optimizer is not set up. Call setup(model, optimizer).")
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]

@@ -126,7 +126,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
     if kind is not None:
         raise TypeError(
             f"ShardedWrapper: {where} is {kind}, but only dense tensors with memory can be sharded "
-            "or synchronised. Convert it (to_dense(), dequantize()), or pass its module in "
+            "or synchronised. Convert it by to_dense() or dequantize(), or pass its module in "
             "ignored_modules."
         )
 
@@ -186,7 +186,7 @@ def _read_device(device_id: int | str | torch.device) -> torch.device:
             device = torch.device(device_id)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"device_id: expected an index or a device, got {device_id!r}."
+                f"device_id: expected the index of a device or a device, got {device_id!r}."
             ) from error
     has = accelerator is not None and accelerator.type == device.type
     count = torch.accelerator.device_count() if has else 0

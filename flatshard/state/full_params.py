@@ -41,9 +41,9 @@ def gather_full(
     if summoned is not None and not summoned.is_held and not handle.is_whole:
         rank = handle.topology.world.global_rank
         raise RuntimeError(
-            f"{unit_text(handle.unit_name)}, rank {rank}: full tensors were asked for under "
+            f"{unit_text(handle.unit_name)}, rank {rank}: a full state dict was requested under "
             "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
-            "and takes part in no other all-gather. Ask only on rank 0, or outside of the context."
+            "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
         )
     # Make ordinary tensors, even in inference mode: users may write to the copies later, and
     # inference tensors cannot be written outside of inference mode.
@@ -151,7 +151,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
     op_name = "summon_full_params(with_grads=True)"
     try:
-        remedy = "Drop the gradient, or assign it, on every rank."
+        remedy = "Set the gradient to None on every rank, or assign it on every rank."
         agreed(prepare, worlds_of(handles), op_name, remedy)
     except ValueError as error:
         raise RuntimeError(str(error)) from None

@@ -158,7 +158,7 @@ def _by_name(
 
 def _check_optimizer(value: object) -> None:
     if not isinstance(value, torch.optim.Optimizer):
-        raise TypeError(f"expected an optimizer as the second argument, got {value!r:.100}.")
+        raise TypeError(f"optimizer: expected an optimizer of torch, got {value!r:.100}.")
 
 
 def _check_form(state_dict: Any) -> None:
@@ -166,8 +166,8 @@ def _check_form(state_dict: Any) -> None:
         return
     got = f"keys {list(state_dict)}" if isinstance(state_dict, dict) else type(state_dict).__name__
     raise ValueError(
-        f"expected a dict with 'state' and 'param_groups', got {got}. With rank0_only=True, only "
-        "rank 0 has the state. Save the state to a file and let every rank load the file."
+        f"expected an optimizer state with 'state' and 'param_groups', got {got}. If the state was "
+        "made with rank0_only=True, save rank 0's state to a file, and load the file on every rank."
     )
 
 

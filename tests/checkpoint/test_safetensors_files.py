@@ -93,7 +93,7 @@ def test_truncated_and_corrupt(tmp_path: Path) -> None:
         (len(whole) - 1, f"expected {len(whole)} bytes, got {len(whole) - 1}"),
     ):
         path.write_bytes(whole[:number])
-        with pytest.raises(ValueError, match=rf"some\.safetensors is no complete .*{why}"):
+        with pytest.raises(ValueError, match=rf"some\.safetensors is not a complete .*{why}"):
             find_tensors(path)
     path.write_bytes(whole + b"x")
     with pytest.raises(ValueError, match=f"expected {len(whole)} bytes, got {len(whole) + 1}"):
@@ -111,7 +111,7 @@ def test_truncated_and_corrupt(tmp_path: Path) -> None:
         {"shape": None},
     ):
         _with_header(path, a={**good, **change})
-        with pytest.raises(ValueError, match=r"some\.safetensors is no complete safetensors file"):
+        with pytest.raises(ValueError, match=r"some\.safetensors is not a complete safetensors"):
             find_tensors(path)
     _with_header(path, a=good, b=good)
     with pytest.raises(ValueError, match="'b' begins at byte"):
@@ -138,5 +138,5 @@ def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.safetensors: there is no such file"):
         find_tensors(tmp_path)
     index.write_text("[]")
-    with pytest.raises(ValueError, match="expected the index of safetensors files"):
+    with pytest.raises(ValueError, match="is not an index of safetensors files"):
         find_tensors(tmp_path)

@@ -101,7 +101,7 @@ def _state(rank: int) -> None:
     with pytest.raises((TypeError, ValueError), match=r"expected an optimizer .*, got 'adam'"):
         ShardedWrapper.optim_state_dict_to_load(model, odd, state)
     # The order of its arguments in torch before 2.1.
-    with pytest.raises(TypeError, match="expected a model first, got a dict"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module first, got a dict"):
         ShardedWrapper.optim_state_dict_to_load(state, model, optimizer)
 
 

@@ -489,7 +489,7 @@ def _errors(rank: int, world_size: int) -> None:
         state = {**saved["state"], name: {**saved["state"][name], **entries}}
         return {**saved, "state": state}
 
-    with pytest.raises(ValueError, match=r"rank 1: expected a dict.*rank0_only"):
+    with pytest.raises(ValueError, match=r"rank 1: expected an optimizer state.*rank0_only"):
         load(model, optimizer, saved if rank == 0 else {})
     for wrong in (torch.ones(7, 5), torch.ones(35), torch.ones(1), torch.ones(5, 1)):
         with pytest.raises(ValueError, match=r"'exp_avg' of.*'fc1.weight'.*\(5, 7\).*got"):

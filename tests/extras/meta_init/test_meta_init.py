@@ -395,7 +395,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: nn.Linear(3, 3),
         {"param_init_fn": 3},
         TypeError,
-        "param_init_fn: expected a function of a module, got 3",
+        "param_init_fn: expected a function that takes a module, got 3",
     ),
 }
 
