@@ -1,23 +1,26 @@
 """Memory of unsharded buffers (``BufferMemory``, ``PagePool``) and of results (``BufferCache``).
 
-Unsharding a unit takes the memory of its unsharded buffers (``BufferMemory``), and resharding gives
-the memory back. Small buffers and buffers on accelerators use torch's allocator. Large buffers on a
-CPU are ``PooledBuffer``s. A transport may define further subclasses that need fewer copies.
+A unit's unsharded buffers get memory (a ``BufferMemory``) when the unit is unsharded, and give the
+memory back when the unit is resharded. Small buffers, and buffers on accelerators, get their memory
+from torch's allocator. Large buffers on a CPU are ``PooledBuffer``s. A transport may define further
+subclasses of ``BufferMemory`` that need fewer copies.
 
 [Note: pages]
-``PagePool`` keeps the memory pages of a unit's unsharded buffer for the next unit. New memory costs
-a page fault for every few kilobytes, and the page faults take longer than filling the memory. The
-address of a buffer must never change, because autograd holds views of the buffer. So ``mremap``
-moves pages to the buffer's address and away again, in a tenth of the time of page faults. Pages are
-moved in chunks. While a chunk is idle, its pages lie at the chunk's own address, and no other code
-reads them. The pool grows to the largest number of chunks that were lent at the same time. If pages
-cannot be moved (another operating system, too many mappings), a buffer gets new pages by page
-faults.
+When a unit is resharded, ``PagePool`` keeps the memory pages of its unsharded buffer for the unit
+that is unsharded next. New memory would cost a page fault for every few kilobytes, and the page
+faults take longer than filling the memory. The address of a buffer must never change, because
+autograd holds views of the buffer. So ``mremap`` moves pages to the buffer's address, and later
+away from the address, in a tenth of the time of page faults.
 
-A ``BufferCache`` reuses the memory of a result once no other code refers to the result. Without the
-cache, glibc returns the memory of a tensor of at least ``GLIBC_LIMIT_BYTES`` to the operating
-system, and the next tensor costs page faults. The allocators of accelerators cache memory
-themselves.
+Pages are moved in chunks of equal size, which the pool lends to buffers. While a chunk is idle (not
+lent), its pages lie at an address of the pool's own, which no other code reads. The pool grows to
+the largest number of chunks that were lent at the same time. If pages cannot be moved (another
+operating system, too many mappings), a buffer gets new pages by page faults.
+
+A ``BufferCache`` keeps the memory of a result, such as a reduced gradient, and reuses the memory
+once no other code refers to the result. Without the cache, glibc would return the memory of each
+freed tensor of at least ``GLIBC_LIMIT_BYTES`` to the operating system, and the next tensor would
+cost page faults. On accelerators the cache is not needed, because their allocators cache memory.
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 GLIBC_LIMIT_BYTES = 32 << 20
 """glibc maps each tensor of at least this size separately, and unmaps it when it is freed."""
 
-# Size of a chunk. Larger chunks are moved with fewer calls (15 us each), but waste more memory: a
-# buffer's last chunk is rarely used in full.
+# Size of a chunk of the page pool. Larger chunks are moved with fewer calls (15 us each), but waste
+# more memory: the last chunk of a buffer is rarely used in full.
 _CHUNK_BYTES = 1 << 20
-# Maximum number of chunks. The pool must not use up the mappings of the process: each chunk in a
-# buffer is a separate mapping, and Linux allows a process about 65,000 mappings.
+# Maximum number of chunks in the page pool. Each chunk that is lent to a buffer is a separate
+# mapping, and Linux allows a process about 65,000 mappings, which the pool must not use up.
 _MAX_CHUNKS = 1 << 13
 
 
@@ -54,50 +57,61 @@ _MAX_CHUNKS = 1 << 13
 
 
 class BufferMemory:
-    """The memory of one buffer. The buffer keeps its storage object for life.
+    """The memory of one unsharded buffer, which is allocated and freed many times.
 
-    Views of the buffer therefore stay valid from one unshard to the next.
+    The buffer has the same storage object throughout, so that views of the buffer which autograd
+    holds are valid again after the next unshard.
     """
 
     # The buffer, (numel,). It may be used only between ``take`` and ``free``.
     buffer: Tensor
-    # This rank's shard, (shard_numel,), initially zeros, if the shard's memory is mapped into the
-    # buffer, so that the shard need not be copied. None: the shard has separate memory.
+    # Memory for this rank's shard, (shard_numel,), initially zeros, which is also mapped into the
+    # buffer, so that an all-gather need not copy this rank's shard. None: the buffer has no such
+    # mapping, and the shard has memory of its own.
     shard: Tensor | None = None
-    # Whether the shards of all ranks are mapped into the buffer. Then keeping the unit unsharded
-    # saves no work.
+    # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
+    # so the unit need not stay unsharded between forward and backward to save an all-gather.
     shows_shards = False
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the buffer holds now in addition to the shards."""
+        """Number of bytes that the buffer takes now, without mapped shards."""
         return 0
 
     def take(self) -> None:
         """Allocate the memory, unless the buffer has memory already.
 
-        The values are undefined, except those of a mapped shard.
+        The values of the buffer are undefined, except in the range of a mapped shard.
         """
 
     def renew(self) -> None:
-        """Called before the buffer is filled again with new values."""
+        """Prepare a buffer that already has memory for being filled with new values.
+
+        Undoes ``snapshot``: mapped shards show their current values again.
+        """
 
     def free(self) -> None:
-        """Free the memory. A second call does nothing."""
+        """Free the memory of the buffer. A second call does nothing."""
 
     def snapshot(self) -> None:
-        """Keep the current values until ``free``, even if mapped shards are written."""
+        """Copy mapped shards, so that the buffer keeps its values if ranks write to their shards.
+
+        The values are kept until ``renew`` or ``free``.
+        """
 
 
 class ShardItself(BufferMemory):
-    """An unsharded buffer that is also the shard, because one rank holds all parameters."""
+    """The unsharded buffer of a flat parameter that is not sharded: the shard itself.
+
+    Nothing is allocated or freed.
+    """
 
     def __init__(self, shard: Tensor) -> None:
         self.buffer = shard
 
 
 class AllocatedBuffer(BufferMemory):
-    """An unsharded buffer from the device's allocator."""
+    """An unsharded buffer whose memory comes from torch's allocator for the device."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.buffer = torch.empty(numel, dtype=dtype, device=device)
@@ -109,7 +123,8 @@ class AllocatedBuffer(BufferMemory):
 
     def take(self) -> None:
         storage = self.buffer.untyped_storage()
-        # Check the size first: resizing a storage to its present size would allocate and copy.
+        # Check the size first, because torch would allocate new memory and copy even if the storage
+        # has the requested size already.
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
 
@@ -120,34 +135,37 @@ class AllocatedBuffer(BufferMemory):
 
 
 def own_pages(values: Tensor) -> None:
-    """Copy the pages of a private file mapping, so that later writes do not change ``values``."""
+    """Give this process its own copy of ``values``, which lie in a private mapping of a file.
+
+    Later writes to the file then do not change ``values``.
+    """
     touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
-    # Write one element of each page: on a write, the system gives this process its own copy of the
-    # page.
+    # Write one element of each page: at the first write to a page of a private mapping, the system
+    # copies the page for this process.
     touched.copy_(touched.clone())
 
 
 class PageLease(NamedTuple):
-    chunk: int  # address of the chunk
-    # Address of the buffer range to which the first ``nbytes`` of the chunk's pages are lent.
+    chunk: int  # the chunk's own address, at which its pages lie while the chunk is idle
+    # Address in a buffer to which the first ``nbytes`` of the chunk's pages were moved.
     place: int
     nbytes: int
 
 
 class PagePool:
-    """A pool of chunks that are lent to buffers; see [Note: pages]."""
+    """A pool of chunks of memory pages that are lent to buffers; see [Note: pages]."""
 
     def __init__(self) -> None:
-        self._chunks: list[mmap.mmap] = []
-        # Addresses of idle chunks. Finalizers, which may run between any two operations, also
-        # change this list. Therefore each access is a single list operation.
+        self._chunks: list[mmap.mmap] = []  # the address ranges of all chunks
+        # Addresses of idle chunks. Finalizers of buffers also change this list, and may run between
+        # any two Python operations. Therefore each access to the list is a single operation.
         self._idle: list[int] = []
 
     def lend(self, place: int, end: int, leases: list[PageLease]) -> int:
-        """Move pages to the address range from ``place`` to ``end``.
+        """Move pages of idle chunks to the address range from ``place`` to ``end``.
 
-        New leases are appended to ``leases``. Return the first address that got no page, or
-        ``end``.
+        For each chunk, a lease is appended to ``leases``. If the pool has too few pages, only the
+        beginning of the range gets pages. Returns the end of the part that got pages.
         """
         while place < end and (chunk := self._find_chunk()) is not None:
             nbytes = min(end - place, _CHUNK_BYTES)
@@ -160,7 +178,7 @@ class PagePool:
 
     def _find_chunk(self) -> int | None:
         with contextlib.suppress(IndexError):
-            return self._idle.pop()  # the chunk that was returned last, because it has pages
+            return self._idle.pop()  # the chunk that was returned last, which surely has pages
         if len(self._chunks) < _MAX_CHUNKS:
             with contextlib.suppress(OSError):
                 self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))
@@ -168,8 +186,8 @@ class PagePool:
         return None
 
     def take_back(self, leases: list[PageLease]) -> None:
-        """Move pages back to their chunks, and empty ``leases``."""
-        # Return chunks in reverse order, so that the next buffer gets them in the same order.
+        """Move lent pages back to their chunks' own addresses, and empty ``leases``."""
+        # Return chunks in reverse order, so that the next buffer gets the chunks in the same order.
         while leases:
             chunk, place, nbytes = leases.pop()
             if not mapped_files.move_pages(place, chunk, nbytes):
@@ -177,14 +195,18 @@ class PagePool:
             self._idle.append(chunk)
 
     def forget(self, leases: list[PageLease]) -> None:
-        """Take chunks back without their pages, because the buffer's addresses were unmapped."""
+        """Take back chunks whose pages are lost, and empty ``leases``.
+
+        Called when a buffer was deleted: the system has freed the pages together with the buffer's
+        address range.
+        """
         while leases:
-            # Insert at the front, because chunks are lent from the back, and chunks that still have
-            # pages should be lent first.
+            # Insert chunks without pages at the front of the list. `lend` takes chunks from the
+            # back, so chunks that still have pages are lent first.
             self._idle.insert(0, leases.pop().chunk)
 
     def give_back(self) -> None:
-        """Give the pages of idle chunks back to the operating system."""
+        """Free the pages of idle chunks, so that other programs can use the memory."""
         for chunk in list(self._idle):
             mapped_files.drop_pages(chunk, _CHUNK_BYTES)
 
@@ -193,11 +215,15 @@ POOL = PagePool()  # the pool of this process
 
 
 class PooledBuffer(BufferMemory):
-    """An unsharded buffer with pages from the pool; this rank's shard may be mapped into it."""
+    """An unsharded buffer whose memory pages come from ``POOL``.
 
-    # Over sockets an all-gather would copy this rank's shard into the buffer. To save the copy, the
-    # file of a large shard is mapped into the buffer. The mapping is private, so writes of a module
-    # to its unsharded parameters do not reach the shard, and are dropped by reshard.
+    The memory of this rank's shard may be mapped into the buffer.
+    """
+
+    # With sockets an all-gather would copy this rank's shard into the buffer. To save the copy, the
+    # memory of a large shard is a file that is also mapped into the buffer. The mapping in the
+    # buffer is private: if a module writes to its unsharded parameters, the writes do not reach the
+    # shard, and are dropped when the unit is resharded.
 
     def __init__(
         self,
@@ -206,26 +232,26 @@ class PooledBuffer(BufferMemory):
         own: range = range(0),
         target: OffloadTarget = DEVICE,
     ) -> None:
-        """Reserve the addresses of the buffer.
+        """Reserve the addresses of the buffer, and make the file of this rank's shard, if any.
 
         Args:
-            numel: number of elements.
+            numel: number of elements of the buffer.
             dtype: dtype of the elements.
             own: range of this rank's shard in the buffer, to which a new file is mapped. Empty: no
-                file.
-            target: offload target in which the file is created.
+                file is made, and the shard has memory of its own.
+            target: offload target (memory or disk) in which the file is made.
 
         Raises:
             OSError: no addresses are left, or no file can be made.
-            OffloadError: the file's disk is full.
+            OffloadError: the disk of ``target`` is full.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
         self.buffer = torch.frombuffer(everything, dtype=dtype)
         address = self.buffer.data_ptr()
         end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # ``_own``: address range of the shard. ``_rooms``: the address ranges before and after it,
-        # whose pages come from the pool.
+        # ``_own``: address range of this rank's shard. ``_rooms``: the address ranges before and
+        # after the shard, whose pages come from the pool.
         start, stop = (address + at * dtype.itemsize for at in (own.start, own.stop))
         self._own, self._rooms = (start, stop), [(address, start), (stop, end)]
         self._own_values = self.buffer[own.start : own.stop]
@@ -234,7 +260,8 @@ class PooledBuffer(BufferMemory):
         self._leases: list[PageLease] = []
         self._is_taken = self._is_kept = False
         self._forbid()
-        # Do not run the finalizer when Python exits: the end of the process frees all memory.
+        # When the buffer is deleted, tell the pool that the pages are gone. Do not run this
+        # finalizer when Python exits, because the end of the process frees all memory.
         weakref.finalize(everything, POOL.forget, self._leases).atexit = False
 
     @property
@@ -245,15 +272,20 @@ class PooledBuffer(BufferMemory):
         return self.buffer.nbytes - (0 if self._is_kept else stop - start)
 
     def take(self) -> None:
-        """Take pages from the pool. Raises ``MemoryError`` if the process has too many mappings."""
+        """Take pages from the pool, or new pages if the pool has too few.
+
+        Raises:
+            MemoryError: the process has too many mappings.
+        """
         if self._is_taken:
             return
-        # Set this flag before taking pages: if taking pages fails, ``free`` must return the pages
-        # that were taken so far.
+        # Set this flag before taking pages, because `free` does nothing without the flag: if taking
+        # pages fails, `free` must return the pages that were taken so far.
         self._is_taken = True
         try:
             for start, end in self._rooms:
-                # If the pool has too few pages, the system provides new pages at the first access.
+                # The pool may have too few pages. For the rest of the range, allow accesses: at the
+                # first access to a page, the system provides a new page.
                 missing = POOL.lend(start, end, self._leases)
                 if missing < end:
                     mapped_files.allow(missing, end - missing)
@@ -265,20 +297,22 @@ class PooledBuffer(BufferMemory):
         self._is_kept = False
         start, stop = self._own
         if start < stop:
-            # Drop this process's private pages, so that the next access reads the file again.
+            # Drop this process's own copies of pages of the private mapping, so that the next
+            # access reads the shard's file again.
             mapped_files.drop_pages(start, stop - start)
 
     def free(self) -> None:
         if self._is_taken:
             self._is_taken = False
-            # Return the pages first, because ``_forbid`` drops all pages of the range.
+            # Return the pages to the pool before `_forbid`, which frees all pages that are left in
+            # the range.
             POOL.take_back(self._leases)
             self._forbid()
             self.renew()
 
     def _forbid(self) -> None:
-        # Let a read of the freed buffer end the process. Without this protection the read would
-        # silently return zeros for parameters.
+        # Forbid accesses to the freed buffer, so that a read ends the process. Without this
+        # protection, the read would silently return zeros instead of parameters.
         for start, end in self._rooms:
             if start < end:
                 mapped_files.drop_pages(start, end - start)
@@ -291,24 +325,31 @@ class PooledBuffer(BufferMemory):
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
-    """Make the memory of an unsharded buffer, ``(numel,)``, without mapped shards."""
-    # For small buffers the allocator is as fast as the pool.
+    """Make the memory of an unsharded buffer, ``(numel,)``, into which no shard is mapped."""
+    # For small buffers, torch's allocator is as fast as the page pool.
     is_paged = mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
     if device.type == "cpu" and is_paged:
-        # If no addresses are left, fall back to the allocator, which may have free memory.
+        # If no addresses are left, fall back to torch's allocator, which may have free memory.
         with contextlib.suppress(OSError):
             return PooledBuffer(numel, dtype)
     return AllocatedBuffer(numel, dtype, device)
 
 
 def fills_pages(nbytes: int) -> bool:
-    """Whether mapping shards of ``nbytes`` next to each other is possible and saves time."""
-    # All ranks must get the same answer. They do if they run the same operating system.
+    """Whether shards of ``nbytes`` each should be mapped next to each other into a buffer.
+
+    A mapping needs whole pages, and is faster than a copy only for large shards.
+    """
+    # All ranks must get the same result. All ranks do if they run the same operating system.
     return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
 def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTarget) -> Tensor:
-    """Make a file, map it privately at address ``place``, and return the file's own memory."""
+    """Make a file of ``nbytes``, map it twice, and return a tensor with the first mapping.
+
+    The first mapping is shared: writes to the returned tensor reach the file. The second mapping,
+    at address ``place``, is private: it shows the file, but writes do not reach the file.
+    """
     number, found = target.create_mapped(nbytes)
     try:
         mapped_files.map_at(number, place, nbytes, private=True)
@@ -321,46 +362,52 @@ def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTar
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """Return the total bytes of the storages of ``tensors``. A shared storage counts once."""
+    """Return the total size in bytes of the storages of ``tensors``.
+
+    Objects that are not tensors are ignored. A storage that several tensors share counts once.
+    """
     storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @functools.cache
 def prepare_allocator() -> None:
-    """Make the CPU's allocator keep the memory of a step for the next step."""
+    """Make the C library's allocator keep memory that a training step frees for the next step."""
     # glibc's malloc returns freed blocks above a threshold to the operating system. When a block of
     # up to 32 MiB is freed, malloc raises the threshold to the size of the block. In training,
-    # large blocks are allocated in every step, so raise the threshold now by freeing one such
-    # block. This has no effect if the user sets the threshold (MALLOC_TRIM_THRESHOLD_) or uses
-    # another allocator.
+    # large blocks are allocated in every step. So raise the threshold to the maximum now, by
+    # allocating and freeing a block of this size. This has no effect if the user sets the threshold
+    # (MALLOC_TRIM_THRESHOLD_) or uses another allocator.
     torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
 
 
 class BufferCache:
-    """Returns 1-D tensors, and reuses the memory of the last tensor once it is unused.
+    """Makes 1-D tensors for results, and reuses the memory of a tensor that is no longer used.
 
     The cache keeps at most one tensor.
+
+    ``new``: function that allocates a tensor from a number of elements and a dtype. None: tensors
+    come from torch's allocator, and only large CPU tensors are kept.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
         self._new = new
-        self._kept: Tensor | None = None
+        self._kept: Tensor | None = None  # the tensor whose memory the next `take` may reuse
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, ``(numel,)``."""
+        """Return an uninitialised tensor, ``(numel,)``, in the kept memory if possible."""
         kept = self._kept
         if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
             if fits and _is_unused(kept):
-                return kept.detach()  # an alias; the alias counts as a use of the storage
+                return kept.detach()  # an alias, so that `_is_unused` sees while it is in use
         self.give_back()
         if self._new is not None:
             new, is_worth_it = self._new(numel, dtype), True
         else:
             new = torch.empty(numel, dtype=dtype, device=device)
-            # Do not cache smaller tensors: the allocator already caches the memory of smaller
-            # tensors, and can lend this memory to other code in between.
+            # Do not keep smaller tensors: the allocator itself keeps the memory of a freed smaller
+            # tensor, and can give the memory to other code in the meantime.
             is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
         if not is_worth_it or self._kept is not None:
             return new
@@ -368,16 +415,20 @@ class BufferCache:
         return new.detach()
 
     def give_back(self) -> None:
-        """Free the kept tensor, unless other code still uses it."""
+        """Free the kept tensor, unless other code still uses its memory."""
         if self._kept is not None and _is_unused(self._kept):
             self._kept = None
 
 
 def num_uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's storage, including the one of this call."""
+    """Return the number of references to a tensor's storage: all tensors that share the storage.
+
+    The number includes a reference that this function itself makes.
+    """
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
+# The result of `num_uses` for a storage that only one tensor uses.
 _ALONE = num_uses(torch.empty(1))
 
 

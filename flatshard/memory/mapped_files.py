@@ -1,8 +1,11 @@
-"""Unnamed files in memory, and address ranges that show a file or have no memory.
+"""Functions to make unnamed files in memory (memfd), and to reserve and map address ranges.
 
-Other processes on the same host can map the files. No clean-up is needed: the system frees a file
-when no process has it open or mapped. The files are not in ``/dev/shm``, so the size limit of
-``/dev/shm`` does not apply.
+Other processes on the same host can map the files, to share memory. No clean-up is needed: the
+system frees a file when no process has the file open or mapped. The files are not in ``/dev/shm``,
+so the size limit of ``/dev/shm`` does not apply.
+
+The arguments ``place`` and ``nbytes`` of the functions are the first address and the size of an
+address range.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import sys
 from typing import Any
 
-# Linux's constants, because Python's ``mmap`` does not define all of them on every system.
+# Constants of Linux. Python's module ``mmap`` does not define all of them on every system.
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
 _MADV_DONTNEED = 4
@@ -26,6 +29,8 @@ _MFD_NOEXEC_SEAL = 8
 def create(nbytes: int, *, reserve: bool = True) -> int:
     """Make and open a file of ``nbytes`` zeros in memory, and return the file descriptor.
 
+    ``reserve``: whether to allocate all memory now, so that later writes cannot run out of memory.
+
     Raises:
         OSError: no file can be made, or with ``reserve`` there is not enough memory.
     """
@@ -33,7 +38,8 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
     try:
         os.ftruncate(number, nbytes)
         if reserve:
-            # Allocate the pages now: otherwise a write would end the process when memory runs out.
+            # Allocate the pages now: if memory runs out, this call raises. Without this call, a
+            # later write to the file would end the process.
             os.posix_fallocate(number, 0, nbytes)
     except OSError:
         os.close(number)
@@ -43,8 +49,8 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
 
 def _memfd() -> int:
     try:
-        # This flag is required by systems with sysctl vm.memfd_noexec=2, which refuse files that
-        # could be executed.
+        # Set MFD_NOEXEC_SEAL, because systems with sysctl vm.memfd_noexec=2 refuse to make files
+        # that could be executed.
         return os.memfd_create("flatshard", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
@@ -53,25 +59,39 @@ def _memfd() -> int:
 
 
 def reserve_range(nbytes: int) -> mmap.mmap:
-    """Reserve a range of addresses, which reads as zeros and takes no memory until written."""
-    # Raises OSError if no addresses are left (RLIMIT_AS), or if the system counts reserved
-    # addresses as memory (vm.overcommit_memory=2).
+    """Reserve a range of ``nbytes`` addresses. It reads as zeros and takes no memory until written.
+
+    Raises:
+        OSError: no addresses are left.
+    """
+    # The addresses can run out because of a limit (RLIMIT_AS), or because the system counts
+    # reserved addresses as used memory (vm.overcommit_memory=2).
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return mmap.mmap(-1, nbytes, flags=flags)
 
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:
-    """Map an open file for reading and writing. Raises ``OSError``."""
-    # Do not use Python's `mmap` of a file, because it would keep a duplicate of the file descriptor
-    # open for as long as the mapping exists.
+    """Map the open file with descriptor ``number``, for reading and writing.
+
+    Raises:
+        OSError: no addresses are left, or the file cannot be mapped.
+    """
+    # Do not let Python's `mmap.mmap` map the file: it would keep a duplicate of the file descriptor
+    # open as long as the mapping exists, and a process may open only about 1,000 files.
     found = reserve_range(nbytes)
     map_at(number, address_of(found), nbytes)
     return found
 
 
 def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> None:
-    """Map an open file to addresses that this process has reserved. Raises ``OSError``."""
-    # Writes to a private mapping do not reach the file, and ``drop_pages`` discards them.
+    """Map the open file with descriptor ``number`` to addresses that this process has reserved.
+
+    ``private``: whether writes stay in this process and do not reach the file.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+    # The pages that were written in a private mapping are copies, which `drop_pages` discards.
     flags = (_MAP_PRIVATE if private else _MAP_SHARED) | _MAP_FIXED | _MAP_NORESERVE
     if _mmap(place, nbytes, _PROT_READ_WRITE, flags, number, 0) != place:
         error = ctypes.get_errno()
@@ -79,12 +99,16 @@ def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> No
 
 
 def address_of(found: mmap.mmap) -> int:
-    """Return the first address of a range."""
+    """Return the first address of a range that ``reserve_range`` or ``mapped`` returned."""
     return ctypes.addressof(ctypes.c_char.from_buffer(found))
 
 
 def drop_pages(place: int, nbytes: int) -> None:
-    """Free the memory of a range. The next access reads zeros, or the file if one is mapped."""
+    """Free the memory of a range.
+
+    The next read returns the contents of the file that is mapped to the range, or zeros if there is
+    no file. Values in a shared mapping stay in the file; all other values are lost.
+    """
     if _madvise(place, nbytes, _MADV_DONTNEED) != 0:
         raise RuntimeError(
             f"freeing {nbytes:,} bytes of memory failed (madvise: "
@@ -93,42 +117,56 @@ def drop_pages(place: int, nbytes: int) -> None:
 
 
 def want_pages(place: int, nbytes: int) -> None:
-    """Allocate the pages of a range for writing, in one call."""
-    # Ignore errors: systems before Linux 5.14 do not know this request, and then each page is
+    """Allocate all pages of a range now, which is faster than a page fault for each page later."""
+    # Ignore errors. Systems before Linux 5.14 do not know this request. Without it, each page is
     # allocated at its first use.
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 
 
 def move_pages(source: int, place: int, nbytes: int) -> bool:
-    """Move the pages of one address range to another. Return whether this succeeded."""
-    # Afterwards the source range reads as zeros and has no memory. The previous contents of the
-    # target range are lost. The call fails on systems before Linux 5.7, which do not know the flag
-    # DONTUNMAP.
+    """Move the memory pages of ``nbytes`` at address ``source`` to address ``place``.
+
+    Afterwards the range at ``source`` reads as zeros and has no memory. The previous contents at
+    ``place`` are lost. Returns whether the pages were moved.
+    """
+    # The call fails on systems before Linux 5.7, which do not know the flag DONTUNMAP, and if the
+    # process has too many mappings.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
 
 
 def forbid(place: int, nbytes: int) -> None:
-    _mprotect(place, nbytes, _PROT_NONE)  # from now on a read or write ends the process
+    _mprotect(place, nbytes, _PROT_NONE)  # from now on a read or write of the range is a crash
 
 
 def allow(place: int, nbytes: int) -> None:
-    """Allow reads and writes of a range. Raises ``MemoryError`` if there are too many mappings."""
+    """Allow reads and writes of a range for which ``forbid`` was called.
+
+    Raises:
+        MemoryError: the process has too many mappings.
+    """
     if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
         raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
 
 def give_back_freed() -> None:
-    """Make the C library's allocator return its free memory to the operating system."""
+    """Make the C library's allocator (malloc) return its free memory to the operating system."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
+# Whether this system has the system calls that the functions of this module need.
 CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def c_function(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the C library; None if it does not exist or files cannot be mapped."""
+    """Return a function of the C library, or None if this system has no such function.
+
+    Args:
+        name: name of the function.
+        result: ``ctypes`` type of the result.
+        arguments: ``ctypes`` types of the arguments.
+    """
     if not CAN_MAP:
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)

@@ -1,4 +1,7 @@
-"""``OffloadTarget``: where shards, gradients and optimizer state are stored between uses."""
+"""``OffloadTarget``: the place where shards, gradients and optimizer state lie between uses.
+
+The targets are the device itself, host memory, and the disk (``flatshard/extras/disk``).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from flatshard.plan.module_tree import unit_text
 
 
 class OffloadTarget:
-    """Memory that stores tensors between uses. This base class leaves tensors on the device.
+    """A place where tensors lie between uses. In this base class the place is the device itself.
 
     Attributes:
         is_device: whether the target is the device itself, so that no tensor is copied.
@@ -33,38 +36,61 @@ class OffloadTarget:
         return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the target; return the tensor itself if it is already there."""
+        """Return a copy of a tensor in the target, or the tensor itself if it is there already."""
         return tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor. If the tensor is in the target, the copy is in the target too."""
+        """Return a copy of a tensor, in the target if the tensor is in the target."""
         return tensor.clone()
 
     def page_in(self, *tensors: Tensor) -> None:
-        """Prepare ``tensors`` for writing. Tensors that are not in the target are ignored."""
+        """Prepare ``tensors`` for being written. Tensors that are not in the target are ignored."""
 
     def page_out(self, *tensors: Tensor) -> None:
-        """Free memory that ``tensors`` need only while they are used. The values are kept."""
+        """Free the memory of ``tensors`` that lie in files; later reads load the values again.
+
+        Tensors that are not in the target are ignored.
+        """
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve space for later tensors, which ``what`` names in errors. Raises OffloadError."""
+        """Reserve space on the disk for tensors that will be made later.
+
+        ``what``: name of these tensors, for the error.
+
+        Raises:
+            OffloadError: there is not enough space.
+        """
 
     def keep_state_of(self, param: Tensor) -> None:
-        """Make optimizers store state with one value per element of ``param`` in the target.
+        """Make optimizers keep per-element state of the plain parameter ``param`` in the target.
 
-        This method is for plain parameters; sharded parameters have ``ShardSpec.state_target``.
+        For a sharded parameter, ``ShardSpec.state_target`` is the target.
         """
 
     def create(self, nbytes: int) -> int:
-        """Make and open a file of ``nbytes`` zeros to map. Raises OSError or OffloadError."""
+        """Make and open a file of ``nbytes`` zeros to map, and return the file descriptor.
+
+        Raises:
+            OSError: no file can be made.
+            OffloadError: the disk is full.
+        """
         return mapped_files.create(nbytes)
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """Map an open file for reading and writing. Raises OSError."""
+        """Map the open file with descriptor ``number``, for reading and writing.
+
+        Raises:
+            OSError: no addresses are left, or the file cannot be mapped.
+        """
         return mapped_files.mapped(number, nbytes)
 
     def create_mapped(self, nbytes: int) -> tuple[int, mmap.mmap]:
-        """Make, open and map a file. Raises OSError or OffloadError."""
+        """Make, open and map a file of ``nbytes`` zeros. Return the descriptor and the mapping.
+
+        Raises:
+            OSError: no file can be made or mapped.
+            OffloadError: the disk is full.
+        """
         number = self.create(nbytes)
         try:
             return number, self.mapped(number, nbytes)
@@ -74,7 +100,10 @@ class OffloadTarget:
 
 
 class HostMemory(OffloadTarget):
-    """Host memory, for units on an accelerator. Pinned memory is copied asynchronously."""
+    """Host memory, as the target of units on an accelerator.
+
+    ``pinned``: whether tensors lie in pinned memory, from which copies are asynchronous.
+    """
 
     is_device = False
 
@@ -95,20 +124,22 @@ DEVICE = OffloadTarget()
 
 @dataclass(frozen=True)
 class OffloadTargets:
-    """The offload targets of one unit."""
+    """The places where the tensors of one unit lie between uses."""
 
-    shard: OffloadTarget = DEVICE
-    gradient: OffloadTarget = DEVICE
-    # Target of optimizer state with one value per element. None: the device of the shard.
+    shard: OffloadTarget = DEVICE  # target of shards of parameters
+    gradient: OffloadTarget = DEVICE  # target of reduced gradients
+    # Target of optimizer state with one value per element. None: the state lies where the shard
+    # lies.
     state: OffloadTarget | None = None
-    # Whether the device keeps a copy of the shard for all-gathers.
+    # Whether the device keeps a copy of the shard, so that all-gathers need not first copy the
+    # shard from the host or the disk.
     keeps_copy: bool = False
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """Return the targets for a user's policy and the device that computes.
+        """Return the targets for the user's offload policy and the device that computes.
 
-        Raises ValueError and NotImplementedError.
+        Raises ValueError or NotImplementedError if the policy's disk cannot be used.
         """
         is_apart = device.type != "cpu"
         if not offload.is_on or (not is_apart and offload.path is None):
@@ -122,32 +153,40 @@ class OffloadTargets:
         return cls(state=disk)
 
     def reserve(self, unit: str, nbytes: Iterable[int]) -> None:
-        """Reserve space on the disk for a unit's shards and gradients. Raises OffloadError."""
+        """Reserve space on the disk for the shards and gradients of a unit, if they lie on a disk.
+
+        Args:
+            unit: name of the unit, for the error.
+            nbytes: size of each tensor in bytes.
+
+        Raises:
+            OffloadError: there is not enough space.
+        """
         if self.state is None or self.shard.is_device:
             return
         total = sum((-(-one // PAGE_BYTES) + 2) * PAGE_BYTES for one in nbytes)
         self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
 
     def trim(self) -> None:
-        """Return memory that was freed during wrapping to the operating system."""
+        """Give memory that wrapping has freed back to the operating system, if a disk is used."""
         if self.state is not None:
             mapped_files.give_back_freed()
 
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for copies of shards from the host and of gradients to the host."""
+    """Return the CUDA stream on which shards are copied from the host and gradients to the host."""
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Context in which work is queued on the copy stream.
+    """Context manager in which CUDA work is queued on the copy stream of ``device``.
 
-    The work begins after all work that the compute stream has queued so far.
+    The work begins after all work that was queued on the current (compute) stream so far.
     """
     stream = copy_stream(device)
-    # Wait, because the compute stream computes the tensors that are copied.
+    # Let the copy stream wait: the tensors that it copies are computed on the compute stream.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
