@@ -1,9 +1,11 @@
 """Hooks on ``state_dict()`` and ``load_state_dict()`` of optimizers with sharded parameters.
 
-``optimizer.state_dict()`` contains only this rank's part of the state. Therefore its first group
-has a stamp: the rank, and a digest of the layout. With the stamp, loading the state on another rank
-or into another layout raises. If torch's ``get_state_dict`` calls ``state_dict()``, state with one
-value per element is returned as sharded tensors, which checkpoints can save and reshard.
+``optimizer.state_dict()`` contains only this rank's part of the state, and must not be loaded on
+another rank or into another layout. So flatshard puts a stamp into the first parameter group (the
+rank, and a digest of the layout), and loading raises if the stamp does not match.
+
+If torch's ``get_state_dict`` calls ``state_dict()``, the result has sharded tensors in place of
+state with one value per element. Checkpoints can save and reshard these tensors.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_s
 
 StateDict = dict[str, Any]
 
-# torch's functions in this module treat the state of every parameter that is not a DTensor as full,
-# and have no hook to change this. So flatshard looks for these functions on the call stack, and
-# reads their options from the stack frames.
+# The functions in this module of torch take the state of every parameter that is not a DTensor as
+# full, and have no hook to change this. So flatshard looks for these functions on the call stack,
+# and reads their options from the stack frames.
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
@@ -49,8 +51,8 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 class TorchRequest:
     """Options of a call of torch's ``get_state_dict``, ``set_state_dict`` or similar functions."""
 
-    full: bool
-    to_cpu: bool
+    full: bool  # whether the user wants full tensors, not sharded tensors
+    to_cpu: bool  # whether the user wants the tensors on the CPU
     rank0_only: bool  # whether torch keeps the result only on rank 0
     broadcasts: bool  # whether torch broadcasts the tensors of rank 0
 
@@ -69,13 +71,13 @@ class TorchRequest:
 
 
 def torch_request() -> TorchRequest | None:
-    """Return the options of torch's function on this thread's call stack; None if there is none."""
+    """Return the options of the call of torch that this thread is in, or None if it is in none."""
     for frame in _frames():
         if "info" in frame.f_locals:
             info = frame.f_locals["info"]
             drops = info.full_state_dict and info.cpu_offload
-            # With ignore_frozen_params, every rank needs the full state: torch removes frozen
-            # parameters from the state on every rank before torch drops the state.
+            # With ignore_frozen_params, every rank needs the full state: on every rank, torch first
+            # removes frozen parameters from the state, and only then drops the state.
             rank0_only = drops and not info.ignore_frozen_params
             return TorchRequest(
                 info.full_state_dict, info.cpu_offload, rank0_only, info.broadcast_from_rank0
@@ -84,7 +86,7 @@ def torch_request() -> TorchRequest | None:
 
 
 def is_getting_shards() -> bool:
-    """Whether a ``get_...`` function of torch runs on this thread without ``full_state_dict``."""
+    """Whether this thread is in a ``get_...`` function of torch without ``full_state_dict``."""
     getters = [frame for frame in _frames() if frame.f_code.co_name.startswith("get_")]
     return any(not getattr(f.f_locals["options"], "full_state_dict", False) for f in getters)
 
@@ -102,7 +104,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Copy a state dict, with sharded tensors for state that has one value per element.
+    """Return a copy of a state dict in which state with one value per element is sharded tensors.
 
     The sharded tensors share memory with this rank's parts.
 
@@ -110,8 +112,9 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
         ValueError: state has neither one value per element nor one value per parameter.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
-    # Check other state only if the optimizer is element-wise. Otherwise, other state is equal on
-    # all ranks, or `shared_state` has sent it from the rank that owns the parameter to all ranks.
+    # State that is not per element must be equal on all ranks. This is checked only for an
+    # element-wise optimizer. For any other optimizer it is known: either all ranks step the full
+    # parameters, or `shared_state` has sent the state from the parameter's owner to all ranks.
     is_alike = not is_elementwise(optimizer)
     for param, state in _sharded_params(optimizer, state_dict):
         for key, value in state.items():
@@ -130,9 +133,9 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
     mesh.
 
     Args:
-        states: state, keyed by the parameter's name; changed in place.
-        device: device of the full tensors. None: each tensor stays on its device.
-        is_kept: whether this rank gets the full tensors. False: the rank takes part in the
+        states: the state of each parameter, keyed by the parameter's name; changed in place.
+        device: device of the full tensors. If None, each tensor stays on its device.
+        is_kept: whether this rank gets the full tensors. If False, the rank takes part in the
             collectives, but gets empty tensors.
     """
     for name in sorted(states, key=str):  # in the same order on all ranks
@@ -143,9 +146,10 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
-    """Copy nested state, and move all tensors to ``device`` unless ``device`` is None.
+    """Return a copy of ``value``, a nest of containers with tensors, with tensors on ``device``.
 
-    With ``shares_memory``, a tensor that is on the device already is not copied.
+    If ``device`` is None, each tensor stays on its device. With ``shares_memory``, a tensor that
+    need not move to another device is not copied.
     """
 
     def copied_leaf(leaf: Any) -> Any:
@@ -162,9 +166,9 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
 def from_torch(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
 ) -> StateDict:
-    """Copy a state dict that torch loads, and shard all state with one value per element.
+    """Return a copy of a state dict that torch loads, with sharded state.
 
-    ``asked``: the options of the call of torch's function.
+    State with one value per element becomes sharded. ``asked``: the options of torch's function.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
     for param, state in _sharded_params(optimizer, state_dict):
@@ -173,14 +177,14 @@ def from_torch(
         for key, value in state.items():
             part = part_per_element(spec, key, value)
             if part is not None:
-                # The next step of an element-wise optimizer replaces the sharded tensor by this
-                # rank's range.
+                # `_local_state` replaces the sharded tensor by this rank's range in the next step
+                # of an element-wise optimizer.
                 state[key] = FlatShardTensor(part, spec, role=f"{key} of")
     return state_dict
 
 
 def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
-    """Raise if state consists of several values that may differ between ranks."""
+    """Raise if the state ``key`` is a tensor of several values, which may differ between ranks."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     shapes = {tuple(tensor.shape) for tensor in tensors if tensor.numel() > 1}
     if shapes:
@@ -192,7 +196,7 @@ def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
 
 
 def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
-    """Return the optimizer's parameters, with the keys of a state dict (positions or names)."""
+    """Return the optimizer's parameters, keyed as in a state dict (by position or name)."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     return dict(zip(keys, all_params(optimizer), strict=False))
 
@@ -202,7 +206,7 @@ def with_shared(
     state_dict: StateDict,
     shared: dict[FlatShardTensor, StateDict],
 ) -> StateDict:
-    """Copy a state dict, and replace this rank's state by ``shared`` state if there is any."""
+    """Return a copy of a state dict in which ``shared`` replaces the state of its parameters."""
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
     state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
@@ -212,16 +216,15 @@ def with_shared(
 def _sharded_params(
     optimizer: torch.optim.Optimizer, state_dict: StateDict
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:
-    """Yield each sharded parameter that has state in a state dict, and the state."""
+    """Yield each sharded parameter that has state in ``state_dict``, together with its state."""
     for key, param in params_by_key(optimizer, state_dict).items():
         if isinstance(param, FlatShardTensor) and key in state_dict["state"]:
             yield param, state_dict["state"][key]
 
 
-# Key of the stamp in the first group. The stamp is in a group, because torch keeps unknown keys of
-# groups when it loads a state dict, but drops unknown top-level keys. If a user loads before the
-# first step, flatshard's hooks are not registered yet, and the first step finds the stamp in the
-# group.
+# Key of the stamp in the first parameter group. If a user loads a state dict before the first step,
+# flatshard's hooks are not registered yet, so the first step must be able to find the stamp. Torch
+# keeps unknown keys of groups when it loads a state dict, but drops unknown top-level keys.
 STAMP = "flatshard"
 
 _ONE_RANKS = (
@@ -232,7 +235,7 @@ _ONE_RANKS = (
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise, before a step, if the user loaded state of another rank or another layout."""
+    """Raise if the user loaded state of another rank or another layout. Called before a step."""
     watch(optimizer)
     for group in optimizer.param_groups:
         if STAMP in group:
@@ -266,13 +269,13 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
-            # Warn now, because users would otherwise notice only when they load the saved file,
-            # when the other ranks' parts are lost.
+            # Warn now. Users would otherwise notice only when they load the saved file that the
+            # parts of the other ranks were not saved.
             warnings.warn(_ONE_RANKS, stacklevel=5)  # the caller of state_dict()
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` without the warning."""
+    """Return ``optimizer.state_dict()``, without the warning that it has only this rank's parts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(_ONE_RANKS))
         return optimizer.state_dict()
@@ -285,8 +288,8 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check the stamp of a state dict, and return the state dict without the stamp.
 
-    If the state dict has a stamp, no tensor is copied. torch's ``set_state_dict`` passes state
-    dicts without a stamp; then state with one value per element is replaced by this rank's range.
+    If the state dict has a stamp, no tensor is copied. A state dict from torch's ``set_state_dict``
+    has no stamp; then state with one value per element is replaced by sharded tensors.
     """
     if not is_stamped(state_dict):
         asked = torch_request()
@@ -314,7 +317,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 
 def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Return this rank and a digest of the layout; None if no parameter is sharded."""
+    """Return the stamp: rank, world size and a digest of the layout. None if nothing is sharded."""
     places: list[Any] = []
     rank = None
     for param in all_params(optimizer):

@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def restore_all() -> None:
-    """Restore the parameters of optimizers whose step raised, so that no post hook ran."""
+    """Put sharded parameters back into optimizers whose step raised, so that ``_end`` never ran."""
     for optimizer in list(stepping):
         stepping.pop(optimizer).undo(optimizer)
 
@@ -58,9 +58,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     after: Any = optimizer._optimizer_step_post_hooks
     if "flatshard" not in before:
         watch(optimizer)
-    # flatshard's hooks must run inside of users' hooks, so that users' hooks see the sharded
-    # parameters. Move flatshard's hooks in each step, because users may have added hooks since the
-    # last step.
+    # Users' hooks must see the sharded parameters. So `_begin` must run after all pre hooks of
+    # users, and `_end` before all post hooks of users. Move both in each step, because users may
+    # have added hooks since the last step.
     before["flatshard"], after["flatshard"] = _begin, _end
     before.move_to_end("flatshard")
     after.move_to_end("flatshard", last=False)
@@ -70,9 +70,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the sharded parameters for the step.
+    """Replace the optimizer's sharded parameters by plain ones, for the step that follows.
 
-    ``args``: the arguments of ``step``: the optimizer, and perhaps a closure.
+    ``args`` and ``kwargs`` are the arguments of ``step()``: the optimizer, and perhaps a closure.
+    Returns the arguments with which torch shall call ``step()`` instead; None leaves them.
     """
     if unhooked:
         return None
@@ -100,7 +101,7 @@ def _begin(
 
 @untraced
 def _end(optimizer: Optimizer, *_: Any) -> None:
-    """Restore the sharded parameters after a step that did not raise."""
+    """Put the sharded parameters back after a step that did not raise."""
     stepper = stepping.get(optimizer)
     if stepper is not None and not unhooked:
         stepper.end(optimizer)
@@ -127,7 +128,7 @@ def _check_params(optimizer: Optimizer) -> None:
                     continue
                 if grad.dtype is not param.dtype:
                     check_dtype(optimizer, group, param, _name_of(param))
-                # A gradient is in UNREDUCED if no part or only some parts of it are reduced.
+                # UNREDUCED contains gradients that are not reduced, or only in part.
                 if UNREDUCED and grad in UNREDUCED:
                     raise RuntimeError(
                         f"{unit_text(UNREDUCED[grad])}: step() got gradients that were accumulated "
@@ -146,7 +147,7 @@ def _refuse_sharded(optimizer: torch.optim.SparseAdam) -> None:
 
 
 class StepPart(NamedTuple):
-    """Consecutive parameters of one parameter group, which are stepped together."""
+    """Some consecutive parameters of one parameter group, which are stepped together."""
 
     optimizer: Optimizer
     group: dict[str, Any]
@@ -154,17 +155,17 @@ class StepPart(NamedTuple):
 
 
 def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
-    """Step some parameters of an element-wise optimizer. Results are bitwise equal to ``step()``.
+    """Step only the parameters in ``parts``, with bitwise the same results as ``step()``.
 
-    Hooks of the optimizer are not called.
+    The optimizer must be element-wise. Its hooks are not called.
 
     Raises:
         NotImplementedError: the optimizer changes an option of a group in each step.
     """
     stepper = stepper_of(optimizer)
     assert isinstance(stepper, BucketStepper), "element-wise"
-    # Make a group of each part, so that parameters of different parts are not put into one bucket:
-    # they may not be neighbours in the optimizer's groups.
+    # Make a separate group for each part, so that parameters of different parts are not joined into
+    # one bucket: these parameters may not be neighbours in the optimizer's groups.
     narrow = [{**part.group, "params": list(part.params)} for part in parts]
     try:
         with torch.no_grad():
@@ -212,14 +213,14 @@ def check_reduced(
 ) -> None:
     """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    Collective: all ranks of ``world``. ``is_reducing``: whether the last forward began outside of
-    ``no_sync``. If so, the ranks do not communicate.
+    ``is_reducing`` says whether the last forward began outside of ``no_sync``. If it is False, the
+    call is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
     """
     mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
     found = {world.rank: mine}
     if not is_reducing:
-        # Under `no_sync` the ranks may have used different parameters, so perhaps only some ranks
-        # have such gradients. Exchange the results, so that all ranks raise.
+        # Under `no_sync`, the ranks may have used different parameters, so perhaps only some ranks
+        # have unreduced gradients. Exchange the names of the units, so that all ranks raise.
         found = dict(enumerate(world.host.gather_unless_equal(mine, "clip_grad_norm_")))
     for rank, unit in found.items():
         if unit is not None:
@@ -239,27 +240,27 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """Implement ``ShardedWrapper.clip_grad_norm_``. ``handles`` hold all sharded ``params``.
+    """Implement ``ShardedWrapper.clip_grad_norm_``. ``handles`` have all sharded ``params``.
 
     Collective: all ranks that hold ranges of ``params``.
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # Sort sharded parameters like the handles, not like ``params``. The rounding of the sum depends
-    # on the order of its terms. With a fixed order, the norm is the same for any ``params`` order.
+    # The rounding of a sum depends on the order of its terms. So that the norm does not depend on
+    # the order of `params`, sort the sharded parameters as they are in `handles`.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():
-        # A gradient without elements adds nothing to a norm.
+        # Leave out gradients of parameters without elements, which add nothing to a norm.
         found = [param.grad for param in ordered]
         grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     order = float(norm_type)
     norms = reduction_ops.norms(grads, order)
-    # Let torch combine the norms as it combines norms of plain tensors, with the same dtypes and
-    # errors. torch takes the norm of each tensor first, and the norm of a number is the number.
+    # Let torch combine the norms, so that dtypes and errors are as for plain tensors. torch first
+    # takes the norm of each tensor that it gets; here each tensor is a number, and stays the same.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
-    # Pass this rank's ranges of the gradients to torch, because operations on plain tensors need no
-    # dispatch in Python. torch reads only the attribute ``grad`` of each parameter.
+    # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations need no
+    # dispatch in Python. torch reads only the attribute `grad` of each parameter.
     ranges: Any = [SimpleNamespace(grad=local_range(grad)) for grad in grads]
     nn.utils.clip_grads_with_norm_(ranges, max_norm, total, foreach)
     return total

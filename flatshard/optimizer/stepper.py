@@ -2,15 +2,15 @@
 
 An optimizer's operations give the right results on ``FlatShardTensor``s, but are slow, because each
 operation is dispatched in Python. During a step of an element-wise optimizer, ``BucketStepper``
-therefore puts ``ParamBucket``s into the groups: plain 1-D parameters that share the shard's memory.
-The extra ``whole_tensors`` has the stepper of all other optimizers.
+therefore puts ``ParamBucket``s into the parameter groups: plain 1-D parameters that share the
+shard's memory. Optimizers that are not element-wise have another stepper, in the extra
+``whole_tensors``.
 
-[Note: buckets]
-A bucket is one 1-D parameter that the optimizer steps instead of several parameters, the members.
-The members belong to one group, are neighbours in a shard, and their gradients are neighbours in
-one flat gradient. So one kernel steps a whole flat parameter, instead of one kernel per original
-parameter. Between steps each member has its own state, which consists of views of the bucket's
-state.
+[Note: buckets] A bucket is a 1-D parameter that the optimizer steps in place of several sharded
+parameters, the bucket's members. The members belong to one parameter group, are neighbours in a
+shard, and their gradients are neighbours in one flat gradient. So one kernel steps a whole flat
+parameter, instead of one kernel per original parameter. Between steps, each member has its own
+optimizer state, which consists of views of the bucket's state.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# Use the fused kernel only for these dtypes. With a narrower dtype the fused kernel computes in
-# fp32, while separate operations round after each operation, so the results would differ.
+# Use the fused kernel only for these dtypes. With a narrower dtype, the fused kernel would compute
+# in fp32, but separate operations round after each operation, so the results would differ.
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
-# Optimizers that are in a step, or whose last step raised. Their groups may still hold the
-# replacement parameters.
+# Optimizers that are in a step, or whose last step raised. Their groups may still hold parameters
+# that replace the sharded parameters.
 stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
 
 
 class OptimizerExtension:
-    """Interface of an extra that acts in optimizer steps; active while in ``extensions``."""
+    """Interface of an extra that acts in optimizer steps, once it is in ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before the checks, at the start of ``step()`` and after each closure call."""
+        """Called before gradients are checked: when ``step()`` begins, and after each closure."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
-        """Step some parameters before ``step()`` steps the rest, and return their ids.
+        """Step some of the parameters, and return their ids, so that ``step()`` omits them.
 
-        Called for element-wise optimizers only.
+        Called at the start of a step of an element-wise optimizer.
         """
         return ()
 
@@ -112,15 +112,15 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 unhooked: list[Optimizer] = []
-"""The optimizers that are now in ``step_unhooked``, innermost last."""
+"""The optimizers whose ``step()`` is now running by ``step_unhooked``, innermost last."""
 
 
 def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
     """Call ``optimizer.step()`` without the hooks of the optimizer."""
     step: Any = type(optimizer).step
-    # Bypass torch's wrapper around `step`, which would call the hooks. `step` itself may call
-    # `super().step()` through another such wrapper: then flatshard's hooks find the optimizer in
-    # this list and return at once.
+    # Bypass torch's wrapper around `step`, which would call the hooks. But `step` may call
+    # `super().step()`, which has a wrapper, too. So put the optimizer into `unhooked`: flatshard's
+    # own hooks do nothing while `unhooked` is not empty.
     unhooked.append(optimizer)
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
@@ -129,9 +129,9 @@ def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
 
 
 def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: Any) -> str | None:
-    """Step the parameters of ``groups`` instead of the optimizer's own groups, without hooks.
+    """Step the parameters of ``groups`` in place of the optimizer's own groups, without hooks.
 
-    Return the name of a group's option that the step has changed; None if it changed no option.
+    Returns the name of an option that the step has changed in a group, or None if it changed none.
     """
     own, optimizer.param_groups = optimizer.param_groups, groups
     before = [_options(group) for group in groups]
@@ -151,10 +151,10 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
-    """Return the stepper of an optimizer, which stays the same for all steps.
+    """Return the stepper of an optimizer, the same for all of its steps.
 
-    An element-wise optimizer gets its stepper at the first step, any other optimizer at the first
-    step with sharded parameters.
+    An element-wise optimizer gets its stepper at its first step. Any other optimizer gets a stepper
+    at its first step with sharded parameters.
 
     Raises:
         MissingExtraError: the optimizer is not element-wise, and the extra ``whole_tensors`` is not
@@ -168,7 +168,7 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
             stepper = extra("whole_tensors", asked_for).WholeStepper()
         else:
-            return Stepper()  # not kept, because the optimizer may get sharded parameters later
+            return Stepper()  # do not store it: the optimizer may get sharded parameters later
         _steppers[optimizer] = stepper
     return stepper
 
@@ -179,10 +179,11 @@ def stepped_optimizers() -> list[Optimizer]:
 
 
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
-    """Share the state that only the owner ranks of parameters hold with all ranks.
+    """Return the state of each parameter whose state is only on one rank, the parameter's owner.
 
-    In the result, state with one value per element is sharded, and all other state is full. The
-    result is empty if the optimizer's state is already divided like the shards.
+    In the result, state with one value per element is sharded, and all other state is full, and the
+    same on all ranks. The result is empty if each rank already has the state of its shards, as with
+    element-wise optimizers.
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
@@ -191,24 +192,25 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
 
 
 def reports(params: Iterable[Tensor]) -> list[str]:
-    """Return a line of text for each optimizer that has stepped some of ``params`` in full."""
+    """Return a line of text for each optimizer that stepped any of ``params`` as full tensors."""
     ids = {id(param) for param in params}
     found = [(type(one).__name__, stepper.report(ids)) for one, stepper in _steppers.items()]
     return [f"{name} {report}" for name, report in found if report is not None]
 
 
 class Closure:
-    """Replaces a user's closure in ``optimizer.step(closure)``.
+    """Replaces the user's closure in ``optimizer.step(closure)``.
 
-    The first call returns the loss that was computed before the step.
+    ``__init__`` calls the user's closure before the step. The first call of this object, which the
+    optimizer makes in the step, only returns the loss of that call.
     """
 
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer) -> None:
-        """Call ``run``, which calls the user's closure.
+        """Call ``run``, which calls the user's closure, and keep the loss.
 
-        Every optimizer begins its step with a call of the closure. flatshard calls the closure even
-        before the step, because flatshard must know which parameters have gradients to prepare the
-        step.
+        To prepare the step, flatshard must know which parameters have gradients, so the closure
+        must run before the step. This changes no result, because every optimizer begins its step
+        with a call of the closure.
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run()
@@ -219,8 +221,8 @@ class Closure:
             self._is_new = False
             return self.loss
         optimizer = self._optimizer
-        # Remove the entry, because the closure's forward calls `restore_all`, which would undo the
-        # swap of every optimizer in `stepping`.
+        # Take the optimizer out of `stepping`: the closure's forward calls `restore_all`, which
+        # undoes the replacement of parameters for every optimizer in `stepping`.
         stepper = stepping.pop(optimizer)
         try:
             stepper.pause(optimizer)
@@ -234,54 +236,58 @@ class Closure:
 
 
 def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> None:
-    """Replace the parameters in a group's list by ``others``, until ``undo`` is closed."""
+    """Replace the contents of a group's list ``params`` by ``others``, until ``undo`` is closed."""
     undo.callback(params.__setitem__, slice(None), list(params))
     params[:] = others  # in place, because some optimizers (LBFGS) keep a reference to the list
 
 
 class Stepper:
-    """Prepares the steps of one optimizer. This base class is for optimizers of plain parameters.
+    """Prepares the steps of one optimizer. The base class serves optimizers of plain parameters.
 
-    A stepper must not hold a reference to the optimizer, because the stepper lives longer than a
-    step and would keep the optimizer alive.
+    A stepper must not hold a reference to its optimizer: the stepper exists as long as the
+    optimizer, and the reference would keep both alive forever.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
-        """Called before ``step()``. Return the optimizer that torch shall step.
+        """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        A stepper that has already stepped all parameters itself returns a dummy optimizer. Such a
-        stepper may also change the closure's ``loss``.
+        Usually returns ``optimizer``. A stepper that steps all parameters here, by itself, returns
+        a dummy optimizer, whose ``step()`` changes nothing. A stepper may also set
+        ``closure.loss``.
         """
         return optimizer
 
     def pause(self, optimizer: Optimizer) -> None:
-        """Called before another call of the closure. Restore the sharded parameters."""
+        """Put the sharded parameters back. Called in a step, before the closure is called again."""
         self.undo(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Called after a step that did not raise."""
+        """Put the sharded parameters back. Called after a step that did not raise."""
         self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:
-        """Restore the sharded parameters and their state, if they were replaced."""
+        """Put the sharded parameters and their state back, if they are replaced."""
 
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
         return {}
 
     def report(self, ids: Collection[int]) -> str | None:
-        """Return a text on how parameters with these ids were stepped in full, or None."""
+        """Return a text if a parameter with an id in ``ids`` was stepped as a full tensor, or None.
+
+        The text says how the parameters are stepped, and how much memory this needs.
+        """
         return None
 
 
 class BucketStepper(Stepper):
-    """Stepper of an element-wise optimizer: replaces sharded parameters by buckets."""
+    """Stepper of an element-wise optimizer: replaces sharded parameters by ``ParamBucket``s."""
 
     def __init__(self) -> None:
         # Buckets of the last step, keyed by the id of the first member.
         self._known: dict[int, ParamBucket] = {}
         self._buckets: list[ParamBucket] = []  # buckets of the current step
-        self._undo = ExitStack()  # restores the groups
+        self._undo = ExitStack()  # when closed, restores the optimizer's parameter groups
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         stepped = {ident for one in extensions for ident in one.step_first(optimizer)}
@@ -294,7 +300,9 @@ class BucketStepper(Stepper):
         groups: Sequence[dict[str, Any]],
         stepped: Collection[int] = (),
     ) -> None:
-        """Put buckets into the groups, move state to the buckets, and choose the fastest kernel.
+        """Replace sharded parameters in ``groups`` by buckets, and move state to the buckets.
+
+        Also chooses the fused kernel where it is faster.
 
         Args:
             optimizer: the optimizer.
@@ -328,11 +336,11 @@ class BucketStepper(Stepper):
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether to use the fused kernel: the user chose no kernel, and the group is suitable."""
-    # Without the fused kernel, Adam and AdamW run many operations on a CPU, each of which reads all
+    """Whether to use the fused kernel for a group: it works, and the user chose no other kernel."""
+    # On a CPU, Adam and AdamW without the fused kernel run many operations, each of which reads all
     # parameters, gradients or state. The fused kernel reads everything only once, and takes a fifth
-    # of the time. It rounds differently: after a step, about 1 of 100,000 parameters differs in the
-    # last bit.
+    # of the time. The fused kernel rounds differently: after a step, about 1 of 100,000 values
+    # differs in the last bit.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
     if group["fused"] is not None or group["foreach"] is not None:
@@ -354,30 +362,31 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 State = dict[str, Any]
 
-# Names of state that has one number per parameter. For a 0-d parameter, the shape alone does not
-# tell such state from state with one number per element.
+# Names of optimizer state that consists of one number per parameter, such as the number of steps.
+# The names are needed for 0-d parameters: there, state with one number per element has the same
+# shape.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
-    """State of a bucket, or state of a member, which consists of views of the bucket's state."""
+    """Optimizer state of a bucket, or of a member, whose tensors are views of bucket state."""
 
-    # All members share the tensor with the number of steps. This tensor must not be handed to other
-    # code (see `apart`): increasing one member's number of steps would increase the number of all
-    # members.
+    # All members share one tensor with the number of steps. Other code must get a copy of this
+    # tensor (see `apart`): if other code increased the number of steps of one member, the number of
+    # all members would increase.
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
         self._made_of = tuple(self.values())
 
     def is_unchanged(self, state: object) -> bool:
-        """Whether ``state`` is this object, and still has the values with which it was made."""
+        """Whether ``state`` is this object, and nobody has replaced a value since it was made."""
         same = map(operator.is_, self.values(), self._made_of)
         return state is self and len(self) == len(self._made_of) and all(same)
 
 
 def apart(state: State) -> State:
-    """Return ``state`` with its own number of steps, which other parameters do not share."""
+    """Return ``state`` with a copy of the number of steps, which other members otherwise share."""
     if not isinstance(state, BucketState):
         return state
     return {
@@ -387,11 +396,11 @@ def apart(state: State) -> State:
 
 
 class BucketView(Tensor):
-    """Tensor in ``optimizer.state_dict()`` whose deep copy contains only the tensor's elements.
+    """A view of a bucket's state in ``optimizer.state_dict()``. A deep copy copies only the view.
 
-    A deep copy of a plain tensor copies the whole storage, here the state of the whole bucket. With
-    ``dataclasses.asdict``, which copies each tensor separately, there would be one copy of the
-    bucket per member.
+    A deep copy of a plain tensor copies the whole storage, which here is the state of the whole
+    bucket. So ``dataclasses.asdict``, which copies each tensor separately, would copy the bucket's
+    state once per member.
     """
 
     # Results of operations are plain tensors.
@@ -405,9 +414,10 @@ class BucketView(Tensor):
 
 
 def shown(state: State) -> State:
-    """Return a parameter's state for ``optimizer.state_dict()``.
+    """Return a parameter's state as ``optimizer.state_dict()`` shall show it.
 
-    The result shares the memory of the bucket's state, except for the number of steps.
+    If the parameter is a member of a bucket, the result consists of views of the bucket's state,
+    and of a copy of the number of steps.
     """
     if not isinstance(state, BucketState):
         return state
@@ -427,23 +437,27 @@ def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 def find_buckets(
     params: Sequence[Any], known: dict[int, ParamBucket]
 ) -> Iterator[ParamBucket | nn.Parameter]:
-    """Divide a group's parameters into buckets and single parameters, and yield these in order.
+    """Join a group's parameters into buckets where possible, and yield the result in order.
 
-    ``known``: buckets of earlier steps, keyed by the id of the first member. New buckets are added.
+    Yields a bucket in place of its members, and each parameter that belongs to no bucket.
+
+    Args:
+        params: the parameters of the group.
+        known: buckets of earlier steps, keyed by the id of the first member. New buckets are added.
     """
     position = 0
     while position < len(params):
         first = params[position]
         if not isinstance(first, FlatShardTensor) or first.grad is None:
-            # The optimizer does not step a parameter without a gradient. Do not make a bucket for
-            # it, because its state may be views of an earlier bucket's state.
+            # The optimizer does not step a parameter without a gradient, so the parameter needs no
+            # bucket. Its state, which may be views of an earlier bucket's state, stays as it is.
             yield first
             position += 1
             continue
         members = _neighbours(params, position)
         bucket = known.get(id(first))
-        # Reuse the bucket of the last step if possible, because then the members' views of its
-        # state need not be made again.
+        # Reuse the bucket of the last step if possible: then the views of its state, which its
+        # members have, need not be created again.
         if bucket is None or not bucket.is_of(members):
             bucket = known[id(first)] = ParamBucket(members)
         yield bucket
@@ -451,21 +465,21 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """Return the parameters from ``position`` on that can be members of one bucket.
+    """Return ``params[position]`` and the parameters after it that can join it in a bucket.
 
-    The parameters are neighbours in a shard, and their gradients in a flat gradient.
+    The parameters are neighbours in a shard, and their gradients are neighbours in a flat gradient.
     """
     first = params[position]
     found, grad = [first], _flat_grad(first)
     if grad is None:
         return found
     end = first.spec.start + first.spec.numel
-    # Loop over indices, because a slice of `params` would be copied for each bucket.
+    # Loop over indices: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if _flat_grad(param) is not grad or param.flat is not first.flat:
             break
-        # Allow padding between neighbours. The optimizer steps the padding too.
+        # There may be padding between two neighbours. The optimizer steps the padding, too.
         if not 0 <= (param.spec.start - end) * first.dtype.itemsize < ALIGNMENT_BYTES:
             break
         end = param.spec.start + param.spec.numel
@@ -474,10 +488,10 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """Return the flat gradient of which the parameter's gradient is a view.
+    """Return the flat gradient (of this rank's shard) of which the parameter's gradient is a view.
 
-    The gradient lies in the flat gradient at the same place as the parameter in the shard. Return
-    None if the parameter has no gradient, or if the user assigned the gradient.
+    The gradient is at the same position in the flat gradient as the parameter in the shard. Returns
+    None if the parameter has no gradient, or a gradient that the user assigned.
     """
     if isinstance(param, FlatShardTensor):
         grad = param.grad
@@ -497,7 +511,7 @@ def local_grad(param: FlatShardTensor) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A parameter in a bucket."""
+    """A sharded parameter that is joined with others into a bucket."""
 
     param: FlatShardTensor
     part: slice  # range of the member in the bucket's elements
@@ -505,7 +519,7 @@ class _Member:
 
 
 class ParamBucket:
-    """One 1-D parameter, ``param``, that an optimizer steps instead of one or more neighbours."""
+    """A 1-D parameter, ``param``, that replaces sharded parameters (see [Note: buckets])."""
 
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
         first = params[0]
@@ -524,7 +538,7 @@ class ParamBucket:
         self._shared = BucketState({})
 
     def is_of(self, params: Sequence[Any]) -> bool:
-        """Whether the members are exactly ``params``, and still lie in the same shard."""
+        """Whether the bucket's members are exactly ``params``, and are still in the same shard."""
         return (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
@@ -534,24 +548,26 @@ class ParamBucket:
 
     @cached_property
     def divided(self) -> list[ParamBucket]:
-        """One bucket per member, for a step in which the members' states cannot be joined."""
+        """One bucket for each member, for steps in which the members' states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
     def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:
-        """Set the bucket's gradient, and move the members' states into the bucket.
+        """Set the bucket's gradient, and move the optimizer states of the members to the bucket.
 
-        ``states`` is the state of the optimizer. Return this bucket. If the members' states cannot
-        be joined, for example because their numbers of steps differ, return a bucket per member.
+        ``states`` is ``optimizer.state``. Returns the buckets to step: this bucket, or one bucket
+        per member if the members' states cannot be joined, for example because their numbers of
+        steps differ.
         """
         shared: State | None = self._shared
-        # Join the members' states if the optimizer does not hold the views that `swap_out` gave the
-        # members. This happens in the first step, and after somebody assigned or loaded state.
+        # Usually the states of the members are the views that `swap_out` made, and the bucket's
+        # state is up to date. Otherwise, in the first step and after somebody has assigned or
+        # loaded state, join the members' states.
         if not all(one.state.is_unchanged(states.get(one.param)) for one in self._members):
             shared = self._join(states)
             if shared is None:
                 return [bucket for member in self.divided for bucket in member.swap_in(states)]
-            # The joined state is a copy. Free the members' states now, before the step allocates
-            # temporary tensors.
+            # The joined state is a copy. Free the members' states now, to lower the peak memory:
+            # the step allocates temporary tensors.
             for param in self._params:
                 states.pop(param, None)
         if shared:
@@ -562,15 +578,15 @@ class ParamBucket:
         set_grad(
             self.param, local_grad(first) if flat is None else flat.detach()[self._start : end]
         )
-        # Raise the version counter, because an optimizer that writes to `p.data` does not raise it,
-        # and flatshard would then reuse unsharded buffers from before the step.
+        # An optimizer that writes to `p.data` does not raise the parameter's version. flatshard
+        # would then reuse unsharded buffers from before the step. So raise the version here.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
-        """Give the members views of the bucket's state.
+        """Give the members their state back after a step, as views of the bucket's state.
 
-        If the step set the bucket's gradient to None, also set the members' gradients to None.
+        If the step set the bucket's gradient to None, the members' gradients become None, too.
         """
         if self.param.grad is None:
             for param in self._params:
@@ -579,18 +595,18 @@ class ParamBucket:
         shared = states.pop(self.param, None)
         if shared is None:
             return
-        # Most optimizers update their state in place. Then the members' views from the last step
-        # are still right.
+        # If the optimizer has updated its state in place, as most do, the views that the members
+        # got after the last step are still right. Otherwise make new views.
         if not self._shared.is_unchanged(shared):
             self._split(shared)
         if states.get(self._params[0]) is not self._members[0].state:
             states.update({member.param: member.state for member in self._members})
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
-        """Join the members' states into the bucket's state; return None if this is impossible.
+        """Return the members' states, joined into one state, or None if they cannot be joined.
 
-        The padding between members is filled with zeros: the optimizer steps the padding too, and
-        zeros stay finite.
+        State of the padding between members is zero: the optimizer steps the padding, too, and with
+        zeros the padding stays finite.
         """
         own = {
             member: _local_state(member.param, states[member.param])
@@ -619,7 +635,7 @@ class ParamBucket:
         return shared
 
     def _split(self, shared: State) -> None:
-        """Give each member views of the bucket's state."""
+        """Make ``shared`` the bucket's state, and make views of it for each member."""
         target = self._params[0].spec.state_target
         if target is not None:
             state_to_target(shared, self.param.shape, target)
@@ -634,7 +650,7 @@ class ParamBucket:
 
 
 def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
-    """Move the tensors of ``shape`` in ``state`` to ``target``, which stores them between steps."""
+    """Move the tensors of shape ``shape`` in ``state`` to the host memory or disk of ``target``."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == shape:
             state[key] = target.take_in(value)
@@ -652,11 +668,11 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _local_state(param: FlatShardTensor, state: State) -> State:
-    """Replace full or sharded state of ``param`` by this rank's range, and return the state."""
+    """Return ``state``, in which each full or sharded tensor is replaced by this rank's range."""
     spec = param.spec
     for key, value in state.items():
-        # State may be full (from before wrapping, or loaded from an unwrapped model), sharded
-        # (Adagrad makes its state in the constructor), or this rank's range already.
+        # A tensor may be full (from before wrapping, or loaded from an unwrapped model), sharded
+        # (as Adagrad makes it in its constructor), or already this rank's range.
         part = part_per_element(spec, key, value)
         if part is not None:
             state[key] = part
@@ -671,9 +687,9 @@ def _local_state(param: FlatShardTensor, state: State) -> State:
 
 
 def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
-    """Return this rank's range of state with one value per element, 1-D; None for other state.
+    """Return this rank's range of ``value``, as a 1-D tensor, if it has one value per element.
 
-    ``value`` may be full, sharded, or this rank's range already.
+    Returns None for other state. ``value`` may be full, sharded, or already this rank's range.
 
     Raises:
         ValueError: the state is sharded, and this rank's range of it is not the parameter's range.

@@ -42,8 +42,8 @@ class WholeStepper(Stepper):
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
         if self.mode is StepMode.ON_SHARDS:
-            # Run the step eagerly, because torch.compile would trace it anew. But do not do so with
-            # a closure, which may run a compiled model: the model must stay compiled.
+            # Run the step eagerly, without compiling it. Do not do so if there is a closure, which
+            # may run a compiled model: the model must stay compiled.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
                 # `undo` restores the stance. If a step raises and nobody uses the optimizer again,
