@@ -1,4 +1,4 @@
-"""``flatshard inspect`` and ``flatshard convert``: list and convert checkpoints of libraries."""
+"""``flatshard inspect`` and ``flatshard convert``: list or convert a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatshard.checkpoint.sources import open_source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 2 for bad input."""
+    """Run the command line. Returns the exit code: 0, 2 for bad input, 130 for an interrupt."""
     parser = argparse.ArgumentParser(prog="flatshard", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     one = commands.add_parser("inspect", help="list the tensors in a checkpoint")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(path: str) -> str:
-    """Describe a checkpoint: format, step and similar facts, then a table of the tensors.
+    """Return a text with the checkpoint's format and step, and a table of its tensors.
 
     Raises:
         ValueError: the checkpoint is incomplete, corrupt, or of an unknown format.

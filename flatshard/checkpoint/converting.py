@@ -1,4 +1,4 @@
-"""``convert``: converts a model's tensors, one at a time, between the files of libraries."""
+"""``convert``: reads a model's weights from files of one library, and writes another format."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def convert(
         source: a file or a folder.
         destination: a file whose name ends with ``.safetensors`` or ``.pt``, or a folder. It must
             not exist.
-        to: the format: "safetensors", "torch" or "dcp". None: the format that the destination's
-            name says; for a folder, safetensors.
+        to: the format to write: "safetensors", "torch" or "dcp". None: "torch" if the destination's
+            name ends with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise "safetensors".
         key: the entry of a nested checkpoint that contains the model ("app.model", for example).
             None: the entry that is called model, module, state_dict or model_state_dict.
         dtype: dtype in which floating point tensors are written. None: as in the source.
@@ -122,9 +122,13 @@ def _write_safetensors(
 
 @contextlib.contextmanager
 def _replacing(final: Path) -> Iterator[Path]:
-    """A temporary path to write to: renamed to ``final`` at the end, removed after an error."""
+    """Yield a temporary path beside ``final``, for the caller to write a file or folder there.
+
+    At the end of the context, the temporary path is renamed to ``final``. After an error, the
+    temporary path is deleted.
+    """
     beside = final.with_name(f"{final.name}.incomplete")
-    _remove(beside)  # left by a run that was killed
+    _remove(beside)  # a run that was killed may have left this path
     try:
         yield beside
         beside.replace(final)
@@ -143,12 +147,13 @@ def _remove(path: Path) -> None:
 def _write_torch(
     final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
 ) -> None:
-    # These tensors only reserve room: `skip_data` writes a file with room for their values. The
-    # values are then written through a mapping of the file, one tensor at a time.
+    # Never hold all values in memory. Under `skip_data`, torch.save writes a file with room for the
+    # values of these empty tensors. Then the loop below writes the values, one tensor at a time,
+    # through a mapping of the file.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     with _replacing(final) as beside:
-        beside.touch()  # raises OSError if the path cannot be written, which torch.save does not
+        beside.touch()  # unlike torch.save, raises OSError if the path cannot be written
         with torch.serialization.skip_data():
             torch.save(state, beside)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
@@ -163,7 +168,7 @@ def _write_torch(
 def _write_dcp(
     final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
 ) -> None:
-    # Import here, because torch's package loads slowly.
+    # Import here, because torch.distributed.checkpoint loads slowly.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -174,7 +179,8 @@ def _write_dcp(
             return read(index.fqn)
 
     state = like | {alias: like[kept] for alias, kept in ties.items()}
-    # DCP warns that it runs in a single process, which is intended here.
+    # torch.distributed.checkpoint (DCP) warns if it runs in a single process. Here a single process
+    # is intended.
     no_warning = warnings.catch_warnings(action="ignore", category=UserWarning)
     with no_warning, _replacing(final) as beside:
         # DCP keeps all tensors of a file in memory until the file is written. So write one file per

@@ -1,9 +1,9 @@
-"""Files of ``torch.distributed.checkpoint`` (DCP): torch's planners and reader.
+"""Reads and writes files of ``torch.distributed.checkpoint`` (DCP), with torch's own classes.
 
 Reading runs no code from the files. The unpickler of the metadata accepts only a few classes, and
 all other content is loaded with ``weights_only``.
 
-Import this module inside functions: torch's package, which this module imports, loads slowly.
+Import this module inside functions, because ``torch.distributed.checkpoint`` loads slowly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flatshard.checkpoint.folder import Advance
 
 
 class SavePlanner(default_planner.DefaultSavePlanner):
-    """Torch's planner, which also counts the bytes that this rank writes."""
+    """Torch's default planner for saving, which also counts the bytes that this rank writes."""
 
     def __init__(self, advance: Advance) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ _DCP, _PLAIN = "torch.distributed.checkpoint.", ("Size", "_get_layout", "_Storag
 
 
 class _Metadata(pickle.Unpickler):
-    """Unpickles DCP's metadata. Torch uses ``pickle.load``, which would run code in the file."""
+    """Unpickles DCP's metadata safely. Torch calls ``pickle.load``, which runs code in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("pathlib", "PosixPath"):
@@ -60,7 +60,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Any:
-    """Read the ``Metadata`` of a folder of DCP.
+    """Read the file ``.metadata`` in a DCP folder, and return torch's ``Metadata``.
 
     Raises:
         ValueError: the file is corrupt.
@@ -76,7 +76,7 @@ def read_metadata(folder: Path) -> Any:
 
 
 def incomplete_tensors(metadata: Any) -> list[str]:
-    """Names of tensors in DCP's ``Metadata`` for which the files do not have all values."""
+    """Return the names of tensors, in DCP's ``Metadata``, that lack some values in the files."""
     entries = metadata.state_dict_metadata
     incomplete = [key for key in metadata.planner_data or () if key not in entries]
     for key, entry in entries.items():
@@ -88,7 +88,10 @@ def incomplete_tensors(metadata: Any) -> list[str]:
 
 
 def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advance: Advance) -> None:
-    """Overwrite ``targets``, keyed by DCP's keys, with the saved values. No communication."""
+    """Overwrite ``targets``, whose keys are DCP's flat names, with the saved values.
+
+    No communication.
+    """
     planner, reader = _Planner(advance), dcp.FileSystemReader(folder)
     with torch.no_grad():
         planner.set_up_planner(targets, found, False)
@@ -99,7 +102,7 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advanc
 
 
 class _Planner(default_planner.DefaultLoadPlanner):
-    """Torch's planner, which also counts the bytes read and runs no code from the files."""
+    """Torch's default planner for loading, which also counts bytes, and runs no code in files."""
 
     def __init__(self, advance: Advance) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

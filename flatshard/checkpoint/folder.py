@@ -1,10 +1,10 @@
-"""The folder of a checkpoint: its marker, its completion, and the removal of old checkpoints.
+"""The folder of a checkpoint, the file that marks it complete, and the removal of old folders.
 
 [Note: a checkpoint is either complete or absent]
 Ranks write files into ``NAME.incomplete`` and sync the files to the disk. Then rank 0 writes the
-marker, syncs the folder, and renames the folder to ``NAME``. A process that is killed before the
-rename leaves ``NAME.incomplete``, which the next save removes. To delete a checkpoint, rank 0 first
-renames the checkpoint to ``NAME.incomplete``.
+marker ``flatshard.json``, syncs the folder, and renames the folder to ``NAME``. A process that is
+killed before the rename leaves ``NAME.incomplete``, which the next save removes. To delete a
+checkpoint, rank 0 first renames the checkpoint to ``NAME.incomplete``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The length of a file in bytes, and the CRC-32 of the bytes, as zip and gzip compute it."""
+    """The length of a file in bytes, and the file's CRC-32 checksum, as in zip and gzip."""
 
     bytes: int
     crc32: int
@@ -39,7 +39,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Marker:
-    """The file that rank 0 writes last: a folder with a marker is a complete checkpoint."""
+    """Content of ``flatshard.json``, which rank 0 writes last: the checkpoint is complete."""
 
     world_size: int
     step: int | None
@@ -57,7 +57,7 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Read the marker of a complete checkpoint; None if the folder has no marker or is incomplete.
+    """Read the marker of a complete checkpoint. Returns None if the checkpoint is incomplete.
 
     Raises:
         ValueError: the marker is damaged, or has another version.
@@ -93,17 +93,17 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def _complete_in(directory: Path) -> list[tuple[float, Path]]:
-    """The time of completion and the path of each complete checkpoint in a directory."""
+    """Return the time of completion and the path of each complete checkpoint in ``directory``."""
     found: list[tuple[float, Path]] = []
     for folder in directory.iterdir() if directory.is_dir() else ():
-        with contextlib.suppress(ValueError):  # loading a damaged checkpoint raises
+        with contextlib.suppress(ValueError):  # skip damaged markers
             if (marker := read_marker(folder)) is not None:
                 found.append((marker.saved_at, folder))
     return found
 
 
 def record_of(path: Path, advance: Advance) -> FileRecord:
-    """Read a file, to find its length and checksum."""
+    """Read a file, and return its length and checksum."""
     piece, crc32, length = memoryview(bytearray(4 << 20)), 0, 0
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):
@@ -145,12 +145,16 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Name of a rank's file: the rank's random number generators, on rank 0 also ``extra``."""
+    """Return the name of the file with a rank's values that are not in DCP's files.
+
+    The file contains the states of the rank's random number generators. Rank 0's file also contains
+    ``extra`` and the scheduler's state.
+    """
     return f"rank-{rank:05d}.pt"
 
 
 def incomplete(path: Path) -> Path:
-    """The folder into which ranks write the checkpoint ``path``."""
+    """Return the folder into which ranks write, until it is renamed to ``path``."""
     return path.with_name(path.name + INCOMPLETE)
 
 
@@ -158,9 +162,10 @@ def incomplete(path: Path) -> Path:
 
 
 def begin(path: Path, keep: int | None) -> None:
-    """Make the folder for a save, and remove incomplete folders that killed saves have left.
+    """Make the folder for a save, and delete incomplete folders of earlier saves that were killed.
 
-    Folders of one training have names that differ only in their numbers. Other folders stay.
+    Only folders whose names differ from ``path``'s name in nothing but numbers are deleted, because
+    other folders may belong to another training.
 
     Raises:
         FileExistsError: ``path`` exists.
@@ -182,11 +187,11 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Turn the written files into the checkpoint ``path``, and delete old checkpoints.
 
-    Among the checkpoints whose names differ only in their numbers, the latest ``keep`` stay. None:
-    all stay.
+    Among the checkpoints whose names differ only in their numbers, the latest ``keep`` stay. If
+    ``keep`` is None, all stay.
     """
     folder = incomplete(path)
-    # The file system of a network may show the files of another host a little later.
+    # Wait, because a network file system may show the files of another host with a delay.
     remedy = "Save on a file system that all hosts share."
     check_lengths(folder, marker.lengths, remedy, wait=10)
     with (folder / MARKER).open("w") as file:
@@ -198,7 +203,9 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     sync(path.parent)
     found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
     for _, old in found[: -keep if keep else 0]:
-        os.rename(old, incomplete(old))  # if killed here, no checkpoint may lack files
+        # Rename before deleting: if the program is killed while it deletes files, the name tells
+        # that the folder is incomplete.
+        os.rename(old, incomplete(old))
         shutil.rmtree(incomplete(old))
 
 
@@ -214,5 +221,5 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """The name with all numbers replaced by 0: equal for all checkpoints of one training."""
+    """Return the name with all numbers replaced by 0, equal for all checkpoints of a training."""
     return re.sub(r"\d+", "0", path.name)

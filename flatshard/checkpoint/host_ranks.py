@@ -23,9 +23,11 @@ from flatshard.wrapper import ShardedWrapper
 
 T = TypeVar("T")
 
-# Keyed by the process group that trains the model.
+# The exchange for each process group that trains a model. It is made once, and used by later calls.
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref.WeakKeyDictionary()
-# An error of one of these types has the same type on all ranks. Other errors become RuntimeError.
+# If one rank fails, all ranks raise the rank's error. An error of one of these types keeps its type
+# (subclasses come first). All other errors become RuntimeError, because the other ranks may be
+# unable to unpickle them.
 _KINDS = (
     *(FileNotFoundError, FileExistsError, PermissionError, OSError, ValueError, TypeError),
     NotImplementedError,
@@ -41,8 +43,9 @@ class HostRanks:
         global_rank: this rank's number in the default group.
         ranks: the ranks' numbers in the default group.
         group: a separate process group for these exchanges; None if this rank is alone.
-        gather: returns the value of every rank; see ``HostExchange.gather``.
-        gather_unless_equal: returns a single value if all values are equal; see ``HostExchange``.
+        gather: ``HostExchange.gather``, which returns the values of all ranks.
+        gather_unless_equal: the method of ``HostExchange`` that returns the values of all ranks, or
+            only one value if all values are equal.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -80,13 +83,14 @@ class HostRanks:
         return cast(T, result)
 
     def on_first(self, work: Callable[[], object], op_name: str) -> None:
-        """Run ``work`` on the first rank; if ``work`` raises, all ranks raise. Collective."""
+        """Run ``work`` on rank 0 of the group; if ``work`` raises, all ranks raise. Collective."""
         self.agree(work if self.rank == 0 else lambda: None, op_name)
 
     def compare(self, facts: Facts, op_name: str, remedy: Callable[[str], str]) -> None:
-        """Raise ValueError on all ranks if their ``facts`` differ.
+        """Raise ValueError on all ranks if the ranks pass different ``facts``.
 
-        The message ends with ``remedy(name)``, for the first name whose facts differ.
+        ``facts`` maps names ("the path", for example) to texts that must be equal on all ranks. The
+        message says which name differs, and ends with ``remedy(name)``.
 
         Collective: all ranks of the group.
         """
@@ -97,13 +101,16 @@ class HostRanks:
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
 
     def told_by(self, rank: int, error: BaseException, op_name: str) -> Exception:
-        """The error that all ranks raise for an error on ``rank``."""
+        """Return the error that all ranks raise if ``error`` was raised on ``rank``.
+
+        The message begins with the operation and the rank.
+        """
         plain = _plain(error)
         return type(plain)(f"{op_name}, rank {self.ranks[rank]}: {plain}")
 
 
 def _plain(error: BaseException) -> Exception:
-    """An error with the same message, of a type that every rank can unpickle."""
+    """Return an error with the same message, of a type that every rank can unpickle."""
     for kind in _KINDS:
         if isinstance(error, kind):
             return kind(str(error))
@@ -115,7 +122,7 @@ class Training:
     """The model and the optimizer that a call saves or loads, and the ranks that train the model.
 
     Attributes:
-        shards: the units of the model; None if the model is unwrapped.
+        shards: this rank's shards of the model; None if the model is unwrapped.
         plain: the model, or the module inside DistributedDataParallel. The parameters of ``plain``
             have the names of the unwrapped model.
     """
@@ -123,7 +130,7 @@ class Training:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, caller: str
     ) -> None:
-        """Check the types of the arguments, and meet the other ranks. Collective."""
+        """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
         for value, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer | None)):
             if not isinstance(value, kind):
                 raise TypeError(
@@ -147,11 +154,11 @@ class Training:
         return next((param.device for param in self.model.parameters()), torch.device("cpu"))
 
     def model_state(self) -> dict[str, Any]:
-        """The sharded state dict. Its tensors share memory with the model."""
+        """Return the model's sharded state dict, whose tensors share memory with the model."""
         return self.plain.state_dict() if self.shards is None else self.shards.state_dict()
 
     def optim_state(self) -> dict[str, Any] | None:
-        """The optimizer's sharded state dict; None without an optimizer."""
+        """Return the optimizer's sharded state dict, or None if there is no optimizer."""
         if self.optimizer is None:
             return None
         with ShardedWrapper.state_dict_type(self.model, "SHARDED_STATE_DICT"):
@@ -159,7 +166,7 @@ class Training:
 
 
 def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
-    """The units of a sharded model, and the ranks that train it. Collective.
+    """Return this rank's shards of a sharded model, and the ranks that train it. Collective.
 
     Raises:
         ValueError: the model is unwrapped.

@@ -63,8 +63,8 @@ def load(
         path: the folder of the checkpoint. ``latest`` finds the most recent checkpoint.
         model: the model to restore. Its units and strategy may differ from the saved model's, and
             it may have been wrapped on the meta device.
-        optimizer: the optimizer to restore, with state and options. None: do not read them.
-        scheduler: an object with ``load_state_dict()``.
+        optimizer: the optimizer to restore, with state and options. None: restore only the model.
+        scheduler: the scheduler to restore, an object with ``load_state_dict()``.
         verify: compare the files with their checksums before any tensor is overwritten. Each rank
             reads some of the files for this.
 
@@ -78,7 +78,7 @@ def load(
             error lists all of them), a file is corrupted or truncated, or the folder has another
             format.
     """
-    # Import here, because torch's package loads slowly.
+    # Import here, because torch.distributed.checkpoint loads slowly.
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     from flatshard.checkpoint import dcp_files
@@ -142,9 +142,14 @@ def load(
 def _targets(
     path: Path, found: Metadata, wanted: StateDict, incomplete: Iterable[str]
 ) -> StateDict:
-    """The values to overwrite by loading, keyed by DCP's keys.
+    """Return the tensors that ``dcp_files.read`` overwrites, keyed by DCP's flat names.
 
-    A value is the program's own tensor if the program has one of the saved shape, or a new tensor.
+    Args:
+        path: the folder, for error messages.
+        found: DCP's metadata of the checkpoint.
+        wanted: the program's own state dicts. If a tensor there has the saved shape, the values are
+            read directly into this tensor; otherwise, into a new tensor.
+        incomplete: names of the tensors that lack values in the files.
 
     Raises:
         ValueError: the checkpoint does not fit. The error lists all missing and unexpected names,
@@ -187,7 +192,7 @@ def _targets(
 
 
 def _held(names: Iterable[Any], wanted: StateDict) -> Any:
-    """The program's value under nested names; None if the program has no such value."""
+    """Return the value under ``names`` in the nested dict ``wanted``; None if there is no value."""
     held: Any = wanted
     for name in names:
         held = held.get(name) if isinstance(held, dict) else None
@@ -231,7 +236,11 @@ def _require_complete(path: Path) -> Marker:
 
 
 def _restore_generators(found: StateDict, device: torch.device) -> None:
-    """Restore random number generators, except for those of a GPU or numpy that are not in use."""
+    """Set this rank's random number generators to the saved states.
+
+    Saved states are skipped for CUDA if the model is not on a GPU, and for numpy if the program has
+    not imported numpy.
+    """
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     if "cuda" in found and device.type == "cuda":
@@ -241,7 +250,11 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
 
 
 def _seed_generators(rank: int, found: StateDict) -> None:
-    """Seed the generators of a rank beyond the saved ranks, from rank 0's state and the rank."""
+    """Seed the random number generators of a rank whose states were not saved.
+
+    If fewer ranks saved the checkpoint, rank 0's saved state and the rank determine the seed. So
+    each rank gets another seed, and each resumed run the same seeds.
+    """
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)
     random.seed(seed)

@@ -82,7 +82,8 @@ def save_safetensors(
         for name, one in entries.items():
             first.setdefault(one.key, name)
         kept = {name: _as_saved(entries[name].entry, dtype) for name in first.values()}
-        # The metadata has the form that `safetensors.torch.load_model` reads.
+        # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
+        # expects.
         ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
         return entries, plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
 
@@ -101,7 +102,7 @@ def save_safetensors(
 
 
 def _as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor on the meta device, with the shape and dtype that a tensor has in the file."""
+    """Return a tensor on the meta device, with the shape and dtype of ``value`` in the file."""
     return torch.empty(
         value.shape,
         dtype=dtype if dtype is not None and value.is_floating_point() else value.dtype,
@@ -226,7 +227,8 @@ def _read(entries: Entries, places: Mapping[str, Place], progress: Progress) -> 
             if local.numel():
                 read_range(files[places[name].path], places[name], local, one.order, one.offset)
             if one.replicas is None:
-                # The flat `local` of a tensor with gaps in memory is a copy. Write its values back.
+                # If the tensor has gaps in memory, `local` is a flat copy of the tensor. Then copy
+                # the values from `local` into the tensor.
                 if local.data_ptr() != one.entry.data_ptr():
                     permuted = one.entry.permute(tuple(one.order))
                     permuted.copy_(local.view(permuted.shape))

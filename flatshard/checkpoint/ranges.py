@@ -1,4 +1,4 @@
-"""Reads and writes ranges of a tensor in place in a file; ``Progress`` shows the progress.
+"""Reads and writes ranges of a tensor's elements in a file; ``Progress`` logs bytes and speed.
 
 In a file, a tensor lies row by row. In memory, the dimensions of a parameter may have another order
 (channels_last). A range of the parameter in memory is then cut into boxes, and each box into pieces
@@ -47,18 +47,19 @@ class Place(NamedTuple):
 def _pieces(
     place: Place, order: Sequence[int], start: int, part: Tensor
 ) -> Iterator[tuple[Tensor, int]]:
-    """Cut the range ``part`` into views that are contiguous in the file.
+    """Cut ``part``, a range of a tensor's elements, into views that are contiguous in the file.
 
-    ``part`` begins with element ``start`` of the tensor in memory order. Yields each view, with
-    the dimensions of the file, and the index of the view's first element in the file.
+    ``part`` begins with element ``start`` of the tensor in memory order. Yields each view, with its
+    dimensions in the file's order, and the index that the view's first element has in the file.
     """
     shape, end, num_dims = place.shape, start + part.numel(), len(place.shape)
     strides, in_file = (
         strides_of(shape, range(num_dims)),
         sorted(range(num_dims), key=order.__getitem__),
     )
-    # If the memory order differs from the order in the file, cut only between rows: the elements of
-    # a part of a row are scattered in the file.
+    # A row has all elements with the same index in the outermost dimension of memory. If the memory
+    # order differs from the order in the file, cut only between rows: a part of a row would be
+    # scattered over many small places in the file.
     row = 1 if sorted(order) == list(order) else math.prod(shape[d] for d in order[1:])
     piece = max(1, PIECE_BYTES // place.dtype.itemsize // max(1, row)) * max(1, row)
     cuts = [start, *range((start // piece + 1) * piece, end, piece), end]
@@ -75,10 +76,14 @@ def _pieces(
 
 
 def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
-    """Write ``part``, ``(numel,)``: a tensor's elements from ``start`` on, in memory order.
+    """Write a range of a tensor's elements into a file, cast to the dtype of ``place``.
 
-    ``file`` is open for writing. ``order`` lists the dimensions in memory, outermost first. Values
-    are cast to the dtype in the file.
+    Args:
+        file: number of the file, which is open for writing.
+        place: the place of the tensor in the file.
+        part: the elements to write, 1-D, in memory order.
+        order: the tensor's dimensions in memory, outermost first.
+        start: index of the first element of ``part`` among all elements in memory order.
     """
     for values, first in _pieces(place, order, start, part):
         source = values.to(place.dtype).cpu().contiguous()
@@ -86,9 +91,9 @@ def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], sta
 
 
 def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
-    """Overwrite ``part`` with the values in the file; arguments as of ``write_range``.
+    """Overwrite ``part`` with the values in the file, cast to the dtype of ``part``.
 
-    Values are cast to the dtype of ``part``.
+    The arguments are those of ``write_range``, with a file that is open for reading.
 
     Raises:
         ValueError: the file ends before the last value.
@@ -102,7 +107,11 @@ def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], star
 
 
 def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, int], int]) -> None:
-    """Write or read values by ``move``, which returns the number of bytes that it has moved."""
+    """Write or read all of ``values``, from element ``first`` of the tensor in the file on.
+
+    ``move`` writes or reads bytes at a position in the file, and returns their number. ``move`` is
+    called until no bytes are left.
+    """
     at, left = place.offset + first * place.dtype.itemsize, bytes_of(values)
     while left:
         count = move(left, at)
@@ -139,24 +148,26 @@ class OpenFiles:
     def __exit__(self, _: object, error: object, __: object) -> None:
         for file in self._files.values():
             os.close(file)
-        if isinstance(error, OSError):  # its message lacks the path: files are used by number
+        # Add the path to the error: reads and writes use the number of an open file, so the error
+        # does not know the path.
+        if isinstance(error, OSError):
             error.filename = error.filename or self._used
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor. Does not need numpy, which may not be installed."""
+    """Return a view of a contiguous CPU tensor's bytes. Works without numpy."""
     array = ctypes.c_char * tensor.nbytes
     return memoryview(array.from_address(tensor.data_ptr())).cast("B")
 
 
 class Progress:
-    """Logs bytes and speed at the end. In a terminal, tqdm shows a bar after two seconds."""
+    """Logs the bytes and speed of a save or load. In a terminal, also shows a bar (after 2 s)."""
 
     def __init__(self, verb: str, total: int, *, is_shown: bool) -> None:
         self._verb, self._is_shown, self._begun = verb, is_shown, time.monotonic()
         self._bar: Any = None
-        # Outside of a terminal, do not call tqdm: it would show no bar, but make a semaphore, which
-        # stays in the system if the process is killed.
+        # Do not call tqdm outside of a terminal, where it shows no bar: tqdm makes a semaphore, and
+        # the semaphore stays in the system if the process is killed.
         if is_shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
             options = {"unit": "B", "unit_scale": True, "delay": 2, "leave": False}
             self._bar = importlib.import_module("tqdm").tqdm(desc=verb, total=total, **options)
@@ -167,7 +178,7 @@ class Progress:
             self._bar.update(num_bytes)
 
     def end(self, path: object, num_bytes: int) -> None:
-        """Log the number of bytes that all ranks have moved, and the speed."""
+        """Log the number of bytes that all ranks have written or read, and the speed."""
         if self._bar is not None:
             self._bar.close()
         if self._is_shown:

@@ -1,4 +1,4 @@
-"""The safetensors format: files of a JSON header and bytes, and the index of several files.
+"""The safetensors format: a JSON header and the tensors' bytes, and the index of several files.
 
 A file is written under a temporary name in the same folder, and renamed when all bytes are on the
 disk. So a reader finds either the old file or the new file.
@@ -53,8 +53,8 @@ class Plan:
     def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": metadata}
         end = 0
-        # Sort by element size, largest first: then each tensor is aligned for its dtype, and a
-        # reader can map the tensor.
+        # Sort by element size, largest first: then each tensor is aligned for its dtype, so that a
+        # reader can map the tensor from the file instead of copying it.
         for key in sorted(tensors, key=lambda key: -tensors[key].itemsize):
             start, end = end, end + tensors[key].nbytes
             dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
@@ -76,7 +76,7 @@ class Plan:
             with open(self.temporary(name), "wb") as file:
                 end = max(ends.get(file.name, 0), len(header))
                 try:
-                    # Otherwise a full disk would be noticed only while tensors are written.
+                    # Reserve all bytes now, so that a full disk raises before tensors are written.
                     os.posix_fallocate(file.fileno(), 0, end)
                 except OSError as error:
                     what = f"{error.strerror}, for {end:,} bytes"
@@ -84,9 +84,12 @@ class Plan:
                 file.write(header)
 
     def commit(self) -> None:
-        """Rename the temporary files to their final names. Raises OSError.
+        """Rename the temporary files to their final names, and delete files that they replace.
 
-        All bytes must be on the disk.
+        All bytes must already be on the disk.
+
+        Raises:
+            OSError: a file cannot be renamed or deleted.
         """
         index = self.folder / _INDEX
         if self.index:
@@ -115,7 +118,7 @@ def plan_files(
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Plan a file, if ``path`` ends with ``.safetensors``, or the files in the folder ``path``.
+    """Plan one file if ``path`` ends with ``.safetensors``, otherwise files in a folder ``path``.
 
     The plan depends only on names, dtypes and shapes, so it is the same on all ranks. Names of
     files and the index follow huggingface_hub.
@@ -176,14 +179,14 @@ def _read_size(size: int | str | None) -> float:
 
 
 class Found(NamedTuple):
-    """The tensors in a file, or in all files of an index, and the metadata."""
+    """The place of each tensor in a file, or in all files of an index, and the files' metadata."""
 
     places: dict[str, Place]
     metadata: dict[str, str]
 
 
 def find_tensors(path: str | os.PathLike[str]) -> Found:
-    """Read the headers of a file, of the files in an index, or of the files in a folder.
+    """Find the tensors in a file, in the files of an index, or in a folder. Reads only headers.
 
     Raises:
         ValueError: ``path`` has no safetensors files, or a file is truncated, corrupt or missing.

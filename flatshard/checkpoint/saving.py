@@ -125,7 +125,7 @@ class Snapshot:
     """The values that this rank saves.
 
     Attributes:
-        tensors: nested dicts of tensors. DCP asks each sharded tensor for this rank's boxes.
+        tensors: nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
         rng: the states of this rank's random number generators.
         scheduler: the state of the scheduler; None without a scheduler.
         extra: the user's values, the same on all ranks.
@@ -137,7 +137,10 @@ class Snapshot:
     extra: dict[str, Any]
 
     def own_file(self, rank: int) -> bytes:
-        """This rank's values that are not in DCP's files, serialized by ``torch.save``.
+        """Return, serialized by ``torch.save``, this rank's values that are not in DCP's files.
+
+        These are the states of the random number generators. Rank 0 adds ``extra`` and the
+        scheduler's state.
 
         Raises:
             TypeError: ``extra`` or the scheduler's state contains an object whose loading would run
@@ -159,7 +162,7 @@ class Snapshot:
         return _saved(own)
 
     def staged(self) -> Snapshot:
-        """A snapshot with copies of the tensors, in host memory."""
+        """Return a snapshot with copies of the tensors in host memory, for a save in a thread."""
 
         def copied(tensor: Tensor) -> Tensor:
             return tensor.detach().to("cpu", copy=True)
@@ -167,7 +170,10 @@ class Snapshot:
         return replace(self, tensors=pytree.tree_map_only(Tensor, copied, self.tensors))
 
     def sharded(self) -> dict[str, str]:
-        """Shapes of the sharded tensors, by name. Every rank must save its part of each tensor."""
+        """Return a text with the shape of each sharded tensor, keyed by name.
+
+        All ranks must have the same texts, because every rank must save its part of each tensor.
+        """
         return {
             ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
             for names, leaf in leaves(self.tensors)
@@ -175,13 +181,13 @@ class Snapshot:
         }
 
     def num_bytes(self) -> int:
-        """Approximate number of bytes that this rank writes."""
+        """Return the approximate number of bytes that this rank writes."""
         tensors = (leaf for _, leaf in leaves(self.tensors) if isinstance(leaf, Tensor))
         return sum(getattr(tensor, "local", tensor).nbytes for tensor in tensors)
 
 
 def _load_error(value: object) -> Exception | None:
-    """The error of ``torch.load(weights_only=True)`` for a value; None if the value loads."""
+    """Return the error of ``torch.load(weights_only=True)`` for ``value``; None if it loads."""
     try:
         torch.load(io.BytesIO(_saved(value)), weights_only=True)
     except Exception as error:
@@ -196,11 +202,12 @@ def _saved(value: object) -> bytes:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """The states of this process's random number generators, in types for ``weights_only``."""
+    """Return the states of all random number generators, as ``weights_only`` can load them."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
-    if numpy := sys.modules.get("numpy.random"):  # without an import, nothing has drawn from it
+    # If nothing has imported numpy, its generator is not in use.
+    if numpy := sys.modules.get("numpy.random"):
         kind, key, *rest = numpy.get_state()
         found["numpy"] = (kind, key.tolist(), *rest)
     return found
@@ -230,7 +237,7 @@ class PendingSave:
         # program.
         thread = ThreadPoolExecutor(1, "flatshard-checkpoint")
         self._written = thread.submit(write)
-        thread.shutdown(wait=False)  # the thread ends with the save
+        thread.shutdown(wait=False)  # the thread ends when the save ends
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -330,7 +337,7 @@ class Save:
             raise
 
     def _write_files(self, snapshot: Snapshot, own: bytes) -> None:
-        # Import here, because torch's package loads slowly.
+        # Import here, because torch.distributed.checkpoint loads slowly.
         from torch.distributed.checkpoint import api, filesystem, state_dict_saver
 
         from flatshard.checkpoint import dcp_files

@@ -1,7 +1,7 @@
 """``Source``: a checkpoint of any known library, whose tensors are read one at a time.
 
-Reading runs no code from the files. Pickles are loaded with ``weights_only``. Objects of DeepSpeed,
-which need not be installed, are replaced by objects without behaviour.
+Reading runs no code from the files. Pickles are loaded with ``weights_only``. Objects of
+DeepSpeed's classes are replaced by objects without behaviour, so DeepSpeed need not be installed.
 
 [Note: DeepSpeed]
 A folder of ZeRO contains the fp32 weights in flat partitions, in the layout that DeepSpeed's script
@@ -39,23 +39,26 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 
 @dataclass
 class Source:
+    """A checkpoint, with its format ``kind``, its tensors, and ``read``, which loads a tensor."""
+
     kind: str
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
     facts: dict[str, object] = field(default_factory=dict)
-    # Other names of tied tensors, each with the name in `tensors`.
+    # Other names of tied tensors, mapped to the name under which `tensors` has the tensor.
     ties: dict[str, str] = field(default_factory=dict)
-    # Names of tensors for which the files do not have all values.
+    # Names of tensors that lack some values in the files.
     incomplete: list[str] = field(default_factory=list)
 
     def model(self, key: str | None = None) -> dict[str, Names]:
-        """The model's parameter names, with their keys in ``tensors``.
+        """Return the names of the model's parameters, mapped to the keys in ``tensors``.
 
-        ``key`` ("app.model", for example) names the entry that contains the model. Without ``key``,
-        the entry is found by its usual names.
+        ``key`` ("app.model", for example) is the entry of the checkpoint that contains the model.
+        If None, the entry has one of the usual names (model, module, state_dict,
+        model_state_dict), or the whole checkpoint is the model.
 
         Raises:
-            ValueError: ``key`` does not exist, or no entry or several entries may be the model.
+            ValueError: there is no such entry, or there are several; or FSDP1 saved local state.
         """
         prefixes = {names[:depth] for names in self.tensors for depth in range(len(names))}
         found = [one for one in prefixes if one and one[-1] in _MODEL_KEYS]
@@ -94,7 +97,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder. Check the path.")
-    if path.name.endswith(".incomplete"):  # being saved or deleted
+    if path.name.endswith(".incomplete"):  # a save or a deletion has not ended
         raise ValueError(f"{path} is incomplete: its save did not end. Use another checkpoint.")
     if path.is_dir():
         if (path / ".metadata").exists():
@@ -147,16 +150,16 @@ def _torch(path: Path) -> Source:
 
 
 class _Inert:
-    """Replaces a class of a library that need not be installed."""
+    """Replaces objects of a library that need not be installed. Has no behaviour."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
 
 def load_torch(path: Path, library: str = "") -> Any:
-    """Load a file of ``torch.save``; tensors are mapped from the file if the format allows.
+    """Load a file of ``torch.save``. Tensors in zip files are mapped, not read.
 
-    Objects of classes of ``library`` are replaced by ``_Inert`` objects, which run no code.
+    Objects of ``library``'s classes are replaced by ``_Inert`` objects, which run no code.
 
     Raises:
         ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
@@ -179,7 +182,7 @@ def load_torch(path: Path, library: str = "") -> Any:
 
 
 def leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
-    """The values in nested dictionaries and lists, with their keys."""
+    """Yield the values in nested dictionaries and lists, each with its keys, outermost first."""
     if isinstance(value, Mapping | list | tuple):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from leaves(inner, (*names, str(name)))
@@ -191,7 +194,7 @@ def leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
 
 
 def _dcp(folder: Path) -> Source:
-    # Import here, because torch's package loads slowly.
+    # Import here, because torch.distributed.checkpoint loads slowly.
     from flatshard.checkpoint import dcp_files
 
     metadata = dcp_files.read_metadata(folder)
@@ -243,9 +246,9 @@ class _Pieces(NamedTuple):
 
 
 def _deepspeed_folder(path: Path) -> Path | None:
-    """DeepSpeed's folder of one step: ``path``, or the folder that the file ``latest`` names.
+    """Return DeepSpeed's folder of one step: ``path``, or the folder that ``path/latest`` names.
 
-    None if ``path`` has no files of DeepSpeed.
+    Returns None if the folder has no files of DeepSpeed.
     """
     latest = path / "latest"
     folder = path / latest.read_text().strip() if latest.is_file() else path
@@ -253,7 +256,11 @@ def _deepspeed_folder(path: Path) -> Path | None:
 
 
 def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict[str, object]]:
-    """The weights keyed by name, the other names of tied weights, and facts for ``inspect``.
+    """Find the weights in DeepSpeed's files.
+
+    Returns:
+        The pieces of each weight, keyed by name; other names of tied weights, mapped to a name that
+        has pieces; and facts for ``flatshard inspect``.
 
     Raises:
         ValueError: a file is missing or corrupt, or tensor parallelism has split the model.
@@ -315,7 +322,7 @@ def _stage_3(groups: list[Any], optims: list[Any]) -> Iterator[tuple[str, _Piece
 
 
 def _cut(vectors: Iterable[Tensor], start: int, end: int) -> list[Tensor]:
-    """The elements ``[start, end)`` of the concatenated vectors."""
+    """Return views of elements ``[start, end)`` of the concatenated vectors, one per vector."""
     parts = []
     for one in vectors:
         parts.append(one[max(0, start) : max(0, end)])

@@ -23,8 +23,9 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Keyed by the argument of Accelerator: the setting in accelerate's config file, and the environment
-# variable by which `accelerate launch` passes the setting to the program.
+# Arguments of Accelerator that shard the model in another way. For each argument: the setting in
+# accelerate's config file, and the environment variable in which `accelerate launch` passes the
+# setting to the program.
 _OTHERS = {
     "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
     "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
@@ -40,8 +41,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     ``mixed_precision`` sets a ``MixedPrecision`` policy in addition to accelerate's autocast:
     parameters are all-gathered in the low dtype, and gradients are reduced in float32.
-    ``save_state`` saves models and optimizers by ``flatshard.checkpoint.save``; each rank writes
-    its own part. ``load_state`` loads them on any number of ranks.
+    ``save_state`` saves models and optimizers with ``flatshard.checkpoint.save``; each rank writes
+    its own part. ``load_state`` loads these checkpoints on any number of ranks.
 
     Collective: all ranks call ``save_state``, ``load_state``, ``get_state_dict`` and
     ``save_model``.
@@ -71,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def adopt(
         cls, accelerator: accelerate.Accelerator, sharding: Mapping[str, Any] | None = None
     ) -> None:
-        """Turn an accelerator of a framework into this class, before its first ``prepare``."""
+        """Turn an accelerator that a framework has made into this class, before ``prepare``."""
         if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "Accelerator: dynamo_backend and dynamo_plugin would compile the whole model. "
@@ -98,8 +99,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model = ShardedWrapper(model, **self._keywords())
             if self.ddp_handler is not None:
                 self.ddp_handler.register_comm_hook(model)
-        # With other arguments, accelerate would move the model to the device, and wrap it in
-        # DistributedDataParallel.
+        # These arguments tell accelerate not to move the model to the device, and not to wrap the
+        # model in DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _keywords(self) -> dict[str, Any]:
@@ -116,13 +117,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Prepare an optimizer without moving its state: the state stays beside the shards."""
+        """Prepare an optimizer, but leave its state on the device of the shards."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The module inside the wrappers, with parameters that stay sharded."""
+        """Return the module inside the wrappers. Its parameters stay sharded."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return found.module if isinstance(found, ShardedWrapper) else found
 
@@ -138,7 +139,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Enter ``ShardedWrapper.join`` for sharded models, and accelerate's method for others."""
+        """Enter ``ShardedWrapper.join`` of sharded models, accelerate's method for other models."""
         others = [one for one in joinables if not isinstance(one, ShardedWrapper)]
         with contextlib.ExitStack() as stack:
             for one in joinables:
@@ -151,7 +152,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # ------------------------------------------------------------ saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state dict in rank 0's host memory; empty on the other ranks. Collective."""
+        """Return the full state dict on the CPU of rank 0, else an empty dict. Collective."""
         if not sharded_modules(model):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         return checkpoint.full_state_dict(model)
@@ -170,14 +171,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Save accelerate's state, and each model in a checkpoint of flatshard. Collective.
+        """Save accelerate's state, and each model with ``flatshard.checkpoint.save``. Collective.
 
         Checkpoints of earlier calls in ``output_dir`` are replaced.
         """
         with self._without_models() as trained:
             if output_dir is not None and self.is_main_process:
                 # Delete old checkpoints before saving: if the program is killed during the save,
-                # the folder is incomplete, and no mixture of two saves.
+                # the folder is incomplete, instead of a mixture of two saves.
                 for old in Path(output_dir).glob(f"{_FOLDER}_*"):
                     shutil.rmtree(old)
             self.wait_for_everyone()
@@ -190,7 +191,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Load a folder of ``save_state``, on any number of ranks. Collective.
 
         Raises:
-            FileNotFoundError: another Accelerator saved the folder. Nothing has been loaded.
+            FileNotFoundError: accelerate's own class saved the folder. Nothing has been loaded.
         """
         found: list[str] = []
 
@@ -216,7 +217,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
-        """Hide models and optimizers from accelerate, which would save only those of rank 0."""
+        """Hide models and optimizers from accelerate, which would save only rank 0's shards.
+
+        Yields pairs of a model and its optimizer; the optimizer is None if the model has none.
+        """
         models: list[nn.Module] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
         trained: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []

@@ -39,8 +39,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     """Shards the LightningModule, in training and in evaluation.
 
     A *full* checkpoint is a single file in the format of ``strategy="ddp"``, so each of the two
-    strategies loads the checkpoints of both. To save the file, rank 0 needs the whole model in host
-    memory. A *sharded* checkpoint is a folder into which each rank writes its own part by
+    strategies loads the other's checkpoints. To save the file, rank 0 needs the whole model in host
+    memory. A *sharded* checkpoint is a folder into which each rank writes its own part with
     ``flatshard.checkpoint``. Full and sharded checkpoints load on any number of ranks.
 
     Args:
@@ -80,7 +80,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        # Setting an attribute of the module would make the wrapper a submodule of its own module.
+        # Write to `__dict__`: `setattr` would make the wrapper a submodule of its own module.
         known = self.model.__dict__
         if _WRAPPER not in known:
             known[_WRAPPER] = _sharded(self.model, self.root_device, self._ddp_kwargs)
@@ -114,11 +114,18 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state dict on rank 0; empty on other ranks, and if sharded. Collective."""
+        """Return the full state dict on rank 0, and an empty dict on other ranks. Collective.
+
+        With ``state_dict_type="sharded"``, the dict is empty on all ranks.
+        """
         return files.full_state_dict(self.model) if self._state_dict_type == "full" else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state, keyed by position, on rank 0; otherwise empty. Collective."""
+        """Return the optimizer's full state on rank 0, an empty dict on other ranks. Collective.
+
+        Parameters have their positions as keys. With ``state_dict_type="sharded"``, the dict is
+        empty on all ranks.
+        """
         if self._state_dict_type == "sharded":
             return {}
         plain = getattr(optimizer, "_optimizer", optimizer)
@@ -127,12 +134,12 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write a file on rank 0, or a folder on all ranks. Collective."""
+        """Write a file on rank 0 (full), or a folder on all ranks (sharded). Collective."""
         if self._state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = Path(self.broadcast(str(filepath)))
-        if self.is_global_zero and folder.exists():  # "last", for example
+        if self.is_global_zero and folder.exists():  # Lightning overwrites "last", for example
             shutil.rmtree(folder)
         self.barrier()
         for number, optimizer in enumerate(self.optimizers or [None]):
@@ -148,7 +155,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             return super().load_checkpoint(checkpoint_path, weights_only)
         for number, optimizer in enumerate(self.optimizers or [None]):
             files.load(folder / f"{_FOLDER}_{number}", self.model, optimizer)
-        # Lightning's part of the checkpoint, which contains other objects than tensors.
+        # Load Lightning's part of the checkpoint, which contains other objects than tensors, too.
         rest = torch.load(folder / _REST, weights_only=bool(weights_only), map_location="cpu")
         return {**rest, "state_dict": None, "optimizer_states": []}
 
@@ -167,10 +174,10 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
 class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
     """Shards the modules that Fabric sets up.
 
-    ``fabric.save`` saves full state dicts in the format of ``strategy="ddp"``. They load on any
-    number of ranks, and under both strategies. For sharded checkpoints, call
-    ``flatshard.checkpoint.save(path, model, optimizer)``. Set up a model before its optimizers:
-    ``fabric.setup(model, optimizer)``.
+    ``fabric.save`` saves full state dicts in the format of ``strategy="ddp"``. These files load on
+    any number of ranks, with ``strategy="ddp"`` and with ``strategy="flatshard"``. For sharded
+    checkpoints, call ``flatshard.checkpoint.save(path, model, optimizer)``. Set up a model before
+    its optimizers: ``fabric.setup(model, optimizer)``.
 
     Args:
         keywords: keywords of DDPStrategy, and keywords of ``ShardedWrapper``.
@@ -190,16 +197,19 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         """Leave the module in place, because only its shards move to the device."""
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state dict on rank 0; empty on the other ranks. Collective."""
+        """Return the full state dict on rank 0, an empty dict on other ranks. Collective."""
         return files.full_state_dict(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state, keyed by position, on rank 0; empty on other ranks. Collective."""
+        """Return the optimizer's full state on rank 0, an empty dict on other ranks. Collective.
+
+        Parameters have their positions as keys.
+        """
         state = files.full_optim_state_dict(self.model_of(optimizer), optimizer)
         return _by_position(state)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint; each rank's optimizer gets its part of the full state. Collective."""
+        """Load a full checkpoint; each rank keeps its part of the optimizer state. Collective."""
         with contextlib.ExitStack() as stack:
             for value in state.values() if isinstance(state, dict) else (state,):
                 optimizer = getattr(value, "optimizer", value)
@@ -213,7 +223,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         return ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
-        """The model whose parameters the optimizer steps."""
+        """Return the model whose parameters ``optimizer`` steps."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in self._models:
             if ids & {id(param) for param in model.parameters()}:
@@ -229,13 +239,16 @@ class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
 
 
 def _sharded(module: nn.Module, device: torch.device, keywords: dict[str, Any]) -> nn.Module:
-    """Wrap a module by automatic units; or, if the user has wrapped parts, the rest as one unit."""
+    """Wrap a module, by default with ``auto_wrap_policy="auto"``.
+
+    If the user has already wrapped parts of the module, the rest of the module becomes one unit.
+    """
     policy = {} if sharded_modules(module) else {"auto_wrap_policy": "auto"}
     return ShardedWrapper(module, device_id=device, **{**policy, **keywords})
 
 
 def _by_position(state: dict[str, Any]) -> dict[str, Any]:
-    """Key an optimizer's state by position, as an unwrapped optimizer does, instead of by name."""
+    """Return the state with parameters' positions as keys, as in plain torch, instead of names."""
     if not state:
         return {}
     groups = state["param_groups"]

@@ -26,14 +26,14 @@ _FOLDER = "flatshard"  # folder with model and optimizer in a checkpoint of Trai
 
 
 def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module], None]:
-    """A ``param_init_fn`` for a model on the meta device, which calls ``_init_weights``.
+    """Return a ``param_init_fn`` for a model on the meta device; it calls ``_init_weights``.
 
     Buffers that no checkpoint contains (``rotary_emb.inv_freq``) are initialized too. Weights that
-    the model's configuration ties are tied again: accelerate's ``init_empty_weights`` separates
-    them.
+    the model's configuration ties are tied again, because accelerate's ``init_empty_weights``
+    separates tied weights.
 
     Args:
-        model: a ``PreTrainedModel``, or a module that contains some. It must not be wrapped yet.
+        model: an unwrapped ``PreTrainedModel``, or a module that contains unwrapped models.
         device: the device of the new tensors.
     """
     owners: dict[nn.Module, Any] = {}
@@ -107,7 +107,7 @@ class ShardedTrainerMixin:
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the full model for ``from_pretrained``; rank 0 writes it. Collective: all ranks."""
+        """Save the full model for ``from_pretrained``; rank 0 writes the files. Collective."""
         state = checkpoint.full_state_dict(self._trained)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
@@ -124,7 +124,7 @@ class ShardedTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, hf.SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self: Any, saved: str | None) -> None:
-        """Load from a folder of this Trainer, or of a Trainer under DistributedDataParallel."""
+        """Load a checkpoint of this class, or of a Trainer under DistributedDataParallel."""
         if saved is None:
             return
         folder, model, optimizer = Path(saved), self._trained, _plain(self.optimizer)
@@ -149,6 +149,6 @@ class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: igno
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
+    """Return the optimizer inside accelerate's wrapper, which torch's functions do not know."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
