@@ -1,7 +1,7 @@
-"""Operations on sharded tensors that need no communication.
+"""Operations on sharded tensors (``FlatShardTensor``) that need no communication.
 
-Each rank runs an element-wise operation on its own range. Random numbers are drawn on every rank
-for the full tensor, and each rank keeps the numbers of its own range.
+Each rank runs an element-wise operation only on its own range of the elements. For random numbers,
+every rank draws the numbers of the full tensor, and keeps the numbers of its own range.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ _POINTWISE = frozenset(
     copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
-_ROLE_LENGTH = 80
+_ROLE_LENGTH = 80  # maximum number of characters of a role that `_role_of` returns
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """Return the elements of an operand that correspond to this rank's range of ``spec``."""
+    """Return the part of an operand with which this rank's range of ``spec`` is combined.
+
+    The part is a 1-D tensor if ``value`` is a tensor with dimensions. Other values are returned
+    unchanged.
+
+    Raises:
+        NeedsFullTensor: this rank does not hold the part, or autograd would be wrong.
+    """
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise NeedsFullTensor(
@@ -52,8 +59,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # The gradient of ``value`` depends on the ranges of all ranks, but autograd would
-            # compute it from this rank's range only.
+            # Refuse a plain tensor that requires a gradient: its gradient depends on the elements
+            # of all ranks, but autograd would compute it from this rank's elements only.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -67,11 +74,12 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec.refuse(f"writing into a plain tensor with {func._schema.name}")
     digest = digest_of(func._schema.name, (*args, *kwargs.values()))
     if like.is_alike and not in_place and spec.owner.is_in_forward:
-        # Refuse three kinds of operations in forward, where each rank has its own batch. First, if
-        # an operand may differ between ranks, the ranges of the result would not form one tensor.
-        # Second, if the unit computes in another dtype than the shard's, this operation must use
-        # that dtype, too. Third, the result of ``empty_like`` and similar functions may be filled
-        # with random numbers, which each rank draws for its own batch.
+        # Refuse three kinds of operations in forward, so that they run on the full tensor instead.
+        # First, operations with an operand that may differ between ranks, such as an activation of
+        # this rank's batch: the ranges of the result would not be parts of one tensor. Second,
+        # operations of a unit that computes in another dtype than the shard's, because the
+        # operation must use that dtype. Third, ``empty_like`` and similar functions, because the
+        # user may fill the result with random numbers that each rank draws for its own batch.
         is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
         if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
@@ -79,7 +87,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
-    # Drop the memory format, which does not apply to the 1-D range.
+    # Drop the argument `memory_format`, which does not apply to this rank's 1-D range.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
@@ -89,8 +97,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
-        # The result may be optimizer state: optimizers make state with ``zeros_like`` and similar
-        # functions. So move the result to the offload target of optimizer state.
+        # Move the result of ``zeros_like`` and similar functions to the place where optimizer state
+        # lies (the disk, for example), because optimizers make their state with these functions.
         result = target.take_in(result) if result.device == like.local.device else result
     computed = FlatShardTensor(result, spec, role=_role_of(func, args))
     computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
@@ -98,13 +106,16 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether random numbers went into an operand.
+    """Whether an operand was computed from random numbers (``Origin.is_drawn``).
 
-    Raise if autograd would differentiate a function of a parameter and of random numbers. Under
-    DistributedDataParallel each rank draws numbers for the full parameter, and the gradients are
-    averaged. Here each rank would draw numbers for its own range only, and the gradients would not
-    be averaged.
+    Raises:
+        NeedsFullTensor: an operand was computed from random numbers, and autograd would record the
+            operation, because a sharded operand requires a gradient.
     """
+    # Refuse to differentiate a function of a parameter and of random numbers. Under
+    # DistributedDataParallel, each rank draws numbers for the full parameter, and the gradients for
+    # the different numbers are averaged. Here each element would only have the gradient for the
+    # numbers of the rank that holds the element.
     sharded = [value for value in args if isinstance(value, FlatShardTensor)]
     is_drawn = any(value.origin.is_drawn for value in sharded)
     if is_drawn and torch.is_grad_enabled():
@@ -115,12 +126,14 @@ def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
-    """If ``value`` is a parameter whose ranges differ from those of ``spec``, all-gather it.
+    """Return ``value`` as a full tensor if ranks hold other ranges of it than of ``spec``.
 
-    For example, a momentum encoder is updated from an encoder with the same parameters, but the two
-    models lie in flat parameters of different lengths, so each rank holds different ranges.
+    For example, a momentum encoder is updated from an encoder with the same parameters. The two
+    models have flat parameters of different lengths, so a rank holds different ranges of a
+    parameter of the encoder and of the same parameter of the momentum encoder.
 
-    Collective: the ranks of ``value``'s shard group, if the ranges differ.
+    If the ranges are the same, ``value`` is returned unchanged. Otherwise collective: all ranks of
+    the shard group of ``value``.
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
@@ -129,18 +142,24 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 
 
 def _role_of(func: Any, args: tuple[Any, ...]) -> str:
-    """Return the role of a computed tensor: the operation, and its numbers or operands' roles."""
+    """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
+
+    The role contains the operation's name, its numbers and the roles of its sharded operands.
+    """
     operands = (
         value.role if isinstance(value, FlatShardTensor) else repr(value)
         for value in args
         if isinstance(value, FlatShardTensor | int | float)
     )
-    # Cut the text: otherwise the role of a running average would grow in each step.
+    # Cut the text off: otherwise the role of a running average would grow in each step.
     return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
-    """Refuse a memory format that changes the order of elements, which would need all ranks."""
+    """Raise RuntimeError if ``memory_format`` would change the order of the tensor's elements.
+
+    In another order each rank would have to hold other elements, which would need communication.
+    """
     is_kept = memory_format in (None, torch.preserve_format)
     if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
@@ -153,10 +172,14 @@ def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any)
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that combines the tensors at the same position of each list."""
+    """Run a foreach or fused operation, which combines the tensors at the same position of lists.
+
+    For example, ``torch._foreach_add_(params, updates)`` adds ``updates[i]`` to ``params[i]``.
+    """
     lists = [value for value in args if isinstance(value, list | tuple)]
-    # Find the spec of each position. At one position, some lists may have a sharded tensor and
-    # other lists a plain tensor: a sharded parameter, for example, and a plain gradient.
+    # For each position, find the `ShardSpec` of the first sharded tensor at this position. At the
+    # same position, other lists may have plain tensors: a plain update for a sharded parameter, for
+    # example. None: all tensors at this position are plain.
     specs = [
         next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
         for values in zip_longest(*lists)
@@ -192,28 +215,29 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _at(value: Any, position: int) -> Any:
-    """Return entry ``position`` if ``value`` is a list with this entry; otherwise ``value``."""
+    """Return ``value[position]`` if ``value`` is a list that long; otherwise return ``value``."""
     return value[position] if isinstance(value, list | tuple) and position < len(value) else value
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Draw random numbers for the full tensor, and keep this rank's range."""
+    """Draw random numbers for a sharded tensor, so that they do not depend on the world size."""
     tensor: FlatShardTensor = args[0]
     spec, local = tensor.spec, tensor.local
     if func is aten.bernoulli.default:
         tensor.refuse("bernoulli() with its elements as probabilities")
     if tensor.is_alike and spec.owner.is_in_forward:
-        # In forward the ranks' generators may be in different states, because each rank draws
-        # random numbers for its own batch.
+        # Refuse in forward: the states of the ranks' generators may differ, because each rank has
+        # drawn random numbers for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    # Refuse tensor-parallel parts: all parts of the parameter would get the same numbers.
+    # Refuse if the parameter is a tensor-parallel part: all parts would get the same numbers.
     spec.refuse_part(func._schema.name)
     # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
     # values do not depend on the world size.
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        # Clone the range, because a view would keep the full tensor in memory.
+        # Clone this rank's range: a view of the drawn full tensor would keep the full tensor in
+        # memory.
         drawn = FlatShardTensor(part.clone(), spec, role=_role_of(func, args))
         drawn.origin.is_drawn = True
         return drawn
@@ -229,12 +253,12 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # Refuse tensor-parallel parts: `orthogonal_()` calls `view_as()` to write its result, and
-        # would have computed the result from one part only.
+        # Refuse if the parameter is a tensor-parallel part: `orthogonal_()` calls `view_as()` to
+        # write its result, and would have computed the result from one part only.
         tensor.spec.refuse_part("view_as()")
-    # Make a new tensor over the same memory instead of a view, because the view would have another
-    # version counter than the tensor. Leave inference mode, because in inference mode a new tensor
-    # has no version counter, and autograd would raise when it reads the counter.
+    # Make a new sharded tensor with the same memory instead of a view in torch's sense: the view
+    # would have another version counter than the tensor. Leave inference mode, in which a new
+    # tensor gets no version counter, and autograd would raise when it reads the counter.
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role)
     twin.origin = origin = tensor.origin
@@ -245,7 +269,11 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Refuse dropout on a trained parameter, because a rank would draw only for its own range."""
+    """Raise for dropout on a trained sharded parameter; otherwise return NotImplemented.
+
+    The gradient would be wrong: each rank would draw random numbers only for its own elements, and
+    the gradients for the numbers of different ranks would not be averaged.
+    """
     if training and isinstance(input, FlatShardTensor) and input.requires_grad:
         input.refuse("the gradient of dropout")
     return NotImplemented

@@ -1,6 +1,6 @@
 """``FlatParameter``: parameters of a unit, flattened, padded, and divided among the ranks.
 
-``OriginalParam``: one parameter of the unwrapped model that lies in a flat parameter.
+``OriginalParam``: one parameter of the unwrapped model, which lies in a flat parameter.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from flatshard.tensor.unsharded import average_full_gradients
 class FlatParameter(nn.Parameter):
     """Parameters of one unit as a padded 1-D parameter; each rank holds a chunk.
 
-    The tensor's values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers update the
-    chunk through the original parameters. ``print`` lists which parameters lie in which chunk.
+    The tensor's values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers do not get
+    the flat parameter: they update the original parameters, which are views of the chunk. ``print``
+    shows which original parameters lie in which chunk.
 
     Example:
         ```python
@@ -43,8 +44,8 @@ class FlatParameter(nn.Parameter):
         ```
 
     Attributes:
-        flat_layout: where each original parameter lies, how much is padding, and the range of
-            elements that each rank holds.
+        flat_layout: where each original parameter lies in the flat parameter, how many elements are
+            padding, and which elements each rank holds.
         rank: index of this rank's chunk, below ``flat_layout.world_size``.
     """
 
@@ -56,21 +57,26 @@ class FlatParameter(nn.Parameter):
     def __new__(
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
-        """Make a flat parameter from this rank's ``chunk``, ``(layout.shard_numel,)``; no copy."""
-        # The chunk requires no gradient: autograd works on the full parameters, which are views of
-        # the unsharded buffer.
+        """Make a flat parameter that shares the memory of ``chunk``, ``(layout.shard_numel,)``.
+
+        ``params`` are the original parameters, in the order of ``layout.spans``.
+        """
+        # Set `requires_grad` to False: autograd computes gradients of the full parameters, which
+        # are views of the unsharded buffer, and not of the chunk.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Weak references: the parameters refer to views of the chunk. A cycle through a view would
-        # never be freed, because Python's garbage collector cannot see it.
+        # Use weak references, because each original parameter refers to a view of the chunk.
+        # Python's garbage collector does not see the reference from a view to its base, so it
+        # would never free a cycle through a view.
         self._params = [weakref.ref(param) for param in params]
         return self
 
     @property
     def params(self) -> list[OriginalParam]:
-        """The original parameters, in the order of ``flat_layout.spans``.
+        """The original parameters that lie in the flat parameter, in the order of ``spans``.
 
-        The list is empty if the model was deleted.
+        The list is empty if the model was deleted, because a flat parameter does not keep its
+        model alive.
         """
         found = (param() for param in self._params)
         return [param for param in found if param is not None]
@@ -99,27 +105,32 @@ class FlatParameter(nn.Parameter):
         return "\n".join(lines)
 
 
-# A function that makes the post-accumulate-grad hook of a full parameter.
+# A function that returns the hook for an original parameter. Autograd calls the hook with the full
+# parameter, once the full parameter's gradient is complete.
 GradHook = Callable[["OriginalParam"], Callable[[Tensor], None]]
 
 
 class OriginalParam:
-    """One parameter of the unwrapped model, and its range of a flat parameter.
+    """One parameter of the unwrapped model, and the elements of a flat parameter that belong to it.
 
     Attributes:
-        index: index of the parameter in the flat parameter.
+        index: number of the parameter within the flat parameter.
         span: range of the parameter's elements in the flat parameter; the same on all ranks.
-        local: the part of this range that lies in this rank's chunk.
+        local: the part of ``span`` that lies in this rank's chunk.
         spec: ``span`` and ``local`` in the form that a ``FlatShardTensor`` needs. The parameter's
             gradients and optimizer state share this object.
         locations: the modules and attributes that hold the parameter. The name of the first
             location is the parameter's name.
-        sharded: the parameter that users and optimizers hold: a ``FlatShardTensor`` over this
-            rank's chunk, or a plain parameter if this rank holds all elements.
-        full: a plain parameter, a view of the unsharded buffer. Modules hold ``full`` while they
-            compute. If the chunk is the unsharded buffer, ``full`` is ``sharded``.
-        held: the object that modules hold now instead of ``sharded``; None: they hold ``sharded``.
-        post_accumulate_hooks: users' hooks that run once the reduced gradient is in ``.grad``.
+        sharded: the parameter that users and optimizers hold. If the model is sharded, a
+            ``FlatShardTensor`` whose memory is a part of this rank's chunk. If this rank holds all
+            elements, a plain parameter.
+        full: the plain parameter that modules hold while they compute, a view of the unsharded
+            buffer. If the chunk itself is the unsharded buffer (this rank holds all elements, and
+            forward computes in the same dtype), ``full`` is ``sharded``.
+        held: the object that modules hold now in place of ``sharded``. None: modules hold
+            ``sharded``.
+        post_accumulate_hooks: hooks from ``register_post_accumulate_grad_hook`` of users, which run
+            once the reduced gradient is in ``.grad``.
     """
 
     full: nn.Parameter
@@ -142,16 +153,17 @@ class OriginalParam:
             self.local,
             comm=topology.shard,
             replicas=topology.replicate,
-            # Layout of a former DTensor, set by `extras/tensor_parallel`.
+            # If the parameter was a DTensor before wrapping, `extras/tensor_parallel` has set this
+            # attribute. It describes how the DTensor was split.
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
-            # Offload target of optimizer state with one value per element. None: in memory.
+            # Where optimizer state with one value per element lies. None: where the shard lies.
             state_target=state_target,
         )
         self.held: Any = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # Tensor hooks and post-accumulate hooks that users registered before wrapping, kept here
-        # until the full parameter exists. These are torch's own dictionaries, so that the handles
-        # which users got from torch can still remove the hooks.
+        # The dictionaries of tensor hooks and of post-accumulate-grad hooks that users registered
+        # before wrapping, kept here until the full parameter exists. Keep torch's dictionaries
+        # instead of copies, so that users can still remove the hooks by the handles from torch.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: GradHook | None = None
         self.spec.original = self
@@ -163,7 +175,7 @@ class OriginalParam:
 
     @property
     def where(self) -> str:
-        """A text that names the parameter and its unit, for messages."""
+        """Text for messages that names the parameter and its unit."""
         return f"parameter {self.spec.name!r} ({unit_text(self.spec.unit)})"
 
     @property
@@ -174,9 +186,12 @@ class OriginalParam:
     # ------------------------------------------------------------ the sharded parameter
 
     def show_chunk(self, chunk: Tensor, *, is_whole: bool) -> None:
-        """Make the sharded parameter a view of ``chunk``, ``(shard_numel,)``.
+        """Give ``sharded`` new memory: its range of ``chunk``.
 
-        ``is_whole``: whether the chunk is the whole flat parameter.
+        Args:
+            chunk: this rank's chunk of the flat parameter, ``(shard_numel,)``.
+            is_whole: whether the chunk is the whole flat parameter. If so, ``sharded`` is a plain
+                parameter instead of a ``FlatShardTensor``.
         """
         if not is_whole:
             sharded = FlatShardTensor.parameter(chunk, self.spec, self.requires_grad)
@@ -186,7 +201,8 @@ class OriginalParam:
         if self.sharded.is_meta:
             self._swap_into(nn.Parameter(view_of(chunk, self.span), self.requires_grad))
         else:
-            # Replace only the memory, so that the parameter object keeps its hooks and attributes.
+            # Assign to `.data`, which replaces only the memory: the parameter object keeps its
+            # hooks and attributes.
             self.sharded.data = view_of(chunk, self.span)
         if self.spec.state_target is not None:
             self.spec.state_target.keep_state_of(self.sharded)
@@ -198,7 +214,14 @@ class OriginalParam:
             return self.sharded.requires_grad
 
     def _swap_into(self, view: Tensor) -> None:
-        """Swap ``view`` into the parameter object, which keeps its identity and attributes."""
+        """Turn the parameter object ``sharded`` into the tensor ``view``.
+
+        Modules, optimizers and users keep the same Python object, with the same attributes.
+
+        Raises:
+            ValueError: a user's attribute has a name that flatshard needs.
+            RuntimeError: an autograd graph, a view or a weak reference refers to the parameter.
+        """
         param = self.sharded
         is_first = not isinstance(param, FlatShardTensor)
         clashing = OWN_ATTRIBUTES & param.__dict__.keys()
@@ -209,15 +232,16 @@ class OriginalParam:
             )
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
-                # ``torch.utils.swap_tensors`` refuses a tensor with weak references, and an RNN
-                # keeps weak references to its weights. Replace them by None, which an RNN reads as
-                # "this weight has not changed".
+                # Remove an RNN's weak references to its weights: ``torch.utils.swap_tensors``
+                # refuses a tensor to which weak references exist. An RNN reads None in place of a
+                # weak reference as "this weight has not changed".
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):  # the hook computes the weight before each forward
-                    # Do not store the weight in a local variable: the weight's autograd graph would
-                    # keep a reference to the parameter, and the swap below would fail.
+                    # Detach the last computed weight, whose autograd graph refers to the parameter:
+                    # with such a reference the swap below fails. Do not store the weight in a local
+                    # variable for the same reason.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = attributes_of(param)
         if is_first:
@@ -234,15 +258,17 @@ class OriginalParam:
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
-            # ``swap_tensors`` also swapped the hooks away. Register them on this parameter again,
-            # because a parameter that is not sharded takes part in forward itself.
+            # ``swap_tensors`` has also removed the user's hooks from the parameter. Register the
+            # hooks on the parameter again: a parameter that is not sharded takes part in forward
+            # itself, so autograd calls the hooks.
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
-        """Register the hooks from before wrapping on the objects on which they must run.
+        """Register the hooks that users registered before wrapping where they must run now.
 
-        Tensor hooks run on ``full``, with this rank's gradient. Post-accumulate hooks of a sharded
-        parameter run once the reduced gradient is in ``.grad``.
+        Tensor hooks are registered on ``full``, and get this rank's gradient before the reduction.
+        Post-accumulate-grad hooks of a sharded parameter are kept in ``post_accumulate_hooks``, and
+        run once the reduced gradient is in ``.grad``.
         """
         tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
         self._waiting_hooks = None
@@ -256,32 +282,37 @@ class OriginalParam:
     # ------------------------------------------------------------ the full parameter
 
     def make_full(self, view: Tensor | None) -> None:
-        """Make ``full`` from a view of the unsharded buffer. None: ``full`` is ``sharded``."""
+        """Set ``full`` to a new parameter with the memory of ``view``.
+
+        ``view``: view of the unsharded buffer, with the parameter's shape. None: there is no
+        separate unsharded buffer, so ``full`` becomes ``sharded``.
+        """
         before: nn.Parameter | None = getattr(self, "full", None)
         if view is None:
             self.full = self.sharded
         else:
             self.full = nn.Parameter(view, False)
-            # The spec names the parameter in errors. The reference is weak, because the spec refers
-            # to the parameter, and a cycle would be freed only by Python's garbage collector.
+            # Errors of `FreedParameter` read the parameter's name from the spec. Use a weak
+            # reference, because the spec refers to the parameter: only Python's garbage collector
+            # would free such a cycle.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
-        # This call does not raise for integer parameters, because they never require a gradient.
+        # For integer parameters `requires_grad` is always False, so this call does not raise.
         self.full.requires_grad_(self.requires_grad)
-        # Without a buffer, ``full`` and ``sharded`` are the same object. `model.to()` keeps this
-        # object and its hooks, so there are no hooks to move.
+        # Move the hooks from the previous full parameter, unless `full` is still the same object:
+        # without an unsharded buffer, `full` is `sharded`, which `model.to()` does not replace.
         if before is not None and before is not self.full:
-            # Share the dictionary instead of copying the hooks, so that users' handles can still
-            # remove hooks.
+            # Share the dictionary instead of copying the hooks, so that users can still remove the
+            # hooks by the handles that they got.
             self.full._backward_hooks = before._backward_hooks
             self._hook_grad()
         if self.is_sharded:
             self._move_hooks(self.full)
 
     def connect(self, grad_hook: GradHook) -> None:
-        """Make the full parameter call a hook once autograd has filled its ``.grad``.
+        """Register a hook that autograd calls once ``.grad`` of the full parameter is complete.
 
-        ``grad_hook``: returns the hook for a parameter. The hook must not hold a reference to the
-        unit, because autograd holds the hook and would keep the unit alive.
+        ``grad_hook``: function that returns the hook for an original parameter. The hook must not
+        hold a reference to the unit, because autograd holds the hook and would keep the unit alive.
         """
         self._grad_hook = grad_hook
         self._hook_grad()
@@ -289,22 +320,24 @@ class OriginalParam:
     def _hook_grad(self) -> None:
         watched = [self.full]
         if not self.is_sharded and self.full is not self.sharded:
-            # Users may compute with the plain parameter outside of forward. The hook also averages
-            # gradients from such uses.
+            # Also register the hook on the plain parameter that users hold. Users may compute with
+            # this parameter outside of forward, and the hook also averages gradients of such uses.
             watched.append(self.sharded)
         for param in watched:
             if self._grad_hook is not None and (param.is_floating_point() or param.is_complex()):
                 is_trained = param.requires_grad
-                # Register the hook even on a frozen tensor, because users may unfreeze it later.
-                # torch refuses hooks on a frozen tensor, so unfreeze the tensor for the call.
+                # Register the hook even on a frozen parameter, because users may unfreeze it later.
+                # torch refuses hooks on a tensor with `requires_grad=False`, so set True for the
+                # call.
                 param.requires_grad_(True)
                 param.register_post_accumulate_grad_hook(self._grad_hook(self))
                 param.requires_grad_(is_trained)
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
-        """Return the deep copy of the parameter, with its locations in the copied modules.
+        """Return the deep copy of the parameter, and its locations in the copied modules.
 
-        The copy keeps the parameter's name. ``memo`` is the dictionary of ``copy.deepcopy``.
+        The copy keeps the parameter's name. ``memo``: the dictionary of ``copy.deepcopy``, which
+        maps ids of original objects to their copies.
         """
         places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
         places[0] = replace(places[0], name=self.name)
@@ -313,26 +346,35 @@ class OriginalParam:
     # ------------------------------------------------------------ gradients
 
     def of_chunk(self, chunk: Tensor) -> Tensor:
-        """Return the parameter's ``.grad``, a view of a chunk of gradients, ``(shard_numel,)``."""
+        """Return a tensor for the parameter's ``.grad`` that shares the memory of ``chunk``.
+
+        ``chunk``: gradients of this rank's chunk of the flat parameter, ``(shard_numel,)``.
+        """
         if not self.is_sharded:
             return view_of(chunk, self.span)
         return FlatShardTensor.in_flat(chunk, self.spec, role=GRADIENT)
 
     def hold_hooks(self) -> None:
-        """Remove users' post-accumulate hooks from the parameter until ``give_hooks_back``."""
-        # Users' hooks expect the reduced gradient, but autograd would call them before the
+        """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.
+
+        The hooks move from ``sharded`` to ``post_accumulate_hooks``.
+        """
+        # Users' hooks expect the reduced gradient, but autograd would call the hooks before the
         # reduction.
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
         for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
             self.post_accumulate_hooks[key] = hooks.pop(key)
 
     def run_hooks(self) -> None:
-        """Call users' post-accumulate hooks."""
+        """Call users' post-accumulate-grad hooks with ``sharded``, whose ``.grad`` is reduced."""
         for hook in list(self.post_accumulate_hooks.values()):
             hook(self.sharded)
 
     def give_hooks_back(self) -> None:
-        """Register users' hooks on the parameter again, where users may remove them."""
+        """Undo ``hold_hooks``: register users' hooks on ``sharded`` again.
+
+        There, users can remove the hooks by the handles that they got from torch.
+        """
         if self.post_accumulate_hooks:
             hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             hooks.update(self.post_accumulate_hooks)

@@ -1,13 +1,14 @@
-"""Operations on sharded tensors that need communication.
+"""Operations on sharded tensors (``FlatShardTensor``) that need communication.
 
-Reductions over all elements: each rank reduces its own range, and one collective combines the
-results.
+There are two kinds. The first kind is reductions over all elements, such as norms: each rank
+reduces its own range of the elements, and one collective combines the results.
 
-Collectives that the user's program calls on a parameter: under DistributedDataParallel every rank
-holds the full parameter, and programs average, compare or broadcast the ranks' copies. On a sharded
-tensor a backend would send the range of one rank, or a temporary copy. So a collective on a sharded
-tensor either raises before any communication, or returns the result for equal full tensors on all
-ranks without sending values.
+The second kind is collectives that the user's program calls on a parameter. Under
+DistributedDataParallel every rank holds the full parameter, and programs average, compare or
+broadcast the ranks' copies. With a sharded tensor, the backend would send only the elements of one
+rank, or would write to a temporary copy. So a collective on a sharded tensor either raises before
+any communication, or returns the result that the collective would have if all ranks held the same
+full tensor. No values need to be sent for this.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ Comms = Sequence[Communicator]
 
 
 def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
-    """Combine a few numbers over the ranks of each communicator, in place.
+    """Reduce a few numbers over the ranks of each communicator in turn, in place.
 
-    Collective: all ranks of ``comms``.
+    Collective: all ranks of ``comms``. ``op`` is the name of a ``ReduceOp``, and ``op_name`` names
+    the operation in errors.
     """
     for comm in comms:
         values = comm.reduce_scalars(values, op, op_name=op_name)
@@ -54,7 +56,11 @@ def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
 
 
 def _part(tensor: FlatShardTensor) -> Tensor:
-    """Return this rank's range. Raises RuntimeError for a gradient that is not reduced."""
+    """Return this rank's elements of a sharded tensor.
+
+    Raises:
+        RuntimeError: the tensor is a gradient that was not reduced over all ranks yet.
+    """
     spec = tensor.spec
     unit = UNREDUCED.get(tensor)
     if unit is not None:
@@ -72,7 +78,12 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name. Raise for an argument that no handler implements."""
+    """Return the arguments of an operator, keyed by name.
+
+    Raises:
+        NeedsFullTensor: an argument is given that the handlers in this file do not implement, such
+            as ``dim``.
+    """
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
     spec = first_sharded(args, kwargs).spec
@@ -88,9 +99,13 @@ def norms(
 ) -> list[Tensor]:
     """Return the p-norm of each tensor, with the dtype and device that torch's result would have.
 
-    ``tensors`` may be plain or sharded. ``order`` is the p of the norm.
+    Collective: all ranks that hold elements of ``tensors``. The norms of all tensors with the same
+    communicators are reduced together.
 
-    Collective: all ranks that hold ranges of ``tensors``. One reduction per communicator.
+    Args:
+        tensors: plain or sharded tensors.
+        order: the p of the norm.
+        dtype: dtype in which to compute the norms. None: the dtype of each tensor.
     """
     results: dict[int, Tensor] = {}
     positions_of: dict[tuple[Communicator, ...], list[int]] = {}
@@ -103,8 +118,8 @@ def norms(
             found = list(torch._foreach_norm(some, order, dtype))
         else:
             together = _sharded_norms(some, order, dtype, comms)
-            # Each norm must have the device and dtype that torch would give it. Cast all norms
-            # together, once for each (device, dtype), instead of each norm by itself.
+            # Give each norm the device and dtype that torch's result would have. One cast of all
+            # norms for each pair (device, dtype) is faster than one cast for each norm.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
@@ -115,7 +130,10 @@ def norms(
 def _sharded_norms(
     tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comms: Comms
 ) -> Tensor:
-    """Return the norms of tensors with the same communicators, float64, ``(len(tensors),)``."""
+    """Return the norms of sharded tensors, in float64, ``(len(tensors),)``.
+
+    Collective: all ranks of ``comms``, which must be the communicators of each of ``tensors``.
+    """
     parts = [_part(tensor) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
@@ -141,13 +159,13 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
-    # A rank with no elements must not change the result, so its norm is the neutral element of the
-    # reduction over the ranks: 0, or infinity for negative orders.
+    # If this rank holds no elements of a tensor, its norm must not change the reduction over the
+    # ranks. So its norm is 0, or infinity for negative orders, whose norms are minima.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
     for dtype in {part.dtype for part in parts}:
         some = {i: p for i, p in enumerate(parts) if p.dtype == dtype and p.numel() > 0}
-        # torch's foreach kernels reject an empty list.
+        # Do not call the foreach kernel with an empty list, which torch rejects.
         local = torch._foreach_norm([*some.values()], order, _sum_dtype(dtype)) if some else []
         found.update(zip(some, (norm.to(device) for norm in local), strict=True))
     # Use float64, because powers of the norms are added: the square of 1e20 would overflow float32.
@@ -165,13 +183,17 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``sum`` and ``mean`` over all elements."""
+    """Handle ``sum`` and ``mean`` over all elements.
+
+    Collective: all ranks that hold elements of the tensor.
+    """
     given = _bind(func, args, kwargs)
     tensor, dtype = given["self"], given.get("dtype")
     spec, part = tensor.spec, _part(tensor)
     if dtype is not None:
         part = part.to(dtype)
-    # Add narrow dtypes in float32, and round only once, after adding the sums of all ranks.
+    # Add elements of float16 and bfloat16 in float32, and round to the narrow dtype only once,
+    # after the sums of all ranks are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
@@ -190,7 +212,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if part.numel() > 0:
         value = part.amax() if largest else part.amin()
     else:
-        # A rank without elements contributes the neutral element.
+        # A rank without elements must not change the result. So it contributes the smallest value
+        # to a maximum, and the largest value to a minimum.
         least, greatest = -math.inf, math.inf
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
@@ -201,14 +224,19 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> Tensor:
-    """Return the maximum or minimum over the ranks for each position; NaN if a rank has NaN."""
+    """Return the maximum or minimum over the ranks, for each element of ``values``.
+
+    An element of the result is NaN if it is NaN on at least one rank. Collective: all ranks of
+    ``comms``.
+    """
     op = "MAX" if largest else "MIN"
     if not values.is_floating_point():
         return _reduced(values, comms, op, op_name)
     is_nan = values.isnan()
-    # A backend's MAX and MIN may lose a NaN, and may return different results on different ranks.
-    # So replace NaN by 0, and reduce marks together with the values: the mark of NaN is 1 for MAX
-    # and -1 for MIN, all other marks are 0.
+    # The MAX and MIN of a backend may lose a NaN, and may return different results on different
+    # ranks. So replace NaN by 0, and reduce a second tensor, the marks, together with the values.
+    # The mark of a NaN is 1 for MAX and -1 for MIN. All other marks are 0. After the reduction, a
+    # mark that is not 0 means that at least one rank has NaN.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
     found, marks = _reduced(both, comms, op, op_name).chunk(2)
@@ -216,12 +244,16 @@ def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> T
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale gradients for ``GradScaler``. If one rank finds an overflow, all ranks report it."""
+    """Handle the operator with which ``GradScaler`` unscales gradients and looks for overflows.
+
+    If one rank finds inf or NaN, ``found_inf`` becomes 1 on all ranks, so that all ranks skip the
+    optimizer step. Collective: all ranks that hold elements of the gradients.
+    """
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
     wrote(gradients)
-    # Collect the communicators in a dictionary, because all ranks must use the communicators in the
-    # same order, and a set has no fixed order.
+    # Remove duplicate communicators with a dictionary instead of a set, which has no fixed order:
+    # all ranks must use the communicators in the same order.
     specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
     for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
@@ -250,10 +282,11 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
-    """Raise for ``torch.autograd.grad(loss, parameters)`` with sharded parameters.
+    """Raise RuntimeError for ``torch.autograd.grad(loss, parameters)`` with sharded parameters.
 
-    The loss was computed from the full parameters, so autograd would find no path to the sharded
-    parameters and return None.
+    Without this error autograd would return None as the gradient: the loss was computed from the
+    full parameters, so the graph has no path from the loss to the sharded parameters. Without
+    sharded parameters, return NotImplemented, so that torch's function runs.
     """
     for value in sharded_in((*args[1:], *kwargs.values())):
         if getattr(value, "_is_param", False):
@@ -275,15 +308,16 @@ for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
     ABOVE_AUTOGRAD[_function] = _refuse_gradients_of
 
 
-# The reductions that `_all_reduce` supports, because it can compute them without sending values: on
-# N equal tensors SUM multiplies by N, and the other reductions change nothing.
+# The reductions that `_all_reduce` supports. They need no communication of values, because all
+# ranks have parts of the same tensor: the SUM of N equal tensors is N times the tensor, and AVG,
+# MAX and MIN change nothing.
 _REDUCTIONS = ("SUM", "AVG", "MAX", "MIN")
 
 
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a collective that the user's program calls on a sharded tensor, or raise.
+    """Handle a collective that the user's program calls on a sharded tensor.
 
-    Only an all-reduce is supported.
+    An all-reduce is supported. Any other collective raises RuntimeError.
     """
     if (func.__module__, func.__name__) == (dist.distributed_c10d.__name__, "all_reduce"):
         _all_reduce(*args, **kwargs)
@@ -294,13 +328,16 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 def _all_reduce(
     tensor: FlatShardTensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> None:
-    """Write into ``tensor`` the result that an all-reduce of equal full tensors would have.
+    """Write into ``tensor`` the result of an all-reduce in which each rank has the full tensor.
 
     No values are sent: SUM multiplies the tensor by the number of ranks, and AVG, MAX and MIN
     change nothing.
 
-    Collective: the ranks that train the parameter. They first check that all ranks call the same
+    Collective: all ranks that train the parameter. The ranks compare that all of them call the same
     operation on the same tensor.
+
+    Raises:
+        RuntimeError: the arguments are not supported, or the ranks' calls differ.
     """
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None or async_op or not tensor.is_alike or not _trains(tensor.spec, group):
@@ -320,15 +357,16 @@ def _all_reduce(
 
 
 def _trains(spec: ShardSpec, group: Any) -> bool:
-    """Whether ``group`` has exactly the ranks that train the parameter.
+    """Whether the members of ``group`` are exactly the ranks that train the parameter.
 
-    False if the parameter is tensor-parallel.
+    False if the parameter is part of a DTensor. ``group``: None for the default group.
     """
     if len(spec.comms) > 1 or not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = set(dist.get_process_group_ranks(group))
-    # A rank knows only the members of its own shard group and replicate group, so each rank checks
-    # that ``group`` contains these two groups.
+    # Check that ``group`` has the right size, and contains this rank's shard group and replicate
+    # group. A rank does not know the members of other shard groups and replicate groups, but the
+    # other ranks check these.
     parts = [comm.ranks for comm in (spec.comm, spec.replicas) if comm.size > 1]
     return len(ranks) == spec.comm.size * spec.replicas.size and ranks.issuperset(chain(*parts))
 

@@ -1,10 +1,15 @@
-"""``FlatShardTensor``: a tensor with the parameter's true shape that stores only a 1-D range.
+"""``FlatShardTensor``: a parameter that shows its full shape, but stores only this rank's elements.
+
+The elements of a parameter, in memory order, are divided into consecutive ranges. Each rank stores
+one range as a 1-D tensor. Such a parameter, and every tensor that is divided in the same way, is
+called a sharded tensor.
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
-operations run on this rank's range. A reduction over all elements reduces the range, and combines
-the ranks' results by one collective. Writing a full tensor into a sharded tensor stores this rank's
-range of the full tensor. Every other operation raises an error that names the parameter. Modules
-are not affected, because they hold plain parameters during forward and backward.
+operations run on this rank's range. A reduction over all elements, such as a norm, reduces the
+range, and combines the ranks' results by one collective. If a full tensor is written into a sharded
+tensor, each rank stores its range of the full tensor. Every other operation raises an error that
+names the parameter. Modules are not affected, because modules hold plain parameters during forward
+and backward.
 """
 
 from __future__ import annotations
@@ -36,7 +41,11 @@ if TYPE_CHECKING:
 
 
 def untraced(function: Callable[..., Any]) -> Any:
-    """Apply ``torch.compiler.disable`` at the first call: importing Dynamo takes a second."""
+    """Decorate ``function`` with ``torch.compiler.disable``, so that Dynamo does not trace it.
+
+    ``torch.compiler.disable`` is applied only at the first call, because importing Dynamo takes a
+    second.
+    """
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -44,33 +53,36 @@ def untraced(function: Callable[..., Any]) -> Any:
         nonlocal disabled
         if disabled is None:
             disabled = torch.compiler.disable(function)
-            # Every wrapped function shares the code of ``call``. Without this line Dynamo would
-            # compile ``call`` once per wrapped function, up to Dynamo's recompile limit.
+            # Tell Dynamo not to compile ``call``. All functions that this decorator returns share
+            # the code of ``call``, so Dynamo would compile the code once for each function, and
+            # would reach its recompile limit.
             torch._dynamo.decorators.skip(call)
         return disabled(*args, **kwargs)
 
     return call
 
 
-# Handlers, keyed by operator name. A handler is called as ``handler(func, args, kwargs)``.
-# ``elementwise_ops`` adds handlers of operations without communication. ``reduction_ops`` adds
-# handlers of operations with a collective. The key "collective" stands for all collectives that the
-# user's program calls on a sharded tensor.
+# The functions that implement torch's operators for sharded tensors, keyed by operator name. A
+# handler is called as ``handler(func, args, kwargs)``. ``elementwise_ops`` adds handlers of
+# operators without communication. ``reduction_ops`` adds handlers of operators with a collective.
+# The key "collective" stands for all collectives that the user's program calls on a sharded tensor.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-# Replacements, keyed by torch function, for functions that autograd would differentiate wrongly. A
-# replacement that returns NotImplemented leaves the call to torch. ``reduction_ops`` and
-# ``elementwise_ops`` add the entries.
+# Replacements of torch functions that autograd would differentiate wrongly, keyed by the torch
+# function. If a replacement returns NotImplemented, the torch function itself is called.
+# ``reduction_ops`` and ``elementwise_ops`` add the entries.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
-# Attributes that flatshard sets on a ``FlatShardTensor``. Users have set all other attributes.
+# Names of the attributes that flatshard sets on a ``FlatShardTensor``. All other attributes were
+# set by users, and must be kept when the parameter is sharded or copied.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
-GRADIENT = "gradient of"  # the role of a parameter's gradient
-# Gradients that are not reduced yet, or only in part, mapped to the name of the unit. The keys may
-# be sharded or plain tensors.
+GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
+# Gradients in ``.grad`` that were not reduced over all ranks yet, mapped to the name of the unit,
+# so that a norm or an optimizer step with such a gradient raises. The keys may be sharded or plain
+# tensors.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-# Modules in which torch defines collectives. The list names modules instead of functions, because
-# collectives that a newer torch adds must be found too. The operators' schemas cannot be used: the
-# schemas of collectives do not mark the tensors that are written.
+# Modules in which torch defines collectives. List modules instead of functions, so that collectives
+# of a newer torch are found too. The operators' schemas do not help to find collectives: they do
+# not mark the tensors that a collective writes.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
@@ -79,63 +91,80 @@ _COLLECTIVE_MODULES = (
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """History of a sharded tensor's values; aliases of the tensor share the object.
+    """How the values of a sharded tensor were computed. Aliases of the tensor share this object.
+
+    It tells whether the ranges of all ranks are parts of the same full tensor.
 
     Attributes:
-        digest: checksum of the operations and numbers that computed the values from parameters.
-            Ranks that run the same computation have equal digests. None if anything except
-            parameters and numbers went into the values.
+        digest: checksum of the operations and Python numbers that computed the values from
+            parameters. Ranks that ran the same computation have equal digests. None: another
+            tensor, which may differ between ranks, was used in the computation.
         is_parameter: whether the tensor is a parameter. All ranks write the same tensors into a
-            parameter, so the ranks' ranges always form one tensor.
-        is_drawn: whether random numbers from this rank's generator went into the values.
+            parameter, so the ranks' ranges always are parts of the same full tensor.
+        is_drawn: whether the values were computed from random numbers of this rank's generator.
     """
 
     digest: int | None = None
     is_parameter: bool = False
     is_drawn: bool = False
-    # Tensors with the same memory that users may hold (from `p.data`, for example), keyed by id.
+    # Other tensors with the same memory that users may hold, from `p.data` for example, keyed by
+    # id. An assignment to `p.data` must not change these tensors.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     def write(self, digest: int | None) -> None:
-        """Record an in-place operation whose result has ``digest``."""
+        """Record that an in-place operation has changed the values.
+
+        ``digest``: digest of the operation's result, see ``digest_of``.
+        """
         if digest is not None or not self.is_parameter:
             self.digest = digest
 
 
 def digest_of(name: str, operands: Iterable[Any]) -> int | None:
-    """Return a digest of an operation's result; None if an operand may differ between ranks."""
+    """Return the digest of an operation's result, for ``Origin.digest``.
+
+    Args:
+        name: name of the operation.
+        operands: arguments of the operation.
+
+    Returns:
+        The digest. None: an operand is a tensor that may differ between ranks.
+    """
     parts: list[Any] = [name]
     for operand in operands:
         if isinstance(operand, Tensor):
             if not isinstance(operand, FlatShardTensor) or operand.origin.digest is None:
                 return None
             operand = operand.origin.digest
-        # Add only numbers to the digest. Other arguments, such as devices, may differ between
-        # ranks.
+        # Of the arguments that are not tensors, use only numbers for the digest. Other arguments,
+        # such as devices, may differ between ranks although the values are the same.
         if isinstance(operand, int | float | complex):
             parts.append(operand)
     return zlib.crc32(repr(parts).encode())
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that users set on a parameter."""
+    """Return the attributes that users have set on a parameter, keyed by name."""
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
 def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
-    """Raise unless ``value`` can be assigned to ``tensor.data``."""
+    """Raise RuntimeError if ``value`` has another shape, dtype or device than ``tensor``.
+
+    Called before an assignment to ``tensor.data``. The error begins with the text ``where``.
+    """
     expected, found = [(tuple(one.shape), one.dtype, one.device) for one in (tensor, value)]
     if found != expected:
         raise RuntimeError(
             f"{where}: expected data of shape {expected[0]}, {expected[1]} on {expected[2]}, got "
-            f"{found[0]}, {found[1]} on {found[2]}. Convert the whole wrapper: model.to(...)."
+            f"{found[0]}, {found[1]} on {found[2]}. To convert all parameters, call model.to(...)."
         )
 
 
 class FlatShardTensor(torch.Tensor):
-    """A parameter or its gradient; this rank holds a 1-D range of the elements.
+    """A parameter, gradient or state tensor of which each rank holds a 1-D range of the elements.
 
-    Shape, strides, dtype and device are those of the full parameter.
+    ``shape``, strides, dtype and device are those of the full parameter.
 
     Example:
         ```python
@@ -148,24 +177,25 @@ class FlatShardTensor(torch.Tensor):
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
         spec: describes the parameter, and the range of the parameter that ``local`` holds.
-        flat: the shard, or the gradient of the shard. ``local`` is a view of ``flat`` that begins
-            at ``spec.start``. None: ``local`` has its own memory.
+        flat: this rank's chunk of the flat parameter, or the gradient of the chunk. ``local`` is a
+            view of ``flat`` that begins at ``spec.start``. None: ``local`` has its own memory.
         is_parameter: whether the tensor is a parameter of a unit.
-        origin: history of the values.
-        role: text of the tensor's relation to the parameter, such as ``"gradient of"``. Equal on
-            all ranks: a collective compares the roles, so that ranks never combine ranges of
-            different tensors.
+        origin: how the values were computed.
+        role: text that says how the tensor belongs to the parameter, such as ``"gradient of"``. The
+            name of a collective on the tensor contains the role. Ranks compare these names, so that
+            they never combine ranges of different tensors.
     """
 
-    # Plain attributes, because reading a property would go through `__torch_function__`.
+    # These are plain attributes instead of properties, because reading a property of a tensor calls
+    # `__torch_function__`, which is slow.
     local: Tensor
     spec: ShardSpec
     flat: Tensor | None
     is_parameter: bool = False
     origin: Origin
     role: str
-    # Whether the tensor has the shape and strides that the parameter has without tensor
-    # parallelism.
+    # For a parameter with tensor parallelism: whether the tensor has the shape and strides of the
+    # DTensor, instead of the shape and strides of this rank's part of the DTensor.
     shows_unsplit = False
 
     @staticmethod
@@ -178,7 +208,10 @@ class FlatShardTensor(torch.Tensor):
         flat: Tensor | None = None,
         requires_grad: bool = False,
     ) -> Self:
-        """Wrap ``local``, ``(spec.numel,)``, without copying."""
+        """Make a sharded tensor that shares the memory of ``local``, ``(spec.numel,)``.
+
+        The other arguments are described at the attributes of the class.
+        """
         split = spec.tensor_parallel if cls.shows_unsplit else None
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -188,9 +221,9 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # Let torch raise when C++ code asks for the tensor's address, because the tensor itself has
-        # no memory. Otherwise C++ code that bypasses dispatch (a collective whose tensors lie in
-        # nested lists) would read address 0.
+        # Let torch raise when C++ code asks for the address of the tensor's memory, because the
+        # tensor has no memory of its own. Otherwise C++ code that bypasses dispatch (a collective
+        # whose tensors lie in nested lists, for example) would read from address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
         self.origin = Origin()
@@ -200,13 +233,20 @@ class FlatShardTensor(torch.Tensor):
     def in_flat(
         cls, flat: Tensor, spec: ShardSpec, role: str, requires_grad: bool = False
     ) -> FlatShardTensor:
-        """Wrap this rank's range of ``flat``, ``(shard_numel,)``, without copying."""
+        """Make a sharded tensor that shares the memory of ``flat``.
+
+        ``flat``: this rank's chunk of the flat parameter, or the gradient of the chunk,
+        ``(shard_numel,)``.
+        """
         local = flat[spec.start : spec.start + spec.numel]
         return cls(local, spec, role=role, flat=flat, requires_grad=requires_grad)
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        """Wrap this rank's range of ``flat`` as a parameter, without copying."""
+        """Make a sharded parameter that shares the memory of ``flat``.
+
+        ``flat``: this rank's chunk of the flat parameter, ``(shard_numel,)``.
+        """
         self = cls.in_flat(flat, spec, "parameter", requires_grad)
         self._is_param = self.is_parameter = True
         self.origin = Origin(0, is_parameter=True)
@@ -214,49 +254,49 @@ class FlatShardTensor(torch.Tensor):
 
     @property
     def is_alike(self) -> bool:
-        """Whether all ranks certainly hold ranges of the same full tensor.
+        """Whether the ranges of all ranks are certainly parts of the same full tensor.
 
-        True for a parameter, and for a tensor that was computed from parameters and Python numbers
-        only.
+        True for a parameter, and for a tensor that was computed only from parameters and Python
+        numbers.
         """
         return self.origin.digest is not None
 
     @property
     def described(self) -> str:
-        """Text such as ``gradient of 'fc1.weight'``, the same on all ranks."""
+        """Text for messages, such as ``gradient of 'fc1.weight'``; the same on all ranks."""
         return f"{self.role} {self.spec.name!r}"
 
     def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
-        """Raise NeedsFullTensor for an operation that needs more than this rank's range."""
+        """Raise NeedsFullTensor, because ``operation`` needs more than this rank's range."""
         self.spec.refuse(operation, None if self.is_alike else self.described)
 
     def to_local(self) -> Tensor:
-        """Return this rank's range in memory order, ``(spec.numel,)``. Shares memory."""
+        """Return this rank's elements in memory order, ``(spec.numel,)``, without a copy."""
         return self.local
 
     def full_tensor(self) -> Tensor:
         """Return the full tensor as a plain tensor, with the parameter's shape and strides.
 
-        A gradient that was accumulated under ``no_sync`` is not averaged: each range of the result
-        is the gradient of the rank that holds the range.
+        A gradient that was accumulated under ``no_sync`` is not averaged over the ranks: each rank
+        contributes its own gradient for the elements that it holds.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self.spec, self.local.detach()
         flat = local.new_zeros(self.numel())
         flat[spec.offset : spec.offset + spec.numel] = local
-        # Each rank fills only its own range and leaves zeros elsewhere, so that the sum over the
-        # ranks is the full tensor. Add bytes, so that no value is changed by rounding.
+        # Each rank fills only its own range of the zeros, so that the sum over the ranks is the
+        # full tensor. Add the tensors as bytes, so that the sum does not round or change any value.
         op_name = f"full tensor of {self.described}"
         spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
         return flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values without autograd.
+        """The tensor without autograd, as ``Tensor.data`` of a plain tensor.
 
-        An assignment copies the new values into the shard. Tensors that users took from ``data``
-        earlier keep the old values: they get their own memory before the copy.
+        An assignment copies the new values into this rank's range. Tensors that users got from
+        ``data`` before the assignment keep the old values.
         """
         return self.detach()
 
@@ -265,19 +305,19 @@ class FlatShardTensor(torch.Tensor):
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
             # In an unwrapped model, after `kept = p.data; p.data = other`, `kept` has the old
-            # values. Here the copy overwrites the shard, whose memory `kept` shares. So first give
-            # `kept` its own memory.
+            # values. Here `copy_` below overwrites the shard, whose memory `kept` shares. So first
+            # give `kept` memory of its own.
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
 
-    # Without these properties each access to ``grad`` would call ``__torch_function__``, which is
-    # slow: clipping and zero_grad() access ``grad`` of each parameter in each step.
+    # Override ``grad`` to bypass ``__torch_function__``, which is slow: clipping and zero_grad()
+    # access ``grad`` of each parameter in each step.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient."""
+        """The gradient, as ``Tensor.grad`` of a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
@@ -292,7 +332,7 @@ class FlatShardTensor(torch.Tensor):
             _GRAD.__delete__(self)
 
     def data_ptr(self) -> int:
-        """Return the memory address of this rank's range."""
+        """Return the memory address of this rank's elements."""
         return self.local.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
@@ -306,8 +346,8 @@ class FlatShardTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # Refuse to pickle, because the pickle would contain only this rank's range, and could not
-        # be completed later.
+        # Refuse to pickle: the pickle would contain only this rank's elements, and could not be
+        # completed when it is loaded.
         if self.is_parameter:
             raise RuntimeError(
                 f"parameter {self.spec.name!r} is sharded and cannot be pickled. Pass "
@@ -322,17 +362,22 @@ class FlatShardTensor(torch.Tensor):
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Call ``hook`` with this rank's full gradient, before the gradient is reduced."""
+        """Register ``hook``, which is called with this rank's full gradient before the reduction.
+
+        For a sharded tensor that is not a parameter of a model, call ``Tensor.register_hook``.
+        """
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        if self.requires_grad:  # users may have unfrozen the parameter after the last unshard
+        # The user may have unfrozen the parameter after the last unshard. Then `full` is still
+        # frozen, and torch refuses hooks on a frozen tensor.
+        if self.requires_grad:
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
         return full.register_hook(hook if split is None else split.hook_of_part(hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Call ``hook`` with this parameter once its reduced gradient is in ``.grad``."""
+        """Register ``hook``, which is called with this parameter once ``.grad`` is reduced."""
         if self._full() is None:
             return super().register_post_accumulate_grad_hook(hook)
         hooks = self.spec.original.post_accumulate_hooks
@@ -341,23 +386,24 @@ class FlatShardTensor(torch.Tensor):
         return handle
 
     def _full(self) -> nn.Parameter | None:
-        # A gradient shares the parameter's spec, but hooks on the gradient must not go to the
-        # parameter.
+        # Return None for a gradient: the gradient has the same spec as the parameter, but a hook on
+        # the gradient must not be registered on the parameter.
         original = self.spec.original if getattr(self, "_is_param", False) else None
         return None if original is None else original.full
 
     # -------------------------------------------------- torch.distributed.checkpoint (DCP)
-    # DCP calls these methods, which DTensor also has (torch.distributed.checkpoint.planner_helpers,
-    # in torch 2.11 to 2.15). They need no collective: each rank lists the boxes (rectangular
-    # blocks) of the full tensor that it holds. Each box is a view of the rank's range, so that
-    # loading writes in place.
+    # DCP saves and loads a tensor through the following methods, if the tensor has them. DTensor
+    # has them too (torch.distributed.checkpoint.planner_helpers, in torch 2.11 to 2.15). The
+    # methods need no collective: each rank lists the boxes (rectangular blocks) of the full tensor
+    # that the rank holds. Each box is a view of the rank's range, so that loading writes in place.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        # Import here and below instead of at the top, because the package is slow to load.
+        # Import here and in `_chunks` instead of at the top of the file, because the package is
+        # slow to import.
         from torch.distributed.checkpoint import metadata, planner
 
-        # A rank without elements lists no chunk. An empty chunk could have the same name and offset
-        # as another rank's chunk, and DCP keeps only the first of such chunks.
+        # `_chunks` is empty if this rank holds no elements. An empty chunk could have the same name
+        # and offset as another rank's chunk, and DCP would keep only the first of the two.
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
@@ -372,9 +418,10 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # DCP calls this method on all ranks before loading. Raise the version counter now, so that
-        # this rank all-gathers again like the other ranks, even if it holds no element of the
-        # parameter and DCP writes nothing here.
+        # DCP calls this method on all ranks before loading. Loading writes to the shard, which
+        # raises the version counter, and so makes the next unshard all-gather again. If this rank
+        # holds no element of the parameter, DCP writes nothing. So raise the counter here: all
+        # ranks must take part in the all-gather.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -389,7 +436,8 @@ class FlatShardTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
         part = self.local.detach()[box.position : box.position + box.numel]
-        # The dimensions may lie in a different order in memory than in the shape.
+        # Permute the view, because the dimensions may have another order in memory than in the
+        # shape (channels_last, for example).
         order = self.spec.order
         return part.view([box.sizes[d] for d in order]).permute(
             [order.index(d) for d in range(len(order))]
@@ -434,8 +482,8 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # Drop the traceback: it refers to this frame, and this frame to the error, so both
-            # would live until Python's garbage collector runs.
+            # Drop the traceback. It refers to this frame, and this frame refers to the error, so
+            # the tensors in the frame would live until Python's garbage collector runs.
             refused = error.with_traceback(None)
         result = refused.spec.owner.run_full(func, args, kwargs)
         if result is NotImplemented:
@@ -450,8 +498,8 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
-        # All fused and foreach operations share one handler: there are too many to list by name,
-        # and newer torch adds more.
+        # All fused and foreach operators share one handler, because they are too many to list by
+        # name, and newer versions of torch add more.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
@@ -462,21 +510,21 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether the keywords of a mutable operator contain a tensor to write the result to."""
-    # Do not use ``any(sharded_in(...))``, which would evaluate the truth value of the tensors.
+    """Whether the keyword arguments of an operator that writes may contain the tensor to write."""
+    # Do not use ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
 def is_collective(func: Any) -> bool:
-    """Whether a function or an operator is defined in torch.distributed."""
+    """Whether a function or operator is a collective: whether torch.distributed defines it."""
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
 def wrote(values: Sequence[Any]) -> None:
-    """Record that the sharded tensors among ``values`` were written."""
-    # The version counter of a shard, which all views of the shard share, tells whether the shard
-    # was written after the last all-gather. Operations under ``__torch_dispatch__`` do not raise
-    # the counter, so raise it here.
+    """Record that an operation has written the sharded tensors among ``values``."""
+    # Raise the version counter of the shard, which all views of the shard share. By this counter,
+    # the next unshard sees that the shard was written after the last all-gather. Operations under
+    # ``__torch_dispatch__`` do not raise the counter themselves.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
@@ -486,48 +534,51 @@ def local_range(tensor: Tensor) -> Tensor:
 
 
 def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
-    """Yield the sharded tensors among the arguments of an operation, and in lists of arguments."""
+    """Yield the sharded tensors among ``values``, and in lists among ``values``."""
     return (t for t in tensors_in(values, depth=0) if isinstance(t, FlatShardTensor))
 
 
 def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Return the first sharded tensor among the arguments, which errors of the operation name."""
+    """Return the first sharded tensor among the arguments of an operation.
+
+    Errors about the operation name this tensor.
+    """
     return next(sharded_in((*args, *kwargs.values())))
 
 
-# Torch runs these methods without dispatch, and they read the tensor's memory. They must raise
-# here, because a sharded tensor has no memory of its own: ``apply_``, for example, would crash.
+# Make methods raise that read the tensor's memory directly, without calling ``__torch_dispatch__``:
+# a sharded tensor has no memory of its own, so ``apply_``, for example, would crash.
 for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "share_memory_"):
     setattr(FlatShardTensor, _name, partialmethod(FlatShardTensor.refuse, f"{_name}()"))
 
-# Register the class: torch's clipping and optimizers use foreach kernels, which handle many tensors
-# at once, only if the types of all tensors are in these lists.
+# Add the class to torch's lists of types for foreach kernels. Torch's gradient clipping and
+# optimizers use foreach kernels, which handle many tensors at once, only for types in these lists.
 for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
     importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
 
 
-# Names of the functions with which torch reads and writes attributes such as ``p.grad``. These
-# functions compute nothing, so ``refuse_counted`` allows them.
+# Names of the functions that torch passes to ``__torch_function__`` when an attribute such as
+# ``p.grad`` is read or written. They compute nothing, so ``refuse_counted`` is not called for them.
 ATTRIBUTES = frozenset({"__get__", "__set__"})
 
 
 def is_counted() -> bool:
     """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
-    The checkpoint counts the tensors that autograd saves in the first pass and in the
-    recomputation, and requires the same number of tensors with the same shapes. A parameter may be
-    sharded in the first pass and unsharded in the recomputation, so neither pass may save an extra
-    tensor.
+    There, torch counts the tensors that autograd saves in forward, and raises if autograd saves
+    other tensors when backward recomputes the forward. A parameter may be sharded in forward and
+    unsharded in the recomputation. So operations on the parameter must not save extra tensors.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
-    """Raise NeedsFullTensor if an operation that may need the full tensor runs in a forward.
+    """Raise NeedsFullTensor if ``func`` runs in a forward and does not write to a tensor.
 
-    Raise before the operation is tried on the shard: the attempt would save tensors for autograd
-    and then fail, and ``torch.utils.checkpoint`` would count these tensors.
+    The caller then runs ``func`` with full tensors. Without this check ``func`` would first be
+    tried on the shard. The attempt could save tensors for autograd before it fails, and
+    ``torch.utils.checkpoint`` would count these tensors; see ``is_counted``.
     """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
@@ -536,15 +587,24 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
 
 
 def _check_writer(fqn: str, num_boxes: int) -> None:
-    """Raise if the caller is torch's safetensors writer and would silently lose values."""
+    """Raise RuntimeError if DCP is about to write the tensor with ``HuggingFaceStorageWriter``.
+
+    That writer would silently lose values if this rank holds several boxes of the tensor, or if
+    ``save_distributed`` is not set.
+
+    Args:
+        fqn: name of the tensor.
+        num_boxes: number of boxes (rectangular blocks) of the tensor that this rank holds.
+    """
+    # DCP does not pass the writer, so look for the writer among the callers' local variables.
     frame = sys._getframe(2)
     while frame is not None and "storage_writer" not in frame.f_locals:
         frame = frame.f_back  # type: ignore[assignment]
     writer = None if frame is None else frame.f_locals["storage_writer"]
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
-    # The writer writes only one box of a tensor per rank, and without `save_distributed` only one
-    # box in total.
+    # HuggingFaceStorageWriter writes only one box of a tensor per rank, and without
+    # `save_distributed` only one box in total.
     if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
         raise RuntimeError(
             f"{fqn!r}: this rank holds {num_boxes} separate blocks of the tensor. "
@@ -555,24 +615,31 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
 
 
 class StateShard(FlatShardTensor):
-    """A sharded tensor that ``torch.distributed.checkpoint.async_save`` can copy to host memory.
+    """A sharded entry of a state dict, which ``async_save`` of DCP can copy to host memory.
 
-    ``async_save`` copies a tensor without storage in two steps: ``new_empty`` makes a new tensor,
-    and then the attributes are copied. So ``new_empty`` of this class returns a sharded tensor.
+    ``async_save`` copies a tensor without storage in two steps: it calls ``new_empty`` to make a
+    new tensor, and then copies the attributes. So ``new_empty`` of this class must return a sharded
+    tensor.
     """
 
     shows_unsplit = True
 
     def of_local_shape(self) -> FlatShardTensor:
-        """Return the same range as a tensor with the shape of the tensor-parallel part."""
+        """Return a sharded tensor with the same memory, and the shape of this rank's DTensor part.
+
+        With tensor parallelism, an entry of a state dict has the shape of the whole DTensor.
+        """
         return FlatShardTensor(self.local, self.spec, role=self.role)
 
     def data_ptr(self) -> int:
-        """Return zero, because the tensor itself has no memory; ``local`` has the values."""
+        """Return zero: the tensor itself has no memory, and the values are in ``local``."""
         return 0
 
     def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Return an uninitialised tensor, which is sharded if ``size`` is this tensor's shape."""
+        """Return an uninitialised tensor, sharded like this tensor if it has the same shape.
+
+        For any other ``size``, return a plain tensor.
+        """
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         local = self.local.new_empty(self.local.shape, **kwargs)
@@ -580,13 +647,14 @@ class StateShard(FlatShardTensor):
 
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
-    """Make an entry of a sharded state dict that shares the memory of ``local``.
+    """Return an entry of a sharded state dict that shares the memory of ``local``.
 
     Args:
-        local: this rank's range, ``(spec.numel,)``.
-        spec: describes the parameter and the range.
-        role: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
+        local: this rank's elements, ``(spec.numel,)``.
+        spec: describes the parameter, and which of its elements ``local`` has.
+        role: how ``local`` belongs to the parameter, as in ``FlatShardTensor``.
     """
-    if not math.prod(spec.shape):  # the parameter has no elements, so no rank has a chunk to write
+    # If the parameter has no elements, return a plain tensor: no rank would list a chunk to write.
+    if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)
