@@ -37,37 +37,43 @@ from flatshard.options.precision import ParamPrecision
 
 @dataclass(frozen=True)
 class HandleOptions:
-    """How a flat parameter is sharded, kept and sent."""
+    """The process groups, places in memory and dtypes of one flat parameter."""
 
     topology: Topology
     targets: OffloadTargets
     precision: ParamPrecision
-    reduces_alone: bool  # whether its gradients are reduced separately from the rest of the unit
+    # Whether the gradients of this flat parameter are reduced separately from the rest of the unit.
+    reduces_alone: bool
 
 
 class ParamGather:
-    """All-gathers one flat parameter. Keeps the unfinished all-gather, but no state of a step."""
+    """All-gathers one flat parameter.
+
+    The object keeps the unfinished all-gather and copies of the shard. The state of the step is in
+    ``FlatParamHandle`` (``ShardState``) and ``Unit`` (``Phase``).
+    """
 
     def __init__(
         self,
         link: RunLink,
         options: HandleOptions,
-        shard: Tensor,  # on the device that computes
+        shard: Tensor,  # on the compute device
     ) -> None:
         self._link, self._topology = link, options.topology
         self._precision, self._targets = options.precision, options.targets
         topology, gather_dtype = options.topology, options.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
-        self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use the same tags
+        # Transports match the collectives of ranks by tag. Reductions use the same tags.
+        self.tags = intra_group.new_tag(), inter_group.new_tag()
         # Separate tags for all-gathers outside of a step, such as for state_dict(). If by mistake
-        # only one rank calls state_dict(), its all-gather must not match the all-gather of the same
-        # parameter that the other ranks start in a forward.
+        # only one rank calls state_dict(), that rank's all-gather must not match the all-gather of
+        # the same parameter that the other ranks start in a forward.
         self.full_tags = intra_group.new_tag(), inter_group.new_tag()
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, shard.numel())
-        # None: there is no secondary shard, and every all-gather reads the shards.
+        # None: the flat parameter has no secondary shard, and every all-gather reads the shards.
         self.secondary: SecondaryShard | None = None
         if topology.regather is not None or inter_group.size > 1:
             self.secondary = SecondaryShard(topology, link)
@@ -76,17 +82,17 @@ class ParamGather:
         self.move_to(shard.device, shard.dtype)
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """All-gather shards of ``dtype`` into buffers on ``device`` from now on.
+        """From now on, all-gather shards of ``dtype`` into buffers on ``device``.
 
-        Drops all copies of the shard.
+        Drops the copies of the shard that this object keeps.
         """
         self._device = device
         self._is_offloaded = not self._targets.shard.is_device and device.type != "cpu"
         # `compute_dtype`: dtype of the unsharded buffer. `_sent_dtype`: dtype of the sent shard.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # Do not cast the shard before the all-gather in two cases: on one rank, the all-gather is a
-        # copy, which casts by itself; and float8 values are computed from the uncast shard.
+        # Do not cast the shard before the all-gather in two cases. On one rank, the all-gather is a
+        # copy, which also casts. And float8 values must be computed from the uncast shard.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
         # Whether all-gathers read the shard itself, in host memory, and not a copy of the shard.
@@ -104,8 +110,8 @@ class ParamGather:
     def allocate(self, numel: int, shard: Tensor | None = None) -> BufferMemory:
         """Allocate memory for the unsharded buffer, ``(numel,)``.
 
-        If ``is_aliased``, return the memory of ``shard`` itself. If ``reads_shard``, the allocated
-        memory may contain the shard, too.
+        If ``is_aliased``, return the memory of ``shard`` itself. If ``reads_shard``, the transport
+        may map this rank's shard into the buffer: then the result also has memory for the shard.
         """
         if shard is not None and self.is_aliased:
             return ShardItself(shard)
@@ -116,7 +122,8 @@ class ParamGather:
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
         """Start the all-gather into the buffer of ``memory``. Collective: all ranks of the group.
 
-        ``version`` is the version of ``shard``, and shows whether a kept copy is stale.
+        ``version`` is the version counter of ``shard``. The counter shows whether an earlier copy
+        of the shard (a secondary shard, or a copy on the device) is stale.
         """
         with beside(self._device) if self._is_offloaded else nullcontext():
             if self.secondary is not None:
@@ -130,8 +137,9 @@ class ParamGather:
             )
             if self._float8 is not None:
                 packed = self._float8.pack(source)
-                # Float8 values are smaller than the buffer's elements, so all-gather them into
-                # separate memory. `finish` unpacks them into the buffer once all have arrived.
+                # Float8 values are smaller than the buffer's elements, so all-gather the values
+                # into separate memory. `finish` unpacks the values into the buffer once all values
+                # have arrived.
                 self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
                 request = request._replace(shard=packed, out=self._packed, memory=None)
             self._work = self._topology.intra_group.all_gather(request)
@@ -146,7 +154,10 @@ class ParamGather:
         return source
 
     def _on_device(self, shard: Tensor, version: int) -> Tensor:
-        """Return a copy of an offloaded shard on the device, or the kept copy if up to date."""
+        """Return a copy of an offloaded shard on the device.
+
+        Returns the kept copy if the shard has not been written since that copy was made.
+        """
         if self._device_copy is not None and self._device_copy[1] == version:
             return self._device_copy[0]
         # Copy first, and cast on the device. A cast on the host would write to unpinned memory, and
@@ -167,7 +178,10 @@ class ParamGather:
         return source
 
     def finish(self, buffer: Tensor) -> None:
-        """Wait until the all-gather has filled ``buffer``. Raises CollectiveError."""
+        """Wait until the all-gather has filled ``buffer``.
+
+        Raises CollectiveError if the all-gather failed.
+        """
         assert self._work is not None, "an all-gather was started"
         work, self._work = self._work, None
         packed, self._packed = self._packed, None
@@ -213,9 +227,10 @@ class ParamGather:
 
 
 class SecondaryShard:
-    """A part of a flat parameter that is larger than the shard, kept for all-gathers nearby.
+    """A part of a flat parameter that is larger than the shard.
 
-    The secondary shards of a few nearby ranks together are the whole flat parameter.
+    The secondary shards of a few nearby ranks together are the whole flat parameter. So an
+    all-gather of secondary shards needs only these ranks.
     """
 
     def __init__(self, topology: Topology, link: RunLink) -> None:
@@ -254,10 +269,10 @@ class SecondaryShard:
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
         """Start the all-gather across nodes that fills the secondary shard.
 
-        Collective: all ranks of the inter group.
+        ``source`` is this rank's shard, in the dtype of the secondary shard. Nothing may write to
+        ``source`` until the other ranks have received the values.
 
-        ``source``: this rank's shard, in the dtype of the secondary shard. ``source`` must not be
-        written until the other ranks have received it.
+        Collective: all ranks of the inter group.
         """
         self.finish_refresh()
         if self._part is None:
@@ -268,13 +283,18 @@ class SecondaryShard:
         self._version = version
 
     def finish_refresh(self) -> None:
-        """Wait until the secondary shard is complete. Raises CollectiveError."""
+        """Wait until the secondary shard is complete.
+
+        Raises CollectiveError if the all-gather across nodes failed.
+        """
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:
                 refresh.wait(self._link.pending_sends)
             except Exception:
-                self._version = -1  # the secondary shard is incomplete: all-gather again next time
+                # The secondary shard is incomplete, so let the next `begin_refresh` all-gather
+                # again.
+                self._version = -1
                 raise
 
     def gather(self, out: Tensor, purpose: str) -> AsyncWork:

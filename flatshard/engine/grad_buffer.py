@@ -1,8 +1,8 @@
 """``GradientBuffer``: adds up the gradients of one flat parameter until they are reduced.
 
 The buffer starts no collective. ``take_chunks`` returns the gradients for a reduction as
-``FlatChunks``. If a reduction covers only the intra group (``Sync.INTRA``), its result waits in the
-buffer for the reduction over all ranks in a later backward.
+``FlatChunks``. If a reduction covers only the intra group (``Sync.INTRA``), the buffer keeps the
+result until a later backward reduces over all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MEAN_IN_PLACE_BYTES = 1 << 16
 class Sync(enum.Enum):
     """How a backward reduces the gradients of a unit."""
 
-    # Gradients stay unsharded and unreduced. Later gradients are added.
+    # Gradients stay unsharded and unreduced. Gradients of later backwards are added.
     NONE = "NONE"
     # Gradients are reduced within the intra group. The reduction across groups waits for a later
     # backward.
@@ -49,17 +49,17 @@ class GradientBuffer:
         self,
         layout: FlatLayout,
         *,
-        dtypes: GradDtypes,
         device: torch.device,  # device of arriving gradients
         rank: int,  # index of this rank's shard
         intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
+        dtypes: GradDtypes,
         # Minimum size of a gradient that the transport reads in place. None: the transport reads
         # all gradients from one buffer.
         min_chunk_bytes: int | None = None,
     ) -> None:
         self.dtypes = dtypes
         # Accumulated gradients, by index of the original parameter. A gradient whose index is in
-        # `_separate` is a tensor with its own memory; the others are views of `_buffer`.
+        # `_separate` has memory of its own. All other gradients are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
         self._separate: set[int] = set()
         self._buffer: Tensor | None = None
@@ -71,7 +71,8 @@ class GradientBuffer:
         # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
         self._layout, self._device = layout, device
-        # Sizes that split the flat parameter into gap, parameter, gap, parameter, ..., gap.
+        # Sizes of the pieces of the flat parameter: padding, parameter, padding, parameter, ...,
+        # padding. Most pieces of padding are empty.
         bounds = [bound for span in layout.spans for bound in (span.start, span.end)]
         self._sizes = [end - start for start, end in pairwise([0, *bounds, layout.padded_numel])]
         self._rank, self._intra_start = rank, intra_start
@@ -94,7 +95,7 @@ class GradientBuffer:
         return reduced | self.slots.keys()
 
     def waits_for(self, sync: Sync) -> bool:
-        """Whether the buffer has gradients for a reduction with ``sync``."""
+        """Whether the buffer has gradients that a reduction with ``sync`` would reduce."""
         has_intra = sync is Sync.ALL and self.intra_reduced is not None
         return sync is not Sync.NONE and (bool(self.slots) or has_intra)
 
@@ -135,8 +136,8 @@ class GradientBuffer:
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
-        # Chunks are read as raw memory. The memory of a lazily conjugated or negated tensor does
-        # not contain the tensor's values.
+        # Chunks are read as raw memory, so do not keep a lazily conjugated or negated tensor: the
+        # memory of such a tensor does not contain the tensor's values.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
             # Make a dense copy, because chunks must be dense and in the parameter's strides. An
@@ -144,7 +145,7 @@ class GradientBuffer:
             dense = grad.new_empty_strided(span.shape, span.strides, device=self._device)
             grad = dense.copy_(grad)
         # Keep the tensor without a copy. This is safe because `Backward.receive` has removed the
-        # tensor from `.grad`, so autograd does not add to it. `take_chunks` casts it later.
+        # tensor from `.grad`, so autograd does not add to the tensor. `take_chunks` casts later.
         self.slots[index] = grad
         self._separate.add(index)
 
@@ -169,7 +170,11 @@ class GradientBuffer:
             self.intra_reduced = part if total is None else total.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
-        """Record which parameters any rank used, because ``intra_reduced`` is a sum over ranks."""
+        """Record which parameters were used on any rank, after a ``Sync.INTRA`` reduction.
+
+        The result of the reduction contains gradients of other ranks, so this rank has gradients
+        also of parameters that only other ranks used.
+        """
         self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
 
     def forget(self, index: int) -> None:
@@ -189,7 +194,10 @@ class GradientBuffer:
                 self.intra_reduced = None
 
     def accumulated_shard(self) -> Tensor:
-        """Return a copy of this rank's shard of the accumulated gradients, in ``.grad``'s dtype."""
+        """Return a copy of this rank's shard of the accumulated gradients.
+
+        The copy has the dtype of ``.grad``.
+        """
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
         )
@@ -217,14 +225,14 @@ class GradientBuffer:
     def take_chunks(self) -> FlatChunks:
         """Return all accumulated gradients in the reduce dtype, and empty the buffer.
 
-        Absent gradients are zero.
+        The returned chunks are zero for parameters without a gradient.
         """
         with torch.no_grad():
             if self._chunk_plan is not None:
                 in_order = self._in_memory_order(self.slots)
                 grads = dict(zip(self.slots, in_order, strict=True))
-                # Drop all other references to the gradients, so that `chunks` can free each
-                # gradient as soon as it is cast.
+                # Drop all other references to the gradients. Then `chunks` can free each gradient
+                # as soon as the gradient is cast.
                 in_order.clear()
                 self._empty()
                 return self._chunk_plan.chunks(grads)
@@ -243,7 +251,7 @@ class GradientBuffer:
         return FlatChunks.of(buffer)
 
     def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
-        """Return 1-D views of the gradients at ``indices``, in memory order.
+        """Return a 1-D view of each gradient in ``indices``, with the elements in memory order.
 
         All stored gradients are dense, so a 1-D view exists.
         """
@@ -251,7 +259,7 @@ class GradientBuffer:
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
     def take_intra_reduced(self) -> Tensor | None:
-        """Return the sum of the ``Sync.INTRA`` reductions, and remove it from the buffer."""
+        """Remove the sum of the ``Sync.INTRA`` reductions from the buffer, and return the sum."""
         intra_reduced, self.intra_reduced = self.intra_reduced, None
         return intra_reduced
 

@@ -22,8 +22,8 @@ class UnreducedGrads:
     """Shows accumulated gradients (``no_sync``) in ``.grad`` between two backwards.
 
     The accumulated gradients are in a ``GradientBuffer``, and are not reduced. While ``.grad``
-    shows them, ``zero_grad()`` drops accumulated gradients, as under DistributedDataParallel. An
-    optimizer step, or a norm of the gradients, raises an error.
+    shows accumulated gradients, ``zero_grad()`` drops the gradients from the buffer, too, as under
+    DistributedDataParallel. An optimizer step, or a norm of the gradients, raises an error.
     """
 
     def __init__(self, params: Sequence[OriginalParam], grad_buffer: GradientBuffer) -> None:
@@ -32,8 +32,8 @@ class UnreducedGrads:
         # the end of the next backward that reduces gradients.
         self.was_edited = False
         # For each original parameter whose `.grad` shows accumulated gradients: the tensor in
-        # `.grad`, its version, and whether `show` made the tensor. If `show` did not, the tensor is
-        # a reduced gradient of an earlier step.
+        # `.grad`, the tensor's version, and whether `show` made the tensor. False: the tensor is a
+        # reduced gradient of an earlier step, which `show` has left in `.grad`.
         self._shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
 
     def show(self) -> None:
@@ -43,8 +43,8 @@ class UnreducedGrads:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # Usually show this rank's own gradients, which are complete in `slots`. But if a part
-            # of the sum is in `intra_reduced`, which covers only a part of the flat parameter, show
-            # this rank's shard of the sum.
+            # of the sum is in `intra_reduced`, show only this rank's shard of the sum:
+            # `intra_reduced` covers only a part of the flat parameter.
             in_parts = buffer.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = buffer.accumulated_shard().to(device) if in_parts else None
@@ -53,9 +53,9 @@ class UnreducedGrads:
                 is_view = param.grad is None
                 if is_view:
                     set_grad(param, self._view(original, chunk))
-                # Mark the gradient as unreduced, so that an optimizer step raises. Also mark a
-                # reduced gradient of an earlier step: an optimizer step that uses it would miss the
-                # accumulated gradients.
+                # Mark the gradient as unreduced, so that an optimizer step raises an error. Also
+                # mark a reduced gradient of an earlier step: if an optimizer step used only this
+                # gradient, the accumulated gradients would be missing in the step.
                 grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
                 self._shown[original] = grad, local_range(grad)._version, is_view
@@ -71,22 +71,26 @@ class UnreducedGrads:
         return FlatShardTensor(part, param.spec, role=GRADIENT)
 
     def is_shown(self) -> bool:
-        """Whether any ``.grad`` now shows accumulated gradients, and not a reduced gradient."""
+        """Whether any ``.grad`` now shows accumulated gradients.
+
+        False if every ``.grad`` has been replaced or removed since ``show``.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
-        """Return ``grad``, which autograd left in ``.grad``, in memory that no other tensor uses.
+        """Return the gradient ``grad``, which autograd left in ``.grad``, for the buffer.
 
         Between backwards, ``.grad`` may show the gradient that the buffer has accumulated. If
         autograd added the new gradient to the shown gradient in place, the returned tensor already
-        contains the accumulated gradient, so the buffer drops it.
+        contains the accumulated gradient. Then this method drops the buffer's accumulated gradient,
+        and returns a copy, which no other code can reach.
         """
         if param not in self._shown or self._shown[param][0] is not grad:
             return grad
         # Autograd has added the new gradient to the shown gradient in place, before this backward
-        # could remove the shown gradient. So the returned tensor contains the accumulated gradient,
-        # too, and the buffer must drop its accumulated gradient.
+        # could remove the shown gradient. So the buffer must not add the accumulated gradient
+        # again.
         _, _, is_view = self._shown.pop(param)
         if is_view:
             self._buffer.forget(param.index)
@@ -117,7 +121,7 @@ class UnreducedGrads:
 
 
 def edited(unit_name: str) -> RuntimeError:
-    """Make the error about accumulated gradients that the user edited."""
+    """Make the error to raise if the user edited accumulated gradients of a unit."""
     return RuntimeError(
         f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
         "reduced. Edit .grad only after a backward outside of no_sync."
@@ -141,7 +145,8 @@ class GradPublish:
         self._target, self._cache = target, BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
-        # During a backward, the `.grad` that aliased parameters had before; see `hold_earlier`.
+        # For each aliased parameter (the shard is the unsharded buffer), the `.grad` from before
+        # the running backward; see `hold_earlier`.
         self._earlier_grads: dict[OriginalParam, Tensor] = {}
         # Factor by which published gradients are multiplied. Differs from 1 only if some ranks
         # compute no gradients (`join`), because the reduction divides by the number of all ranks.
@@ -162,12 +167,13 @@ class GradPublish:
     def hold_earlier(self) -> None:
         """Set aside users' hooks, and reduced gradients of earlier backwards, until backward ends.
 
-        Called when a backward begins, only for parameters with which modules compute directly
-        (``is_aliased``): autograd would add unreduced gradients to their ``.grad``. Autograd never
-        writes to the ``.grad`` of other sharded parameters.
+        Called when a backward begins, only if the shard is the unsharded buffer (``is_aliased``).
+        Then modules compute with the sharded parameters, and autograd would add unreduced gradients
+        to the ``.grad`` of these parameters. Autograd never writes to the ``.grad`` of other
+        sharded parameters.
         """
-        # First restore gradients that were held earlier. There are some only if a user's hook
-        # raised an exception at the end of the last backward.
+        # First restore gradients that an earlier backward has set aside. Such gradients are left
+        # only if a user's hook raised an exception at the end of that backward.
         self._show_earlier()
         for param in self._params:
             param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
@@ -189,13 +195,16 @@ class GradPublish:
                 part = self._copied_to_target(part)
             if total is None:
                 self._reduced = part
-            else:  # a second reduction in one backward, of gradients that arrived late
+            else:  # a second reduction in one backward: some gradients arrived late
                 self._finish_copies()
                 total.add_(part)
                 self._target.page_out(total, part)
 
     def _copied_to_target(self, reduced: Tensor) -> Tensor:
-        """Start a copy of ``reduced`` to the target. ``_finish_copies`` waits for the copy."""
+        """Start a copy of ``reduced`` to the offload target (host memory or disk).
+
+        Returns the copy, which is complete only after ``_finish_copies``.
+        """
         place = self._cache.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
         self._target.page_in(place)
         if reduced.device.type == "cpu":
@@ -215,7 +224,7 @@ class GradPublish:
         return place
 
     def _finish_copies(self) -> None:
-        """Wait, on the host, for all copies: optimizers on the host read ``.grad`` next."""
+        """Wait, on the host, until all copies are complete: optimizers read ``.grad`` next."""
         for event in self._copies:
             event.synchronize()
         self._copies.clear()
@@ -241,7 +250,7 @@ class GradPublish:
                     self._add_grad(param.sharded, param.of_chunk(reduced))
 
     def show_unreduced(self) -> None:
-        """After a backward that leaves gradients unreduced, let ``.grad`` show them."""
+        """Show unreduced gradients in ``.grad``, after a backward that did not publish averages."""
         self._show_earlier()
         self.unreduced.show()
 
@@ -290,7 +299,7 @@ class GradPublish:
         return grads
 
     def put_back(self, grads: list[Tensor | None], fn: Callable[[Tensor], Tensor]) -> None:
-        """Put the gradients of ``take_off`` back, converted with ``fn``."""
+        """Put ``grads``, the result of ``take_off``, back into ``.grad``, converted with ``fn``."""
         for param in self._params:
             grad = grads[param.index]
             if isinstance(grad, FlatShardTensor):
@@ -300,7 +309,7 @@ class GradPublish:
                 set_grad(param.sharded, fn(grad))
 
     def replace_buffer(self, grad_buffer: GradientBuffer) -> None:
-        """Use ``grad_buffer`` from now on, and move the accumulated gradients there."""
+        """Use ``grad_buffer`` from now on, and move accumulated gradients there."""
         grad_buffer.take_over(self._buffer)
         self._buffer, self.unreduced = grad_buffer, UnreducedGrads(self._params, grad_buffer)
         self.unreduced.show()

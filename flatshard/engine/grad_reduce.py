@@ -1,11 +1,13 @@
 """``GradReduce``: reduces the gradients of one flat parameter, in up to three stages.
 
 [Note: stages]
-1.  A reduce-scatter averages the gradients within the intra group. Each rank keeps its part.
+1.  A reduce-scatter averages the gradients within the intra group. Each rank keeps a part of the
+    result.
 2.  If the model trains on more ranks than the intra group has, a second group averages the parts.
-    Over an inter group, a reduce-scatter splits the parts further. Over a replicate group, an
-    all-reduce leaves the whole part on every rank, because every replica needs the whole part.
-3.  An all-reduce over the replicate group adds up gradients in the backend. If flatshard adds up
+    If the second group is an inter group, a reduce-scatter splits the parts further. If the second
+    group is a replicate group, an all-reduce leaves the whole part on every rank, because every
+    replica needs the whole part.
+3.  In the all-reduce of stage 2, the backend adds up the gradients. If flatshard must add up the
     gradients itself (in rank order, or in a wider dtype), stage 2 is a reduce-scatter over the
     replicate group instead, and stage 3 all-gathers the result.
 
@@ -48,7 +50,7 @@ class CommHook:
 
 @dataclass
 class ReducePlan:
-    """How the gradients of one flat parameter are reduced."""
+    """The groups, dtypes and memory with which the gradients of one flat parameter are reduced."""
 
     link: RunLink
     layout: FlatLayout
@@ -56,10 +58,12 @@ class ReducePlan:
     reduce_dtype: torch.dtype
     device: torch.device
     tags: tuple[int, int, int]  # of the intra, the inter and the replicate group
-    fixed_order: bool  # whether flatshard adds in rank order, even if the backend could add
+    fixed_order: bool  # whether flatshard itself adds up, in rank order, and not the backend
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
+
     # Cache that reuses the memory of published gradients once users have dropped the gradients.
-    # None: the published gradients are offloaded copies, so there is no such memory on the device.
+    # None: published gradients are offloaded to host memory or disk, so no memory on the device
+    # can be reused.
     output: BufferCache | None
     # Number of elements that this rank has after the first stage, and the index of the first of
     # these elements in the flat parameter.
@@ -67,9 +71,12 @@ class ReducePlan:
     intra_start: int = field(init=False)
     full_bytes: int = field(init=False)  # size of the unsharded gradients
     bytes_in_flight: int = field(init=False)  # bytes that an unfinished reduction is assumed to use
-    # Whether flatshard, and not the backend, adds up the replicas' averages (stage 3 of the note).
+
+    # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
+    # reduction has stage 3 of [Note: stages].
     adds_replicas: bool = field(init=False)
     across: Communicator = field(init=False)  # the group of the second stage
+
     # Dtypes of the sums in the first and in the second stage.
     intra_sum_dtype: torch.dtype = field(init=False)
     across_sum_dtype: torch.dtype = field(init=False)
@@ -79,9 +86,10 @@ class ReducePlan:
         self.intra_numel = self.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         self.full_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
-        # Usually count the gradients twice, as memory to send and memory to receive. A backend for
-        # which streams wait (NCCL) adds while it receives, so count the gradients once there. Then
-        # two of the largest buckets, and not only one, fit into `ReduceQueue.max_bytes_in_flight`.
+        # Estimate the memory of an unfinished reduction. Usually count the gradients twice, as
+        # memory to send and memory to receive. A backend for which streams wait (NCCL) adds while
+        # it receives, so count the gradients once. Then two of the largest buckets fit into
+        # `ReduceQueue.max_bytes_in_flight`, and not only one bucket.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.across = self.topology.across
@@ -103,7 +111,11 @@ class ReducePlan:
 
     @property
     def is_unordered(self) -> bool:
-        """Whether ranks may start reductions in different orders: no stage matches by order."""
+        """Whether ranks may start reductions in different orders.
+
+        True if no hook is used, and transports match the collectives of all stages by tag instead
+        of by order.
+        """
         topology = self.topology
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
@@ -138,7 +150,10 @@ class ReducePlan:
         return part
 
     def reduce_by_hook(self, chunks: FlatChunks) -> Tensor:
-        """Call the user's function; returns this rank's shard, ``(shard_numel,)``. Collective."""
+        """Average with the user's communication hook. Collective.
+
+        Returns this rank's shard of the average, ``(shard_numel,)``.
+        """
         assert self.hook is not None, "a plan with a communication hook"
         (buffer,) = chunks.tensors
         with torch.no_grad():
@@ -167,9 +182,9 @@ class GradReduce:
             self._computed.record()  # on the current stream of the device
         intra_group, across = plan.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.link.unit_name)
-        # `to_come`: functions that start the stages after the first, in order. `_turns`: the
-        # reductions of all models whose second stage uses the same group, in the order in which
-        # their second stages must start.
+        # `to_come`: functions that start the stages after the first stage, in order. `_turns`: the
+        # reductions whose second stage uses the same group, also those of other models, in the
+        # order in which the second stages must start.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
         self._read_on_side_stream: list[object] = []
@@ -188,9 +203,9 @@ class GradReduce:
             # First stages may finish in different orders on different ranks. So second stages start
             # in the order in which the first stages started, which is the same on all ranks.
             self._turns.append(self)
-            # Queue all stages now if a stream, and not the host, waits for the collectives. Decide
-            # by the transport and not by the device: gloo also moves tensors of an accelerator, and
-            # with gloo the host would wait here.
+            # Queue all stages now if a stream, and not the host, waits for the collectives. The
+            # transport decides this, and not the device: gloo also moves tensors of an accelerator,
+            # and with gloo the host would wait here.
             device = self._out.device
             if across.transport_for(device).stream_waits(device):
                 self._cross_behind(chunks)
@@ -217,9 +232,9 @@ class GradReduce:
 
     def _cross_behind(self, chunks: FlatChunks) -> None:
         """Queue all later stages now, on a side stream that waits for the first stage."""
-        # Until `finish`, keep references to the memory that the collectives read. Without the
-        # references, the current stream could reuse the memory, and only in `finish` does the
-        # current stream wait for the side stream.
+        # Until `finish`, keep references to the memory that the collectives on the side stream
+        # read. The current stream does not wait for the side stream before `finish`, so without the
+        # references, the current stream could reuse the memory too early.
         self._read_on_side_stream = [chunks, self._intra_reduced, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
@@ -228,7 +243,7 @@ class GradReduce:
                 self._begin_next()
 
     def cross(self) -> None:
-        """Wait for the first stage, and start the second stage, if the reduction has one.
+        """Wait for the first stage and start the second stage, if the reduction has a second stage.
 
         Second stages start in one order on all ranks, so this method first starts the second stages
         of earlier reductions.
@@ -237,14 +252,18 @@ class GradReduce:
             self._turns[0]._begin_next()
 
     def _begin_next(self) -> None:
-        """Wait for the stage under way, and start the next one."""
+        """Wait for the stage under way, and start the next stage."""
         self._work.wait(self._plan.link.pending_sends)
         begin = self.to_come.popleft()
         self._work = begin()
         self._works.append(self._work)
 
     def _across(self) -> AsyncWork:
-        """Start the second stage: average over ``across``, and split over an inter group."""
+        """Start the second stage: average over the ranks of the group ``across``.
+
+        If the backend adds up replicas, an all-reduce. Otherwise a reduce-scatter, which leaves a
+        part of the average on each rank.
+        """
         plan, across = self._plan, self._plan.across
         self._turns.popleft()
         if self._intra_reduced is not None:
@@ -262,7 +281,7 @@ class GradReduce:
         return self._reduce_scatter(across, chunks, plan.tags[1])
 
     def _gather_replicas(self) -> AsyncWork:
-        """Start the third stage: all-gather the parts of the replicas' average."""
+        """Start the third stage: all-gather the average over the replicas from its parts."""
         plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # leaves out the zeros that `_padded` appended
@@ -273,7 +292,7 @@ class GradReduce:
     def advance(self) -> bool:
         """Start the later stages that can start now, without a wait.
 
-        Returns False if the second stage cannot start yet.
+        Returns False if the reduction has a second stage that cannot start yet.
         """
         with torch.no_grad():
             while self in self._turns and self._turns[0]._work.done():
@@ -292,7 +311,10 @@ class GradReduce:
         return not self.to_come and self._work.done()
 
     def tells_when_done(self) -> bool:
-        """Whether ``done`` can become True without a wait."""
+        """Whether ``done`` can become True before anything waits for the stage under way.
+
+        Some transports notice the end of a collective only in a wait.
+        """
         return self._work.reports_end
 
     def is_computed(self) -> bool:
@@ -331,7 +353,7 @@ class GradReduce:
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
-    """``values`` with zeros appended, so that the length is a multiple of ``size``."""
+    """Return ``values`` with zeros appended, so that the length is a multiple of ``size``."""
     missing = -values.numel() % size
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
@@ -340,9 +362,9 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """Return the device's stream for later stages, after letting it wait for the current stream.
+    """Return a stream for later stages, which waits for the current stream of ``tensor``'s device.
 
-    The stream, and not the compute stream, then waits for the first stage of a reduction.
+    On this stream, later stages can wait for the first stage, while the compute stream continues.
     """
     if tensor.device not in _side_streams:
         _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
