@@ -1,4 +1,4 @@
-"""``ShardSpec``: which range of a parameter this rank holds, and which ranks hold the rest."""
+"""``ShardSpec``: which elements of a parameter this rank holds, and which ranks hold the rest."""
 
 from __future__ import annotations
 
@@ -19,46 +19,63 @@ from flatshard.plan.module_tree import unit_text
 
 
 class ParamSplit(Protocol):
-    """Tensor parallelism of a parameter: the parameter is this group's part of a larger tensor."""
+    """How a parameter that was a DTensor before wrapping is split by tensor parallelism.
 
-    comms: tuple[Communicator, ...]  # groups of the ranks that hold the other parts
-    shape: tuple[int, ...]  # shape of the larger parameter
-    stride: tuple[int, ...]  # strides of the larger parameter, in elements
+    flatshard shards only the local part of the DTensor. The ranks of a shard group hold the same
+    part; the ranks of ``comms`` hold the other parts.
+    """
+
+    # For each mesh dimension that splits the DTensor, the ranks that hold the other parts.
+    comms: tuple[Communicator, ...]
+    shape: tuple[int, ...]  # shape of the whole DTensor
+    stride: tuple[int, ...]  # strides of the whole DTensor, in elements
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """Return a DTensor over ``local``, this group's part. Modules hold the DTensor."""
+        """Return a DTensor whose local part is ``local``, for modules to compute with."""
 
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """Convert a hook on the larger tensor's gradient to a hook on the gradient of this part."""
+        """Convert a hook on the DTensor's gradient to a hook on the gradient of the local part."""
 
     def full(self, local: Tensor) -> Tensor:
-        """Return the larger tensor. Collective: the ranks of ``comms``."""
+        """Return the whole tensor, from the local part of each rank.
+
+        Collective: the ranks of ``comms``.
+        """
 
     def part_of(self, full: Tensor) -> Tensor:
-        """Return this group's part of a larger tensor. No communication."""
+        """Return the local part of a whole tensor. No communication."""
 
     def offsets(self) -> tuple[int, ...]:
-        """Return the first index of this group's part, in each dimension."""
+        """Return the index in the whole tensor where the local part begins, for each dimension."""
 
 
 class ParamOwner:
     """Interface by which an operation on a parameter calls the model that trains the parameter.
 
-    This base class does nothing. It is the owner of a copied parameter, and of a parameter whose
+    This base class does nothing. It stands in for the model if the parameter is a copy, or if the
     model was deleted.
     """
 
-    is_in_forward = False  # whether a forward of the model is under way
+    is_in_forward = False  # whether a forward of the model is running
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` with full tensors instead of sharded tensors, or return NotImplemented."""
+        """Call ``func`` with full tensors in place of sharded tensors, and return its result.
+
+        Returns NotImplemented if the model cannot do so.
+        """
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Called in backward, before the gradient of a use outside of forward is averaged."""
+        """Tell the model that a backward is running.
+
+        Called before the gradient of a parameter that was used outside of forward is averaged.
+        """
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        """Called when a freed full parameter is read. Returns True if the unit was unsharded."""
+        """Unshard the unit of a parameter whose freed full parameter is read in backward.
+
+        Returns whether the unit was unsharded. If not, the reader gets an error.
+        """
         return False
 
 
@@ -66,7 +83,11 @@ _NOBODY = ParamOwner()
 
 
 class NeedsFullTensor(RuntimeError):
-    """An operation needs the full tensor, but this rank holds only the range of ``spec``."""
+    """Error: an operation needs the full tensor, but this rank holds only the range of ``spec``.
+
+    If the operation's parameters belong to a model, flatshard catches the error and runs the
+    operation with full tensors. Otherwise the user sees the error.
+    """
 
     def __init__(self, message: str, spec: ShardSpec) -> None:
         super().__init__(message)
@@ -75,26 +96,28 @@ class NeedsFullTensor(RuntimeError):
 
 @dataclass(eq=False)
 class ShardSpec:
-    """A parameter's place in its flat parameter, and the range that this rank holds.
+    """Where a parameter lies in its flat parameter, and which of its elements this rank holds.
 
     The parameter's gradients and optimizer state share this object.
     """
 
     name: str  # name of the parameter in the unwrapped model
-    unit: str
+    unit: str  # name of the unit to which the parameter belongs
     span: ParamSpan  # the parameter's elements in the flat parameter, the same on all ranks
-    local: LocalSpan  # the part of ``span`` in this rank's chunk
+    local: LocalSpan  # the part of ``span`` that lies in this rank's chunk
     _: KW_ONLY
-    comm: Communicator  # the ranks that hold the other ranges
-    replicas: Communicator = ALONE  # the ranks that hold the same range
-    tensor_parallel: ParamSplit | None = None  # set if the parameter is the local part of a DTensor
-    # Offload target of optimizer state with one value per element. None: memory.
+    comm: Communicator  # the shard group: the ranks that hold the other elements
+    replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
+    # If the parameter is the local part of a DTensor: how the DTensor is split. Otherwise None.
+    tensor_parallel: ParamSplit | None = None
+    # Where optimizer state with one value per element lies. None: where the shard lies.
     state_target: OffloadTarget | None = None
-    # Weak references: gradients and optimizer state may outlive the model, and must not keep the
-    # model alive.
+    # Weak references to the model, behind the properties `owner` and `original`. Gradients and
+    # optimizer state refer to this object, may outlive the model, and must not keep it alive.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None
-    # Plain attributes, not properties, because each operation on a sharded tensor reads them.
+    # The following fields repeat values of `span` and `local`. They are plain attributes instead of
+    # properties because each operation on a sharded tensor reads them.
     shape: tuple[int, ...] = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     order: tuple[int, ...] = field(init=False)  # dimensions in memory order, outermost first
@@ -111,13 +134,19 @@ class ShardSpec:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """Key that is equal for two tensors if an element-wise operation can combine them."""
+        """Shape, strides, and the range of elements that this rank holds.
+
+        Element-wise operations can combine two sharded tensors if their ``place`` is equal.
+        """
         return self.shape, self.strides, self.offset, self.numel
 
     def slice(self, tensor: Tensor) -> Tensor:
-        """Return this rank's range of a full tensor, as a 1-D tensor.
+        """Return the elements of a full tensor that this rank holds, as a 1-D tensor.
 
-        ``tensor`` may have any strides. Smaller shapes broadcast to the parameter's shape.
+        ``tensor`` may have any strides, and any shape that broadcasts to the parameter's shape.
+
+        Raises:
+            NeedsFullTensor: the shape does not broadcast to the parameter's shape.
         """
         if tuple(tensor.shape) != self.shape:
             try:
@@ -128,13 +157,13 @@ class ShardSpec:
                     f"broadcasts to {self.shape}, got {tuple(tensor.shape)}. Use p.full_tensor().",
                     self,
                 ) from None
-        # ``reshape`` returns a view if the tensor is in the parameter's memory order. Otherwise it
-        # returns a copy.
+        # ``reshape`` copies only if the elements lie in another order in memory than the
+        # parameter's elements. Otherwise ``reshape`` returns a view.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
 
     @property
     def owner(self) -> ParamOwner:
-        """The run of the model that trains the parameter."""
+        """The model that trains the parameter, or a ``ParamOwner`` that does nothing."""
         return self._owner() or _NOBODY
 
     @owner.setter
@@ -143,7 +172,7 @@ class ShardSpec:
 
     @property
     def original(self) -> Any:
-        """The ``OriginalParam``. None for a copy, and after the model was deleted."""
+        """The parameter's ``OriginalParam``. None for a copy, and after the model was deleted."""
         return self._original()
 
     @original.setter
@@ -152,49 +181,58 @@ class ShardSpec:
 
     @property
     def comms(self) -> tuple[Communicator, ...]:
-        """The groups whose ranks hold other parts: the shard group and tensor-parallel groups."""
+        """The shard group, and with tensor parallelism also the tensor-parallel groups.
+
+        The ranks of these groups hold the other elements of the parameter or of the whole DTensor.
+        """
         beyond = self.tensor_parallel.comms if self.tensor_parallel is not None else ()
         return (self.comm, *beyond)
 
     @property
     def unsharded_numel(self) -> int:
-        """Number of elements of the parameter without any parallelism."""
+        """Number of elements of the parameter, or of the whole DTensor with tensor parallelism."""
         split = self.tensor_parallel
         return math.prod(self.shape if split is None else split.shape)
 
     def unsplit(self, local: Tensor) -> Tensor:
-        """Return the tensor that the tensor-parallel ranks hold together.
+        """Return the whole DTensor as a plain tensor, or ``local`` without tensor parallelism.
 
-        ``local`` is this rank's part and has this spec's ``shape``. Without tensor parallelism the
-        result is ``local``.
+        ``local`` is this rank's part of the DTensor, and has this spec's ``shape``.
 
-        Collective: the tensor-parallel ranks, if there are any.
+        Collective with tensor parallelism: the ranks of the tensor-parallel groups.
         """
         return local if self.tensor_parallel is None else self.tensor_parallel.full(local)
 
     def split(self, full: Any) -> Any:
-        """Return this rank's part of a result of ``unsplit``; return any other value unchanged."""
+        """Undo ``unsplit``: return this rank's part of a tensor with the shape of the DTensor.
+
+        Without tensor parallelism, and for any other value, return ``full`` unchanged.
+        """
         split = self.tensor_parallel
         if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.shape:
             return full
         return full.of_local_shape() if hasattr(full, "of_local_shape") else split.part_of(full)
 
     def empty(self, like: Tensor) -> Tensor:
-        """Return an uninitialised plain tensor with the parameter's shape and strides.
+        """Return an uninitialised plain tensor with the parameter's full shape and its strides.
 
         The dtype and device are those of ``like``.
         """
         return like.new_empty_strided(self.shape, self.strides)
 
     def detached(self) -> ShardSpec:
-        """Return a spec without an owner, for a copy of the parameter."""
+        """Return a copy of this spec that refers to no model, for a copy of the parameter."""
         return replace(self, _owner=lambda: None, _original=lambda: None)
 
     def __deepcopy__(self, _: object) -> ShardSpec:
         return self.detached()
 
     def refuse_part(self, operation: str) -> None:
-        """Raise, before any communication, if the parameter is only a tensor-parallel part."""
+        """Raise NotImplementedError if the parameter is the local part of a DTensor.
+
+        For operations that would be wrong on a part. Called before any communication, so that all
+        ranks raise. ``operation``: name of the operation, for the error.
+        """
         if len(self.comms) > 1:
             full = None if self.tensor_parallel is None else self.tensor_parallel.shape
             raise NotImplementedError(
@@ -205,17 +243,19 @@ class ShardSpec:
             )
 
     def where(self, described: str | None = None) -> str:
-        """Return a text that names a tensor, its unit and this rank.
+        """Return a text for errors that names a tensor, its unit and this rank.
 
-        ``described``: description of the tensor. None: the tensor is the parameter.
+        ``described``: ``FlatShardTensor.described`` of the tensor. None: the parameter itself.
         """
         what = described or f"parameter {self.name!r}"
         return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
 
     def refuse(self, operation: object, described: str | None = None) -> NoReturn:
-        """Raise NeedsFullTensor for an operation that needs more than this rank's range.
+        """Raise NeedsFullTensor, because ``operation`` needs more than this rank's elements.
 
-        ``described``: description of the tensor. None: the tensor is the parameter.
+        ``described``: ``FlatShardTensor.described`` of the tensor. None: the tensor is the
+        parameter, or was computed only from parameters, so the remedy in the message may be to use
+        the parameter in forward.
         """
         refuse_foreign_wrapper()
         remedy = (
@@ -230,18 +270,19 @@ class ShardSpec:
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
-    """Return the name of the first parameter that is part of a DTensor, or None."""
+    """Return the name of the first parameter that is part of a DTensor, or None if none is."""
     return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)
 
 
-# Torch's wrappers that must not be applied to sharded parameters. Keys: the module and the name of
-# the function that makes or runs the wrapper, to find on the call stack. Values: the wrapper's
-# name, for the error.
+# Wrappers of torch that must not be applied to sharded parameters. `refuse_foreign_wrapper` looks
+# for their functions on the call stack. Keys: the module and the name of the function that makes or
+# runs the wrapper. Values: the wrapper's name, for the error.
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
-    # "": the wrapper's name is the name of the function that `contract` decorates.
+    # The decorator `contract` of torch makes several wrappers. "" means that the wrapper's name is
+    # the name of the decorated function, such as `fully_shard`.
     ("torch.distributed._composable.contract", "wrapper"): "",
     ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
     ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",
@@ -250,10 +291,11 @@ _NAMES = {name for _, name in _MAKERS}
 
 
 def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
-    """Raise ValueError if one of torch's wrappers is on the call stack.
+    """Raise ValueError if another wrapper of torch is being applied to sharded parameters.
 
-    Also raise if a function that converts parameters to DTensors is on the call stack. The search
-    begins at the caller, and ends at the frame that runs ``end``.
+    For example, DistributedDataParallel or ``parallelize_module``. The wrapper is found by its
+    functions on the call stack. The search begins at the caller of this function, and ends at the
+    frame that runs the code object ``end``. None: search the whole stack.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not end:

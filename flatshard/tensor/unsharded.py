@@ -1,19 +1,22 @@
-"""Unsharded tensors that users keep and use outside of the forward that made them.
+"""Unsharded parameters that users read or write outside of the forward of their module.
 
 [Note: freed parameters]
 A user may keep an unsharded parameter from a forward, and read the parameter after its unit was
-resharded. Reading freed memory would end the process. With the shared-memory transport the read
-would return some shards from before the optimizer's step and others from after the step. So
+resharded. The read would access freed memory and end the process. With the shared-memory transport
+the read would mix shards from before the optimizer's step with shards from after the step. So
 resharding a unit changes the class of its full parameters to ``FreedParameter``, and unsharding
-changes the class back. An operation on a ``FreedParameter`` raises an error with a remedy. The
-class of views that were made in forward cannot be changed. For views, ``forbid`` makes torch raise
-when an operation, also in C++, reads the memory. If the installed torch cannot do this, the read
-ends the process, and ``python -X faulthandler`` prints the line.
+changes the class back. An operation on a ``FreedParameter`` raises an error that tells the user
+what to do.
+
+The user may also keep a view of a parameter, such as ``weight[0]``. flatshard does not know the
+views, so it cannot change their class. For views, ``forbid`` makes torch raise when an operation
+reads the memory, in C++ too. If the installed torch cannot do this, the read ends the process, and
+``python -X faulthandler`` prints the line.
 
 [Note: gathered copies]
-An operation on a sharded parameter outside of forward computes with a full copy of the parameter.
-A write to the copy would not reach the parameter. So results that share memory with the copy become
-``GatheredView``s, which raise on writes.
+An operation on a sharded parameter outside of forward computes with a full copy of the parameter. A
+user's write to the copy would not reach the parameter. So results that share memory with the copy
+become ``GatheredView``s, which raise on writes.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_flo
 _PROPERTIES = """_backward_hooks _version device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta
     is_sparse itemsize layout nbytes ndim requires_grad shape""".split()
 
-# Functions that read no element of the tensor. They also work on a freed parameter.
+# Methods and attributes of a tensor that read none of its elements, so that they also work on a
+# `FreedParameter`.
 _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
     method
     for name in _PROPERTIES
@@ -46,16 +50,20 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 
 
 class FreedParameter(nn.Parameter):
-    """Class of a full parameter whose unit is resharded; see [Note: freed parameters].
+    """Class of a full parameter while its unit is resharded; see [Note: freed parameters].
 
-    Only ``set_accessible`` assigns this class.
+    ``set_accessible`` changes the class of existing parameters. No object is made of this class.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` if it reads no values or if the unit can be unsharded; otherwise raise."""
+        """Run ``func`` if it reads no values, or if the model can unshard the unit now.
+
+        Raises:
+            RuntimeError: ``func`` needs values, and the unit cannot be unsharded.
+        """
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -65,12 +73,13 @@ class FreedParameter(nn.Parameter):
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
-        # During backward the owner unshards the unit, because autograd may need the values.
+        # In backward, autograd may need the values of a parameter that flatshard expected not to be
+        # read, such as an embedding table. Then the model unshards the unit.
         if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        # The function may be the getter or setter of an attribute. Then ``func.__self__`` has the
-        # attribute's name.
+        # If the user reads or sets an attribute, the function is the attribute's `__get__` or
+        # `__set__`, and the attribute's name is the name of ``func.__self__``.
         is_property = name in ("__get__", "__set__")
         raise RuntimeError(
             f"parameter {where}: {f'.{func.__self__.__name__}' if is_property else f'{name}()'} on "
@@ -83,9 +92,12 @@ class FreedParameter(nn.Parameter):
 
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
-    """Allow or forbid operations on full parameters."""
-    # Change the class instead of setting a flag: then operations on an unsharded parameter do not
-    # go through ``__torch_function__`` in forward.
+    """Allow or forbid operations on full parameters, by their class.
+
+    ``may_read``: True after the unit was unsharded, False after the unit was resharded.
+    """
+    # Change the class instead of setting a flag on one class for both states: such a class would
+    # need ``__torch_function__``, which would slow down every operation in forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
@@ -96,7 +108,11 @@ _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None
 
 
 def forbid(buffer: Tensor, unit: str, rank: int) -> None:
-    """Make torch raise when the freed buffer or a view of it is read, if torch supports this."""
+    """Make torch raise when the freed buffer, or a view of the buffer, is read.
+
+    Does nothing if the installed torch does not support this. ``unit`` and ``rank`` are named in
+    the error.
+    """
     if _forbid is not None and _allow is not None:
         _forbid(buffer.untyped_storage()._cdata, _message(unit, rank))
 
@@ -119,7 +135,8 @@ def allow(buffer: Tensor) -> None:
 class GatheredView(Tensor):
     """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
 
-    Reads return the parameter's values. A write would not reach the parameter, so writes raise.
+    Operations that read the tensor work as usual. Operations that write raise, because a write
+    would not reach the parameter.
     """
 
     parameter: str  # name of the parameter
@@ -133,13 +150,14 @@ class GatheredView(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__set__":  # the setter of `requires_grad`, for example
                 return func(*args)
-            # Call the function with plain tensors that alias the views: the aliases have the same
-            # version counters, and torch then calls `__torch_function__` of any sharded tensors
-            # among the arguments.
+            # Replace each view by a plain tensor that is an alias of the view. Torch can then run
+            # the function, and calls `__torch_function__` of sharded tensors among the arguments.
+            # An alias has the version counter of the view, which shows below whether the function
+            # has written.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = [tensor._version for tensor in plain.values()]
-        if is_collective(func):  # a collective may write without raising the version counter
+        if is_collective(func):  # a collective may write without a change of the version counter
             raise _lost(func, views[0])
         args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
         result = func(*args, **kwargs)
@@ -149,7 +167,7 @@ class GatheredView(Tensor):
 
 
 def _lost(func: Any, view: GatheredView) -> RuntimeError:
-    """Return the error for a function that writes, or may write, to a view of a full copy."""
+    """Return the error for a function that writes, or may write, to a ``GatheredView``."""
     return RuntimeError(
         f"parameter {view.parameter!r}: {torch.overrides.resolve_name(func) or func.__name__} "
         "writes to a view that was taken outside of forward. The view shows a copy of the "
@@ -159,13 +177,14 @@ def _lost(func: Any, view: GatheredView) -> RuntimeError:
 
 
 def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
-    """Turn the tensors in ``result`` that share memory with ``of`` into ``GatheredView``s.
+    """Return ``result`` with ``GatheredView``s in place of tensors that share memory with ``of``.
 
     Args:
-        result: the result of an operation on ``of``; may be a container of tensors.
+        result: the result of an operation on ``of``: a tensor, or a container of tensors.
         of: full copies of parameters.
-        name: name of the parameter.
-        copies: clone the tensors, because the memory of ``of`` is about to be freed.
+        name: name of the parameter, for errors.
+        copies: whether to clone the tensors that share memory with ``of``. Needed if the memory of
+            ``of`` is about to be freed.
     """
     storages = {tensor.untyped_storage()._cdata for tensor in of}
 
@@ -174,7 +193,7 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
             return tensor
         if copies:
             # Leave inference mode for the clone: a tensor that is made in inference mode has no
-            # version counter, and `GatheredView` needs the counter to detect writes.
+            # version counter, by which `GatheredView` notices writes.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         # A tensor that requires a gradient need not become a `GatheredView`, because autograd
@@ -189,10 +208,15 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
 
 
 class OutsideUse(torch.autograd.Function):
-    """Differentiable function of all elements of a sharded tensor, for use outside of forward."""
+    """Differentiable function of a sharded tensor, for use outside of forward.
 
-    # Number of calls in this process, over all models. A step in backward compares the number with
-    # an earlier one, to notice uses of parameters outside of forward.
+    The function that ``forward`` calls, such as a sum or ``full_tensor``, uses the elements of all
+    ranks, but autograd sees only this rank's elements. So ``backward`` averages the full gradient
+    over the ranks, and returns this rank's range of the average.
+    """
+
+    # How often `forward` was called in this process, for all models. An optimizer that steps in
+    # backward compares the number with an earlier number, to notice uses outside of forward.
     count = 0
 
     @staticmethod
@@ -210,47 +234,51 @@ class OutsideUse(torch.autograd.Function):
 
 
 def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
-    """Average a gradient over the ranks, and return this rank's range.
+    """Return this rank's range of the average of a gradient over the ranks.
 
-    ``gradient``: gradient of the full parameter, or a tensor that broadcasts to the parameter's
-    shape. A ``FlatShardTensor`` is averaged already, and returned unchanged.
+    Collective: all ranks that train the parameter, unless ``gradient`` is a ``FlatShardTensor``.
 
-    Collective: all ranks that train the parameter.
+    Args:
+        spec: describes the parameter.
+        gradient: gradient of the full parameter, or a tensor that broadcasts to the parameter's
+            shape. A ``FlatShardTensor`` is averaged already, and is returned unchanged.
     """
     if isinstance(gradient, FlatShardTensor):
         return gradient
     spec.owner.start_backward()
-    # Clone the gradient, because the reduction is in place and autograd may pass the same tensor to
-    # other functions.
+    # Clone the gradient: the reduction overwrites its argument, and autograd may pass the same
+    # gradient to other functions.
     part = gradient.contiguous().clone()
-    # Average over the ranks, as data parallelism does: the loss may differ between ranks.
+    # Average over the ranks, as data parallelism does for all gradients, because each rank has its
+    # own loss.
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
     return FlatShardTensor(spec.slice(part) / (spec.comm.size * spec.replicas.size), spec)
 
 
 def average_full_gradients(param: FlatShardTensor) -> None:
-    """Register a hook that averages full gradients before autograd adds them to ``param.grad``.
+    """Register a hook that averages a full gradient before autograd adds it to ``param.grad``.
 
-    A user's ``torch.autograd.Function`` that receives the sharded parameter returns the full
-    gradient for this rank's batch, which must be averaged. All other operations return this rank's
-    range of an averaged gradient.
+    The backward of a user's ``torch.autograd.Function`` that was called with the sharded parameter
+    returns a full gradient for this rank's batch, which must be averaged over the ranks. The
+    gradients of all other operations on a sharded parameter are averaged already.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if param.is_floating_point() or param.is_complex():
             is_trained = param.requires_grad
-            # Register the hook even on a frozen parameter, because users may unfreeze it later.
-            # torch refuses hooks on a frozen tensor, so unfreeze the parameter for the call.
+            # Register the hook even on a frozen parameter, because users may unfreeze the parameter
+            # later. torch refuses hooks on a tensor with `requires_grad=False`, so set True for the
+            # call.
             param.requires_grad_(True)
             Tensor.register_hook(param, partial(_averaged, param.spec))
             param.requires_grad_(is_trained)
 
 
 def gathered(tensor: FlatShardTensor) -> Tensor:
-    """Return ``tensor.full_tensor()``, and let autograd differentiate the call.
+    """Return ``tensor.full_tensor()``, and let autograd record the call if a gradient is required.
 
-    Collective: all ranks of the shard group. The backward is a collective of all ranks that train
-    the parameter.
+    Collective: all ranks of the shard group. The backward of the result is collective, too: all
+    ranks that train the parameter.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
         apply: Any = OutsideUse.apply
