@@ -6,11 +6,12 @@ therefore puts ``ParamBucket``s into the parameter groups: plain 1-D parameters 
 shard's memory. Optimizers that are not element-wise have another stepper, in the extra
 ``whole_tensors``.
 
-[Note: buckets] A bucket is a 1-D parameter that the optimizer steps in place of several sharded
-parameters, the bucket's members. The members belong to one parameter group, are neighbours in a
-shard, and their gradients are neighbours in one flat gradient. So one kernel steps a whole flat
-parameter, instead of one kernel per original parameter. Between steps, each member has its own
-optimizer state, which consists of views of the bucket's state.
+[Note: buckets]
+A bucket is a 1-D parameter that the optimizer steps in place of several sharded parameters, the
+bucket's members. The members belong to one parameter group, are neighbours in a shard, and their
+gradients are neighbours in one flat gradient. So one kernel steps a whole flat parameter, instead
+of one kernel per original parameter. Between steps, each member has its own optimizer state, which
+consists of views of the bucket's state.
 """
 
 from __future__ import annotations

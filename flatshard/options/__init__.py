@@ -1,1 +1,1 @@
-"""The user's options. They are validated once, when a model is wrapped or an option is made."""
+"""The user's options, each validated once: when it is made, or when a model is wrapped with it."""

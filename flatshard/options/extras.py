@@ -1,7 +1,7 @@
 """``EXTRAS``: the table of extras, which are folders that can be deleted.
 
-The core imports no extra. It looks an extra up in this table when a model is wrapped or an option
-is given, never in a step.
+The core (all packages without which no model trains) imports no extra. The core looks an extra up
+in this table when a model is wrapped or an option is given, never in a step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Maps the name of each folder to a text for the error that a user without the folder gets. If
-# several extras act at the same event of a step, they act in the order of this table.
+# Maps the name of each extra's folder to what the extra does, a text for the error that a user
+# without the folder gets. If several extras act at the same event of a step, they act in the order
+# of this table.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
     "divergence": "lets ranks skip units, or run them in another order",
@@ -55,7 +56,7 @@ def extra(name: str, asked_for: str) -> Any:
 
 
 def default_extra(name: str) -> Any | None:
-    """Import the extra ``name`` and return its package. None if the folder is not installed."""
+    """Import the extra ``name`` and return its package, or None if the folder is not installed."""
     assert name in EXTRAS, f"{name} is no extra"
     package = f"{FOLDER}.{name}"
     try:

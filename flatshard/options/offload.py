@@ -12,10 +12,10 @@ class OffloadError(RuntimeError):
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Where shards, gradients and optimizer state live between uses.
+    """Where shards, gradients and optimizer state are kept while no code uses them.
 
-    Without ``path``, offloaded tensors live in host memory. If the model computes on the CPU, all
-    tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors live in
+    Without ``path``, offloaded tensors are in host memory. If the model computes on the CPU, all
+    tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors are in
     files without names, which disappear when the process ends. Setting only ``path`` offloads
     everything. docs/precision-and-offload.md says how much time and memory each choice costs.
 
@@ -59,17 +59,20 @@ class CPUOffload:
 
     @property
     def takes_params(self) -> bool:
-        """Whether shards are offloaded without a copy on the device."""
+        """Whether shards are offloaded, without a copy that stays on the device."""
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:
-        """Text of the settings, to compare between ranks."""
+        """Return a text of the settings, which ranks compare."""
         to = "host" if self.path is None else "disk"
         return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
 
 
 def as_cpu_offload(value: object) -> CPUOffload:
-    """Read ``cpu_offload``: a ``CPUOffload`` of flatshard or torch, a policy, a bool, or None."""
+    """Convert the user's ``cpu_offload`` to a ``CPUOffload``.
+
+    ``value``: a ``CPUOffload`` of flatshard or FSDP1, an offload policy of FSDP2, a bool, or None.
+    """
     if isinstance(value, CPUOffload):
         return value
     flag = False if value is None else getattr(value, "offload_params", value)

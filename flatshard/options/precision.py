@@ -33,9 +33,9 @@ class ReduceMode(enum.Enum):
     AUTO = "auto"
     """The best order for the backend.
 
-    On gloo, flatshard adds gradients as with ``FIXED_ORDER``, but gloo adds gradients in
-    all-reduces in fp32 or wider. Other backends add all gradients themselves, in ``reduce_dtype``
-    and in their own order.
+    On gloo, flatshard adds gradients as with ``FIXED_ORDER``, except in all-reduces in fp32 or a
+    wider dtype, in which gloo adds them. Other backends add all gradients themselves, in
+    ``reduce_dtype`` and in their own order.
     """
     FIXED_ORDER = "fixed_order"
     """On every backend, flatshard adds gradients in rank order and at least in fp32."""
@@ -141,12 +141,12 @@ class MixedPrecision:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether parameters, gradients and buffers keep their own dtypes."""
+        """Whether the policy leaves parameters, gradients and buffers in their own dtypes."""
         dtypes = (self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.gather_dtype)
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """Text of the settings, to compare between ranks.
+        """Return a text of the settings, which ranks compare.
 
         If ``overrides`` is a function, the text does not contain the function's results.
         """
@@ -157,13 +157,13 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class ParamPrecision:
-    """The dtypes of one flat parameter under a policy."""
+    """The dtypes in which one flat parameter is computed, sent and reduced."""
 
-    # Dtype of the unsharded parameters. None: the shard's dtype.
+    # Dtype of the unsharded parameters. None means the shard's dtype.
     compute_dtype: torch.dtype | None = None
-    # Dtype in which gradients are reduced and sent. None: `compute_dtype`.
+    # Dtype in which gradients are reduced and sent. None means `compute_dtype`.
     reduce_dtype: torch.dtype | None = None
-    # Float8 dtype in which the shard is sent. None: `compute_dtype`.
+    # Float8 dtype in which an all-gather sends the shard. None means that it sends `compute_dtype`.
     gather_dtype: torch.dtype | None = None
     # Whether reduced gradients stay in the dtype of the reduction. Otherwise they are cast to the
     # shard's dtype.
@@ -171,13 +171,14 @@ class ParamPrecision:
     fixed_order: bool = False  # whether gradients are added in rank order on every backend
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which parameters of ``dtype`` compute."""
+        """Return the dtype of unsharded parameters whose shard has ``dtype``."""
         return (self.compute_dtype or dtype) if dtype.is_floating_point else dtype
 
     def reduced_dtype(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> torch.dtype:
-        """The dtype in which gradients of parameters of ``dtype`` are reduced.
+        """Return the dtype in which gradients of parameters of ``dtype`` are reduced.
 
-        ``of_hook``: the reduce dtype of a communication hook, which overrides the policy.
+        ``of_hook``: the dtype in which a communication hook reduces, which has priority over the
+        policy's; None if there is no hook.
         """
         reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
         return reduce_dtype if dtype.is_floating_point else dtype
@@ -193,11 +194,12 @@ class GradDtypes:
 
 
 def is_float_dtype(dtype: object) -> bool:
-    """Whether a user's argument is a floating point dtype."""
+    """Whether ``dtype``, an argument from the user, is a floating point torch.dtype."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-# Fields of torch's MixedPrecision and MixedPrecisionPolicy that have other names here.
+# Fields of FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy that have another name in
+# flatshard's MixedPrecision.
 _OTHER_NAMES = {
     "_module_classes_to_ignore": "module_classes_to_ignore",
     "param_dtype_override_fn": "overrides",
@@ -223,7 +225,7 @@ def _as_reduce_mode(value: object) -> ReduceMode:
 
 
 def as_mixed_precision(value: object) -> MixedPrecision:
-    """Read ``mixed_precision``: a policy of flatshard, FSDP1 or FSDP2, or None."""
+    """Convert the user's ``mixed_precision`` (a policy of flatshard, FSDP1 or FSDP2, or None)."""
     if value is None:
         return MixedPrecision()
     if isinstance(value, MixedPrecision):

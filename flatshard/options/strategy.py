@@ -1,6 +1,7 @@
-"""The user's choices ``ShardingStrategy`` and ``BackwardPrefetch``.
+"""The user's options ``ShardingStrategy`` and ``BackwardPrefetch``.
 
-``Placement``: the properties of a strategy, which all other code reads instead of its name.
+A ``Placement`` has the properties of a strategy. All other code reads these properties, and does
+not ask which strategy it is.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ class Placement:
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that nodes hold replicas.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks, not only within
-    # each node. Then nodes hold replicas only of the parameters, to all-gather within the node.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks, and not only
+    # within each node. Then each node holds a replica only of the parameters, so that all-gathers
+    # stay within the node.
     over_all: bool = False
-    # A number k: after forward each rank keeps 1/k of the parameters, so that backward all-gathers
-    # from only k ranks. None: backward all-gathers from the same ranks as forward.
+    # If a number k: after forward, each rank keeps 1/k of the parameters, so that backward
+    # all-gathers from only k ranks. If None, backward all-gathers from the same ranks as forward.
     regather_size: int | None = None
     # Whether ranks may skip the unit in a step, or run units in different orders. Such a unit is
     # unsharded from the beginning of the outermost forward to the end of backward.
     may_diverge: bool = False
 
     def diverging(self) -> Placement:
-        """Return this placement, changed for a unit that ranks may skip."""
+        """Return a copy of this placement for a unit that ranks may skip (``allow_divergence``)."""
         return dataclasses.replace(
             self, reshard_after_forward=False, regather_size=None, may_diverge=True
         )
 
 
 class _SameAsTorchs(enum.Enum):
-    """Base of enums that also exist in torch, under the same name.
+    """Base of enums that torch has under the same name.
 
-    A member equals the member of torch's enum with the same name.
+    A member is equal to the member of the same name in torch's enum, so users may pass either.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -81,11 +83,11 @@ class ShardingStrategy(_SameAsTorchs):
     FULL_SHARD = "FULL_SHARD"
     """Parameters are resharded after forward and unsharded again for backward: ZeRO stage 3."""
     HYBRID_SHARD = "HYBRID_SHARD"
-    """``FULL_SHARD`` within each node; nodes hold replicas."""
+    """``FULL_SHARD`` over the ranks of each node. Each node holds a replica of the model."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-    """``SHARD_GRAD_OP`` within each node; nodes hold replicas."""
+    """``SHARD_GRAD_OP`` over the ranks of each node. Each node holds a replica of the model."""
     _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-    """torch's name of ``HYBRID_SHARD_ZERO2``."""
+    """The name that FSDP1 has for ``HYBRID_SHARD_ZERO2``."""
     HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
     """``HYBRID_SHARD``, but gradients and optimizer state are sharded over all ranks.
 
@@ -123,14 +125,14 @@ def resharding(
     """Apply the user's ``reshard_after_forward`` to a strategy.
 
     Args:
-        strategy: the strategy.
-        after_forward: None: keep the strategy's behaviour. True: reshard after forward. False: do
-            not. An int k: each rank keeps 1/k of the parameters after forward, so that backward
-            all-gathers from k ranks.
+        strategy: the strategy that the user chose.
+        after_forward: True to reshard after forward, False not to reshard, None to do as the
+            strategy does. An int k means that each rank keeps 1/k of the parameters after forward,
+            so that backward all-gathers from k ranks.
 
     Returns:
-        The strategy, which may be another one (``FULL_SHARD`` without resharding after forward is
-        ``SHARD_GRAD_OP``), and its placement.
+        Two values: the resulting strategy (``FULL_SHARD`` without resharding after forward becomes
+        ``SHARD_GRAD_OP``, for example), and its placement.
     """
     placement = strategy.placement
     if after_forward is None:
@@ -164,7 +166,7 @@ def resharding(
 
 
 class BackwardPrefetch(_SameAsTorchs):
-    """When the next unit's all-gather starts in backward; ``None`` means never.
+    """When backward starts the all-gather of the next unit. ``None`` means no prefetch.
 
     Example:
         ```python
@@ -192,9 +194,11 @@ class BackwardPrefetch(_SameAsTorchs):
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
-    """Read a strategy: a member of flatshard's or torch's enum, a member's name, or None.
+    """Convert the user's ``sharding_strategy`` to a ``ShardingStrategy``.
 
-    None: ``HYBRID_SHARD`` if the user passed two groups (``has_grid``), otherwise ``FULL_SHARD``.
+    ``value``: a member of flatshard's or torch's enum, a member's name, or None. None means
+    ``HYBRID_SHARD`` if the user passed two process groups or a 2-D mesh (``has_grid``), otherwise
+    ``FULL_SHARD``.
     """
     if value is None:
         return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
@@ -202,7 +206,7 @@ def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
 
 
 def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
-    """Read ``backward_prefetch``: a member of flatshard's or torch's enum, a name, or None."""
+    """Convert the user's ``backward_prefetch``: a member of either enum, its name, or None."""
     return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
 
 

@@ -1,4 +1,4 @@
-"""The user's options about communication: the transport, and the coalescing of small units."""
+"""Options about communication: how bytes are sent, and which small units are joined."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ import torch
 
 
 class Collectives(enum.Enum):
-    """Values of ``ShardedWrapper(collectives=...)``, which choose the transport."""
+    """Values of ``ShardedWrapper(collectives=...)``: the way in which ranks exchange bytes."""
 
     AUTO = "auto"
-    """The best transport for the backend.
+    """The best way for the backend.
 
     On gloo, ranks on one host read each other's memory, and ranks on different hosts use sockets.
+    Other backends use their own collectives.
     """
     SOCKETS = "sockets"
-    """On gloo, all ranks use sockets, even on one host."""
+    """Sockets between all ranks, even on one host. Needs gloo."""
     NATIVE = "native"
     """The backend's own collectives, one per unit and purpose."""
 
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """The user's choice of transport."""
+    """The user's options ``collectives`` and ``wire_dtype``."""
 
     collectives: Collectives = Collectives.AUTO
     # Dtype to which wider floating point values are rounded before sending. None: no rounding.
     wire_dtype: torch.dtype | None = None
 
     def describe(self) -> str:
-        """Text of the settings, to compare between ranks."""
+        """Return a text of the settings, which ranks compare."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     @property
     def needs_gloo(self) -> str:
-        """The option of the user that only gloo supports, as text for a message; "" if none."""
+        """Text of an option that works only with gloo, for a message; "" if no option is set."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
 
 
-# Default of `coalesce_bytes`: maximum number of bytes of parameters in a unit that is joined from
-# neighbouring units.
+# Default of `coalesce_bytes`: neighbouring units are joined into one unit as long as its parameters
+# have at most this number of bytes.
 COALESCE_BYTES = 4 << 20
 
 
 def as_coalesce_bytes(value: object) -> int:
-    """Read ``coalesce_bytes``. None: the default."""
+    """Check the user's ``coalesce_bytes``, and return it. None means the default."""
     if value is None:
         return COALESCE_BYTES
     # Refuse True, because True is an int and would mean one byte.
@@ -63,7 +64,7 @@ def as_coalesce_bytes(value: object) -> int:
 
 
 def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
-    """Read ``collectives`` and ``wire_dtype``."""
+    """Check the user's ``collectives`` and ``wire_dtype``, and return both as one object."""
     try:
         chosen = Collectives(collectives)
     except ValueError:
@@ -87,7 +88,10 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
 
 
 def check_launch_without_group() -> None:
-    """Raise RuntimeError if a launcher started several ranks: each would train a separate model."""
+    """Raise RuntimeError if a launcher started several ranks. Called without a process group.
+
+    Without a process group, each rank would train a separate model.
+    """
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         raise RuntimeError(

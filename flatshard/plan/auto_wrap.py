@@ -2,9 +2,9 @@
 
 All parameters of a unit are unsharded together, so a unit should be a small part of the model. But
 each all-gather has a fixed cost, so a unit should not have too few elements. From the root
-downwards, the policy either *opens* a module, and looks at its children, or makes the module a
-unit. If a module becomes no unit, its parameters are counted as the enclosing module's; what no
-unit owns in the end, the root owns. docs/choosing.md describes the choice.
+downwards, the policy either *opens* a module and decides about its children, or makes the module a
+unit. If a module becomes no unit, its parameters are counted as parameters of the enclosing module.
+Parameters that are in no unit in the end belong to the root. docs/choosing.md describes the choice.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ Kind: TypeAlias = type[nn.Module] | Shapes
 # Minimum number of elements of a unit: 1 MB of float32. For fewer elements, the fixed cost of an
 # all-gather (Python, latency, filling the pipeline) exceeds the time to send the bytes.
 MIN_UNIT_NUMEL = 250_000
-# Minimum number of elements for which a module is opened. In larger modules, the children are
-# mostly large enough to be units.
+# Minimum number of elements of a module that is opened. The children of such a module are mostly
+# large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# Maximum number of elements of a module that is moved into a root with too few elements. The root
-# stays unsharded throughout a step, so this costs at most 4 MB of float32.
+# If the root has too few elements, small units are dissolved, and the root owns their parameters.
+# Maximum number of elements of such a unit. The root stays unsharded throughout a step, so a
+# dissolved unit costs at most 4 MB of float32.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
-# Maximum number of elements that all small blocks together may have to stay in the root. The root
-# stays unsharded throughout a step, so this costs at most 32 MB of float32.
+# Blocks (repeated modules) that are too small for units stay in the root, if all of them together
+# have at most this number of elements. The root stays unsharded throughout a step, so this costs at
+# most 32 MB of float32.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-# Maximum share of the model's elements in a module that is not opened, if it can be opened. While
-# one unit computes, the next unit is all-gathered, so two units are unsharded at the peak: at most
-# a quarter of the model.
+# A module with a larger share of the model's elements is opened, if it can be. While one unit
+# computes, the next unit is all-gathered, so at the peak two units are unsharded: with this limit,
+# at most a quarter of the model.
 LARGE_SHARE = 1 / 8
-# Minimum share of a module's elements in blocks (repeated modules) for the module to be opened. A
-# module with a smaller share is itself a block with a few similar children. For example, a decoder
-# layer has two attentions, with about half of the layer's elements.
+# A module is made of blocks (repeated modules), and is opened, if at least this share of its
+# elements is in blocks. A module with a smaller share only has a few similar children, and is
+# rather a block itself. For example, a decoder layer has two attentions, with about half of the
+# layer's elements.
 BLOCKS_SHARE = 2 / 3
-# Generic containers. Two containers of the same class may have different contents, so two
-# containers are treated as repeated blocks only if their parameters have the same shapes.
+# Generic containers. Two containers of one class may have different contents, so two containers
+# count as repeated blocks only if their parameters have the same shapes.
 _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class AutoUnits:
-    """Chooses the units below the root, and leaves the remaining parameters to the root."""
+    """Chooses the modules that become units. All other parameters belong to the root."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -58,7 +61,7 @@ class AutoUnits:
             for module in containers:
                 self._numel[module] += param.numel()
         self._left = self._numel.copy()
-        # For each chosen module, the number of elements that are in no inner unit.
+        # Maps each chosen module to the number of its elements that are in no inner unit.
         self._held: dict[nn.Module, int] = {}
         self._taken: set[nn.Parameter] = set()
         self._too_small: list[nn.Module] = []
@@ -93,8 +96,8 @@ class AutoUnits:
             return False
         is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.root]
         if self._is_block(module, self._counts):
-            # A large block that consists of smaller blocks is a stage or a tower of the model, so
-            # open it. Any other block becomes a unit.
+            # A large block that consists of smaller blocks (a stage or a tower of the model) is
+            # opened. Any other block becomes a unit.
             return is_large and self._is_made_of_blocks(module)
         return is_large or self._is_made_of_blocks(module)
 
@@ -102,8 +105,8 @@ class AutoUnits:
         self._held[module] = self._left[module]
         for param in module.parameters():
             containers = self._containers.get(param, ())
-            # Skip a weight that is tied to a module outside of `module`: such a weight belongs to
-            # an enclosing module that contains both users of the weight.
+            # `containers` are the modules that contain all users of the weight. Skip a weight that
+            # a module outside of `module` also uses: it belongs to a module around both users.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
                 for container in containers:
@@ -111,7 +114,7 @@ class AutoUnits:
 
     def _take_small_blocks(self) -> None:
         """Make the small blocks units, if all of them together are too large for the root."""
-        # A block with elements left is in no unit yet.
+        # A block is in no unit yet if some of its elements are left.
         blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
             for module in blocks:
@@ -121,17 +124,18 @@ class AutoUnits:
         """If the root has too few elements, dissolve small units, so that the root owns them."""
         root = self._tree.root
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
-            # The only unit has nearly all elements of the model. Drop the unit, so that the root is
-            # the only unit: a tiny root beside the unit would cost a second all-gather.
+            # There is only one unit, with nearly all elements of the model. A tiny root beside the
+            # unit would cost a second all-gather. So drop the unit, and let the root own
+            # everything.
             self._held.clear()
             return
         outermost = {
             next((module for module in containers if module in self._held), None)
             for containers in self._containers.values()
         }
-        # Do not move blocks into the root. The root stays unsharded throughout a step, and the
-        # memory of an unsharded block costs more than a small all-gather. The sort below is stable,
-        # so modules of equal size stay in the order of the model.
+        # Do not dissolve blocks. The root stays unsharded throughout a step, and the memory of an
+        # unsharded block costs more than its own small all-gather. Dissolve the smallest modules
+        # first. The sort is stable, so modules of equal size stay in the order of the model.
         singles = [m for m in self._held if m in outermost and not self._is_closed_block(m)]
         for module in sorted(singles, key=self._held.__getitem__):
             missing = 0 < self._left[root] < MIN_UNIT_NUMEL
@@ -144,7 +148,11 @@ class AutoUnits:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """Yield keys that identify repeated modules: two modules that share a key are blocks."""
+        """Yield the keys of a module (class and shapes). Modules that share a key are blocks.
+
+        A generic container has no key for its class, and a module without children has no key at
+        all.
+        """
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:
                 yield type(module)
@@ -160,8 +168,8 @@ class AutoUnits:
                     continue
                 seen.add(child)
                 for kind in self._kinds(child):
-                    # Do not count a child whose shapes equal its parent's: the parent only wraps
-                    # this child, so the two are not a repetition.
+                    # Do not count a child that has the same shapes as its parent: the parent only
+                    # wraps this child, so parent and child are not repeated blocks.
                     if kind != _shapes(parent):
                         counts[kind] += 1
                 visit(child)
@@ -170,7 +178,7 @@ class AutoUnits:
         return counts
 
     def blocks(self) -> list[nn.Module]:
-        """The chosen modules that are blocks and are not opened."""
+        """Return the units that are blocks (repeated modules) and were not opened."""
         return [module for module in self._held if self._is_closed_block(module)]
 
     def _is_closed_block(self, module: nn.Module) -> bool:
@@ -191,7 +199,7 @@ class AutoUnits:
         return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
 
     def reasons(self) -> dict[nn.Module, str]:
-        """Return the chosen modules, each with the reason for the choice, in words."""
+        """Return the chosen modules, each with a text that gives the reason for the choice."""
         closed = [module for module in self._held if module not in self._opened]
         same = Counter(kind for module in closed for kind in self._kinds(module))
         return {module: self._reason(module, same) for module in self._held}
@@ -212,9 +220,9 @@ def _shapes(module: nn.Module) -> Shapes:
 
 
 def _is_expert(name: str, module: nn.Module) -> bool:
-    # Experts must not be units. Each rank's data decides which experts run on the rank, and ranks
-    # that all-gather different experts would deadlock. The pattern matches the class name `Expert`,
-    # whose module runs only for some inputs, but not `MixtureOfExperts`, which always runs.
+    # An expert of a mixture of experts must not be a unit. Each rank's data decides which experts
+    # run on the rank, and ranks that all-gather different experts would deadlock. The pattern
+    # matches the class name `Expert`, but not `MixtureOfExperts`, a module that always runs.
     return "expert" in name.lower() or bool(
         re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
     )

@@ -1,8 +1,8 @@
-"""Boundaries: a layout that keeps each row, block or parameter on one rank.
+"""Moves parameters in a flat parameter so that each row, block or parameter is on one rank.
 
-A boundary changes only where parameters lie in the flat parameter. Every rank still holds one
-range, and all ranges have the same length, so collectives are unchanged. The cost is padding, which
-``check_padding`` limits.
+The option ``boundary`` asks for this. Only the positions of parameters in the flat parameter
+change. Every rank still holds one range, and all ranges have the same length, so collectives are
+unchanged. The cost is padding, which ``check_padding`` limits.
 
     a:(2,3) b:(2,2) c:(4,) on 2 ranks, alignment 1     boundary "tensor", shard_numel 8
       rank 0 | a a a a a a . . |   rank 1 | b b b b c c c c |
@@ -20,21 +20,21 @@ from dataclasses import replace
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, ParamSpan
 from flatshard.plan.module_tree import unit_text
 
-# Where shards may cut a parameter: "element" (anywhere), "row", "tensor" (nowhere), or a number of
-# elements (at its multiples).
+# Where the end of a shard may cut a parameter: "element" (anywhere), "row" (between rows), "tensor"
+# (nowhere), or a number of elements (at multiples of the number).
 Boundary = str | int
 
 _CHOICES = "element", "row", "tensor"
 
 # Maximum padding of a unit, as a fraction of the unit's elements.
 MAX_PADDING = 0.25
-# Number of elements of padding that are always allowed, even above `MAX_PADDING` in a small unit,
-# because so little padding costs next to nothing.
+# This number of elements of padding is always allowed, even if it is more than `MAX_PADDING` in a
+# small unit, because it costs next to nothing.
 FREE_PADDING = 1 << 18
 
-# `move` tries `_TRIES` shard lengths. Each is longer than the previous by 1 / `_FINENESS` of the
-# length without boundaries, so the longest is an eighth longer. There is no need to try longer
-# shards: to put whole parameters on ranks (`_in_bins`) rarely needs a greater length.
+# `move` tries `_TRIES` shard lengths. Each length is greater than the one before by 1 / `_FINENESS`
+# of the length without boundaries, so the last length is an eighth greater. Greater lengths are not
+# tried: to put whole parameters on ranks (`_in_bins`) rarely needs a greater length.
 _TRIES = 64
 _FINENESS = 512
 
@@ -51,7 +51,7 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Number of elements in a block that stays on one rank. Shards cut only between blocks."""
+    """Return the number of elements of a block of a parameter. A block must stay on one rank."""
     if isinstance(boundary, int):
         return boundary
     if boundary == "element" or not span.numel:
@@ -63,16 +63,16 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
-    """Move the parameters so that shards cut the parameters only where ``boundary`` allows.
+    """Return a layout in which shards cut parameters only where ``boundary`` allows.
 
     Args:
-        layout: a layout without boundaries.
-        boundary: where shards may cut.
+        layout: the layout without a boundary.
+        boundary: where shards may cut a parameter.
         itemsize: bytes per element.
-        first: the rank that gets the largest parameter, if whole parameters are distributed.
+        first: the rank that gets the largest parameter, if each parameter is put on one rank.
 
     Returns:
-        A layout that contains the parameters, possibly in another order. Spans are ascending.
+        A layout of the same parameters, possibly in another order. Its spans are ascending.
     """
     spans, world_size, lower = layout.spans, layout.world_size, layout.shard_numel
     align = max(1, ALIGNMENT_BYTES // itemsize)
@@ -85,9 +85,9 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         is_paged = numel * itemsize >= PAGED_BYTES
         return _round_up(numel, math.lcm(multiple, PAGE_BYTES // itemsize)) if is_paged else numel
 
-    # Start with whole parameters distributed over the ranks. This satisfies every boundary, but may
-    # need long shards. The loop below replaces this solution if all parameters in sequence, cut at
-    # allowed places, fit into shards that are no longer.
+    # First solution: put each parameter as a whole on one rank. This satisfies every boundary, but
+    # may need long shards. The loop below looks for a better solution: all parameters in sequence,
+    # cut at allowed places, in shards that are at most as long.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = length(used, align)
     starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
@@ -104,8 +104,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         replace(span, start=start, end=start + span.numel)
         for span, start in zip(spans, starts, strict=True)
     ]
-    # Sort by the end as well: an empty parameter and the next parameter have the same start, and
-    # the empty parameter must come first.
+    # Sort by the start, then by the end: an empty parameter and the parameter after it have the
+    # same start, and the empty parameter must come first.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 
@@ -113,10 +113,10 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
 def _in_bins(
     spans: Sequence[ParamSpan], world_size: int, align: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Give each parameter, largest first, to the rank with the fewest elements.
+    """Put each parameter, largest first, on the rank that has the fewest elements so far.
 
-    Returns, for each parameter, its rank and its position in the rank's shard; and the largest
-    number of elements on a rank.
+    Returns two values: a list with the rank of each parameter and its position in the rank's shard,
+    and the largest number of elements on a rank.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):
@@ -132,10 +132,10 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Return numbers such that the length of a shard should be a multiple of one of them.
+    """Return numbers to try: the length of a shard shall be a multiple of one of these numbers.
 
     If two shard ends cut the same parameter, the length of a shard must be a multiple of the
-    parameter's block. So larger numbers allow such cuts in more parameters.
+    parameter's block. A number that is a multiple of more blocks allows this in more parameters.
     """
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
@@ -148,7 +148,7 @@ def _multiples(
 def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
-    """Return positions of the parameters in sequence, or None if the shards are too short."""
+    """Return positions for the parameters one after another, or None if shards are too short."""
     starts: list[int] = []
     end = 0
     for span, block in zip(spans, blocks, strict=True):
@@ -161,9 +161,9 @@ def _in_order(
 
 
 def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | None:
-    """Return the first position, at or after ``start``, that the boundary allows, or None.
+    """Return the first allowed position of a parameter at or after ``start``, or None.
 
-    At an allowed position, shards cut the parameter only at multiples of ``block``.
+    A position is allowed if shard ends cut the parameter only at multiples of ``block``.
     """
     edge = start - start % shard_numel + shard_numel
     if start + numel <= edge:
@@ -173,8 +173,8 @@ def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | 
     start = edge if numel <= block else start + (edge - start) % block
     if start == edge:
         return _first_place(edge, numel, block, shard_numel)
-    # If the end of the next shard cuts the parameter again, the second cut must be at a multiple of
-    # `block`, too. So the length of a shard must be a multiple of `block`.
+    # If the parameter is so long that the end of the next shard cuts it again, the second cut must
+    # be at a multiple of `block`, too. So the length of a shard must be a multiple of `block`.
     if start + numel > edge + shard_numel and shard_numel % block:
         return None
     return start
@@ -193,8 +193,8 @@ def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) 
     raise ValueError(
         f"boundary={boundary!r}: {unit_text(unit)} would have {padding:,} elements of padding, "
         f"{padding / numel:.0%} of its {numel:,} elements. At most {MAX_PADDING:.0%} are allowed. "
-        f"In parameter {span.name!r}, {span.shape}, each {block:,} elements must be on one of "
-        f"{worst.world_size} ranks. Make the unit larger (by a coarser policy, or coalesce_bytes), "
+        f"In parameter {span.name!r}, {span.shape}, each block of {block:,} elements must be on 1 "
+        f"of {worst.world_size} ranks. Make the unit larger (coarser policy, or coalesce_bytes), "
         "or let a CustomPolicy return another boundary for the unit."
     )
 

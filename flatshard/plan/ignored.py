@@ -1,7 +1,7 @@
-"""Modules, parameters and buffers that a wrapper ignores.
+"""Modules, parameters and buffers that ``ShardedWrapper`` ignores, by the user's choice.
 
-If a tensor is ignored, it is ignored in every module that holds it. So if an ignored module shares
-a parameter with another module (tied weights), the parameter is ignored in the other module, too.
+An ignored tensor is ignored in every module that holds it. So if an ignored module shares a
+parameter with another module (tied weights), the parameter is ignored in the other module, too.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules and tensors that are not sharded, moved, compared between ranks, or synchronised."""
+    """Modules and tensors that are not sharded, moved, compared between ranks or synchronised."""
 
     # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Ignored parameters and buffers of other modules. Stored by module and attribute, and not as
-    # tensors, because a conversion such as `.to()` may replace the tensors.
+    # Ignored parameters and buffers of modules that are not ignored. They are stored as module and
+    # attribute, and not as tensors, because a conversion such as `.to()` may replace the tensors.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     # Names, in the unwrapped model, of the modules and tensors that the user chose.
     names: tuple[str, ...] = ()
-    # Whether the user chose objects to ignore, but none of them is in the wrapped module.
+    # Whether the user chose objects to ignore, but all of them are outside of the wrapped module.
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the ignored parameters and buffers that the modules have now."""
+        """Yield the ignored parameters and buffers, as the modules hold them now."""
         for module in self.modules:
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
@@ -58,16 +58,16 @@ def find_ignored(
     nested: Mapping[nn.Module, Ignored],
     sharded: Collection[int],
 ) -> Ignored:
-    """Collect the ignored modules and tensors of ``module``.
+    """Return the modules and tensors that the wrapper of ``module`` ignores.
 
     The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
     ``_ddp_params_and_buffers_to_ignore``, which DistributedDataParallel reads.
 
     Args:
         module: the module to wrap.
-        ignored_modules: the user's keyword.
-        ignored_states: the user's keyword.
-        nested: for each wrapper inside ``module``, the objects that the wrapper ignores.
+        ignored_modules: modules from the user's keyword of this name, or None.
+        ignored_states: modules and parameters from the user's keyword of this name, or None.
+        nested: maps each wrapper inside ``module`` to the objects that this wrapper ignores.
         sharded: ids of the parameters that units inside ``module`` own.
 
     Raises:
@@ -95,7 +95,7 @@ def find_ignored(
         if inner in tops:
             _check_apart(name, inner, nested)
             names.append(name)
-    first_names: dict[int, str] = {}  # by id of the tensor, which may have more names (tied)
+    first_names: dict[int, str] = {}  # first name of each tensor, keyed by id; tied ones have more
     places = set()
     for name, inner, attribute, tensor in _places(module):
         first_names.setdefault(id(tensor), name)
@@ -109,8 +109,8 @@ def find_ignored(
         (*names, *(name for key, name in first_names.items() if key in single)),
         is_elsewhere,
     )
-    # Raise if an inner wrapper owns an ignored tensor. Tensors that an inner wrapper ignores are
-    # not sharded, and may be ignored here, too.
+    # Raise if a wrapper inside the module has sharded an ignored tensor. A tensor that the inner
+    # wrapper ignores is not sharded, and may be ignored here, too.
     twice = ignored.ids() & set(sharded)
     for key, name in first_names.items():
         if key in twice:
@@ -156,9 +156,9 @@ def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignore
 
 
 def _named_for_ddp(module: nn.Module) -> set[int]:
-    """Ids of the tensors that the module lists for DistributedDataParallel to ignore.
+    """Return the ids of the tensors whose names the module lists for DDP to ignore.
 
-    A tied tensor counts only if all its names are listed.
+    A tied tensor is ignored only if all its names are listed.
     """
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     ignored = {id(tensor) for name, _, _, tensor in _places(module) if name in listed}
@@ -166,7 +166,10 @@ def _named_for_ddp(module: nn.Module) -> set[int]:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield the name, module, attribute and tensor for every place of a parameter or buffer."""
+    """Yield name, module, attribute and tensor of each parameter and buffer in each module.
+
+    A tensor that several modules hold is yielded several times.
+    """
     for path, inner in module.named_modules():
         for attribute, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
             if tensor is not None:

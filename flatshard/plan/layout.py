@@ -30,11 +30,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-# Every original parameter, and the shard of every rank, starts at a multiple of this size.
+# In a flat parameter, every original parameter and every rank's shard begins at a multiple of this
+# number of bytes.
 ALIGNMENT_BYTES = 16
-# Page size. Large shards fill whole pages, so that shared memory or a file can be mapped as a
-# shard. The size is read from the system, because a page has 64 KiB on some ARM systems. All ranks
-# must have the same page size.
+# Bytes of a memory page. Large shards fill whole pages, so that shared memory or a file can be
+# mapped as a shard. The size is read from the system, because a page has 64 KiB on some ARM
+# systems. All ranks must have the same page size, or their layouts would differ.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
 # Minimum size, in bytes, of a shard that fills whole pages.
 PAGED_BYTES = 1 << 20
@@ -42,14 +43,15 @@ PAGED_BYTES = 1 << 20
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Return the dimensions of a tensor, from the outermost in memory to the innermost."""
-    # Sort by stride. If several dimensions have equal strides, all except one have size 1. Put the
-    # dimensions of size 1 further in, because then `strides_of` computes the same strides again.
+    # Sort by stride. If several dimensions have equal strides, all except one have size 1. Put
+    # dimensions of size 1 further in, so that `strides_of` computes the same strides from the
+    # order.
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
     if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
         return tuple(order)
-    # The tensor overlaps itself or has gaps, so no order gives its strides. Use the order of a
-    # contiguous tensor instead.
+    # No order gives the tensor's strides, because the tensor overlaps itself or has gaps. Use the
+    # order of a contiguous tensor.
     return tuple(range(len(shape)))
 
 
@@ -65,7 +67,7 @@ def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ParamSpan:
-    """The half-open range ``[start, end)`` of an original parameter in the flat parameter."""
+    """An original parameter, and its half-open range ``[start, end)`` in the flat parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -97,15 +99,19 @@ class LocalSpan:
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """Return the original parameter at ``span``, as a view of ``flat``, ``(padded_numel,)``."""
+    """Return a view of ``flat`` with the values and shape of the original parameter at ``span``.
+
+    ``flat`` is the unsharded flat parameter, of shape ``(padded_numel,)``.
+    """
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """Return the elements of ``tensor`` in the range ``local``, 1-D and in memory order.
+    """Return the elements of ``tensor`` that ``local`` selects, 1-D and in memory order.
 
-    ``tensor`` has the shape of the original parameter. The result is a view if ``tensor`` has the
-    strides of ``span``; otherwise the result is a copy.
+    ``tensor`` has the shape of the original parameter at ``span``, and ``local`` is one rank's part
+    of this parameter. The result is a view if ``tensor`` has the strides of ``span``, otherwise a
+    copy.
     """
     return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
@@ -127,13 +133,13 @@ class FlatLayout:
         itemsize: int,
         orders: Sequence[Sequence[int]] | None = None,
     ) -> FlatLayout:
-        """Lay out parameters in sequence.
+        """Return the layout of parameters that lie one after another, with padding for alignment.
 
         Args:
             named_shapes: names and shapes of the parameters.
             world_size: number of ranks that share the flat parameter.
             itemsize: bytes per element.
-            orders: for each parameter, its memory order. None: all parameters are contiguous.
+            orders: the memory order of each parameter. None means that all are contiguous.
         """
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
@@ -170,15 +176,15 @@ class FlatLayout:
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """The half-open range of the flat parameter that ``rank`` holds."""
+        """Return the half-open range of the flat parameter that ``rank`` holds."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_span(self, index: int, rank: int) -> LocalSpan:
         """Return the part of original parameter ``index`` that lies in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
-        # Clamp the parameter's range to the shard's range. If the whole parameter is before or
-        # after the shard, the result is an empty range at the beginning or end of the shard.
+        # Limit the parameter's range to the shard's range. If the whole parameter is before or
+        # after the shard, this gives an empty range at the beginning or end of the shard.
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
@@ -198,7 +204,8 @@ class Box:
 
     offsets: tuple[int, ...]  # index of the first element of the box in the tensor, per dimension
     sizes: tuple[int, ...]
-    # Index, in the range, of the first element of the box. The box's elements are contiguous there.
+    # Index of the box's first element in the range that was cut into boxes. The elements of the box
+    # are contiguous in this range.
     position: int
 
     @property
@@ -211,8 +218,8 @@ def boxes_of(
 ) -> Iterator[Box]:
     """Split the elements ``[start, stop)`` of an n-D tensor into at most ``2n - 1`` boxes.
 
-    ``start`` and ``stop`` count elements in memory order. ``order`` lists the dimensions, of which
-    the last varies fastest. Without ``order``, the tensor is contiguous.
+    ``start`` and ``stop`` count elements in memory order. ``order`` lists the dimensions from the
+    outermost in memory to the innermost; None means that the tensor is contiguous.
     """
     order = range(len(shape)) if order is None else order
     position = 0

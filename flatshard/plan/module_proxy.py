@@ -1,4 +1,4 @@
-"""``ModuleProxy``: replaces a wrapped module, and has the attributes of the wrapped module."""
+"""``ModuleProxy``: takes the place of a wrapped module in a model, and behaves as this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 class ModuleProxy(nn.Module):
     """Forwards calls, attributes, indexing and names to ``module``, its only child."""
 
-    hidden_in_names = True  # parameters' names do not contain the attribute name `module`
+    hidden_in_names = True  # names of parameters do not contain the attribute name `module`
     module: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -30,8 +30,8 @@ class ModuleProxy(nn.Module):
         So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
         ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # Do not assume that the wrapped module is set: `Module.__init__` and unpickling read this
-        # property earlier.
+        # The wrapped module may not be set yet: `Module.__init__` and unpickling read this property
+        # before it is set.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -45,12 +45,12 @@ class ModuleProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # the wrapped module is not set yet: avoid an endless recursion
+            if name == "module":  # not set yet, so `self.module` below would recurse endlessly
                 raise
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attribute on the wrapper, if the wrapper has it; otherwise on the module.
+        """Set an attribute that the wrapper has on the wrapper, any other on the wrapped module.
 
         Raises:
             RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.
@@ -72,8 +72,8 @@ class ModuleProxy(nn.Module):
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)
-        # Set `training` on the wrapped module even if the wrapper has it, because the forward of
-        # the wrapped module reads the wrapped module's attribute.
+        # Set `training` on both: the wrapper has this attribute, too, but the wrapped module's
+        # forward reads the attribute of the wrapped module.
         if not is_own or (name == "training" and module is not None):
             setattr(module, name, value)
 
@@ -84,8 +84,8 @@ class ModuleProxy(nn.Module):
         own = self.__dict__
         return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
-    # Python looks up the methods of operators on the class and does not call `__getattr__`. So the
-    # methods below forward the operators.
+    # For an operator such as `model[0]`, Python looks up the method on the class, and does not call
+    # `__getattr__`. So the methods below forward operators to the wrapped module.
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -97,8 +97,8 @@ class ModuleProxy(nn.Module):
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
     def __bool__(self) -> bool:
-        # Without this method, Python would call `__len__`. Then a wrapped module of length zero
-        # would be False, and a wrapped module without a length would raise.
+        # Without this method, `if model:` would call `__len__`. This would be False for a wrapped
+        # module of length zero, and raise for a wrapped module without a length.
         return True
 
     def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
@@ -119,7 +119,7 @@ class ModuleProxy(nn.Module):
         memo = set() if memo is None else memo
         if self in memo:
             return
-        # Do not call `super()`, which would add `module.` to the names of all inner modules.
+        # `super().named_modules()` would add `module.` to the names of all inner modules.
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
@@ -148,7 +148,7 @@ class ModuleProxy(nn.Module):
 
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
-    """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module's."""
+    """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module."""
     from torch._dynamo.decorators import skip  # slow to import; torch's optimizers import it anyway
 
     proxy.module, proxy.training = module, module.training
@@ -156,14 +156,15 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    # If the caller is compiled, end its graph at this call: Dynamo cannot trace the unit's hooks.
+    # If the caller is compiled, its graph must end at this call, because Dynamo cannot trace the
+    # unit's hooks. `skip` does this.
     for function in (forward, type(proxy).forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
         # Trainers read the names of a model's arguments from the signature of `forward`, so copy
-        # the signature. `inspect.signature` omits the first parameter of a bound method, so insert
-        # a first parameter to be omitted.
+        # the signature. `inspect.signature` leaves out the first parameter of a bound method
+        # (`self`), so insert a parameter that it can leave out.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
@@ -171,7 +172,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two objects are the same object, or functions with equal code and closure."""
+    """Whether two hooks are the same object, or functions with the same code and closure."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or (isinstance(one, str | int) and one == other)
     cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)

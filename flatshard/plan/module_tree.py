@@ -25,9 +25,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from flatshard.plan.ignored import NOTHING, Ignored
 
-# Classes that read weights of their children. The classes and their subclasses are matched by name,
-# because some classes cannot be imported everywhere: torchvision may not be installed, and some
-# classes are newer than the oldest supported torch.
+# Classes that read weights of their children. Modules of these classes and of subclasses are found
+# by the class name, because some of the classes cannot be imported everywhere: torchvision may not
+# be installed, and some classes are newer than the oldest supported torch.
 _READS_CHILDREN = frozenset(
     {
         "torch.nn.modules.activation.MultiheadAttention",
@@ -39,7 +39,7 @@ _READS_CHILDREN = frozenset(
 
 
 class ModuleTree:
-    """The modules of a model from which a policy may choose units."""
+    """The modules of a model that a policy may choose as units."""
 
     def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.root = root
@@ -73,33 +73,33 @@ class ModuleTree:
         ]
 
     def params(self, module: nn.Module) -> set[nn.Parameter]:
-        """The parameters of a module and its descendants that are not ignored."""
+        """Return the parameters of a module and its descendants, without ignored parameters."""
         return set(module.parameters()) - self.ignored_params
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module defines ``forward``, and so can be called."""
+    """Whether the module defines ``forward``, so that it can be called."""
     # Look up `forward` statically, without calling descriptors: in a scripted module, `forward` is
     # a descriptor that cannot be read from the class.
     return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
 
 
 def numel(params: Iterable[nn.Parameter]) -> int:
-    """Number of elements in all ``params`` together."""
+    """Return the number of elements of all ``params`` together."""
     return sum(param.numel() for param in params)
 
 
 def paths(
     module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield the name and the modules of every path from ``module`` to a module.
+    """Yield every path from ``module`` to a module inside: its name, and the modules on the path.
 
-    A shared module has several paths.
+    A shared module has several paths. The last module on the path is the one to which it leads.
     """
     chain = (*above, module)
     yield name, chain
-    # A `ModuleProxy` takes the place of the wrapped module, so leave its attribute name `module`
-    # out of names.
+    # A `ModuleProxy` takes the place of its wrapped module. So names do not contain its attribute
+    # `module`, which holds the wrapped module.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
         if child is not None and child not in chain:
@@ -109,7 +109,7 @@ def paths(
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """A place of a parameter, ``module._parameters[attribute]``, and its name in the model."""
+    """A place that holds a parameter: ``module._parameters[attribute]``. ``name`` is its FQN."""
 
     module: nn.Module
     attribute: str
@@ -118,7 +118,7 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter and all its places. The first place names the parameter."""
+    """An original parameter and all places that hold it. The first place gives it its name."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
@@ -156,11 +156,13 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
 def find_owners(
     module: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
 ) -> dict[nn.Module, list[ParamInfo]]:
-    """Give every parameter to the innermost unit that contains all users of the parameter.
+    """Return the parameters of each unit: a unit owns those whose users are all inside it.
+
+    If several nested units contain all users of a parameter, the innermost unit owns it.
 
     Returns:
-        For every unit, ``module`` first, the list of parameters that the unit owns, in registration
-        order. A list may be empty.
+        A dict from every unit's module, ``module`` first, to the list of parameters that the unit
+        owns, in registration order. A list may be empty.
     """
     owners: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in (module, *unit_modules)}
     for info in find_params(module, left_alone):
@@ -169,7 +171,7 @@ def find_owners(
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:
-    """Return the modules whose parameters other modules may read without calling the modules."""
+    """Return the modules of which other code may read parameters without calling the module."""
     closed: set[nn.Module] = set()
     for module in root.modules():
         if isinstance(module, ParametrizationList):
@@ -180,7 +182,7 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Return the name of a unit, made of ``names``, the FQNs of its modules."""
+    """Return the name of a unit. ``names`` are the FQNs of its modules (several if coalesced)."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 

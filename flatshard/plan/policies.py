@@ -5,15 +5,15 @@ A policy has one of three forms:
 - The string ``"auto"``. Units are blocks that repeat, and large single modules; see
   ``flatshard.plan.auto_wrap``.
 - A callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
-  With ``recurse=True``, the policy returns whether to visit the children of the module. If the
-  policy returns False, the module cannot be a unit, either, and there is no second call. With
-  ``recurse=False``, the policy returns whether the module is a unit. In this second call,
+  With ``recurse=True``, the policy returns whether to visit the children of the module. If it
+  returns False, neither the module nor its children are units, and there is no second call. With
+  ``recurse=False``, the policy returns whether the module itself is a unit. In this second call,
   ``nonwrapped_numel`` does not count elements of units below the module.
 - An object with ``_run_policy(root_module, ignored_modules, root_kwargs)``. The method sees the
   whole model and returns the chosen modules, each with its own keywords.
 
-Both protocols come from ``torch.distributed.fsdp.wrap``, so torch's policies work unchanged.
-Without a policy, ``wrap`` inside ``enable_wrap`` makes units while a model is built.
+The last two forms come from ``torch.distributed.fsdp.wrap``, so torch's policies work unchanged.
+Instead of a policy, ``wrap`` inside ``enable_wrap`` can make units while a model is built.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class UnitPlan:
     name: str  # the first FQN of the module in the root
     module: nn.Module = field(repr=False)
     overrides: Keywords = field(default_factory=dict)  # keywords that replace the root's keywords
-    # The policy that chose the module, and the reason for the choice, in words.
+    # Text that names the policy that chose the module, and the reason for the choice.
     reason: str = field(default="", compare=False, repr=False)
 
 
@@ -65,7 +65,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a unit of each module with at least ``min_num_params`` elements outside of other units.
+    """Make a unit of each module with at least ``min_num_params`` elements not in inner units.
 
     Set ``min_num_params`` by ``functools.partial``, as in the example.
 
@@ -79,8 +79,7 @@ def size_based_auto_wrap_policy(
 
     Args:
         module: the module to decide about.
-        recurse: True: decide whether to visit the module's children. False: decide whether the
-            module is a unit.
+        recurse: whether to decide about the module's children (True), or about the module itself.
         nonwrapped_numel: number of elements in the module that are in no unit yet.
         min_num_params: minimum number of elements of a unit.
         force_leaf_modules: classes whose instances, and all modules inside, are never units.
@@ -185,7 +184,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Let a function choose the units and, by returning a dict, keywords for single units.
+    """Let a function choose the units. The function can also return keywords for a unit.
 
     Example:
         ```python
@@ -237,7 +236,7 @@ class CustomPolicy:
 
 
 def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
-    """Choose the modules below ``root`` that become units, children before parents.
+    """Return the modules below ``root`` that become units, children before parents.
 
     Only a module with parameters that are not ignored can be a unit. Some modules are never units,
     see the note in ``flatshard.plan.module_tree``.
@@ -259,7 +258,7 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
     # `torch.compile(block)` returns an outer module that calls the block. If a policy chose the
-    # block, make the outer module the unit instead, so that the unit's hooks run outside of the
+    # block, make the outer module the unit instead. Then the unit's hooks run outside of the
     # compiled graph.
     for outer in tree.candidates():
         inner = dict(outer.named_children()).get("_orig_mod")
@@ -278,9 +277,9 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
     """Return the modules that a callable policy chooses, each with an empty dict of keywords."""
     chosen: dict[nn.Module, Keywords] = {}
-    # For each visited module, the parameters that units in its subtree own. The dict is also a
-    # cache: a shared module is visited once, but each of its parents must leave out these
-    # parameters when it counts elements.
+    # Maps each visited module to the parameters of units that are the module or are inside it. A
+    # shared module is visited only once, but each of its parents must leave out these parameters
+    # when it counts its elements, so keep them.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -289,8 +288,8 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # Visit the children first, because the policy must know how many elements of this
-            # module belong to no unit inside of the module.
+            # Visit the children first: the policy must be told how many elements of this module are
+            # in no unit inside it.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.root and has_forward(module)
@@ -304,7 +303,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
     return chosen
 
 
-# Keywords of the innermost active `enable_wrap`. None: no `enable_wrap` is active.
+# Keywords of the innermost active `enable_wrap`, or None if no `enable_wrap` is active.
 _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 
 
@@ -358,7 +357,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
 
 
 def check_policy(policy: object) -> None:
-    """Raise TypeError or ValueError unless ``policy`` has one of the forms of a policy."""
+    """Raise TypeError or ValueError if ``policy`` has none of the three forms of a policy."""
     expected = (
         'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
@@ -396,7 +395,7 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
-    """Return the text of the warning about a policy that chose no module.
+    """Return the text of a warning that the policy chose no module.
 
     The text lists classes that a policy could choose.
     """

@@ -1,10 +1,10 @@
 """Mixed precision: casts of inputs, outputs and buffers, and gradients in another dtype.
 
-A precision policy (a ``MixedPrecision``) belongs to one unit. ``PrecisionPlan`` decides, before
-anything is sharded, which parameters and modules inside the unit deviate from the policy: modules
-of the classes in ``module_classes_to_ignore``, and with the extra ``overrides`` also modules and
-parameters chosen by name or by a function. Parameters that deviate are flattened into a separate
-flat parameter. Modules that deviate get hooks that cast their inputs and outputs.
+Each unit has a precision policy (a ``MixedPrecision``). ``PrecisionPlan`` decides, before anything
+is sharded, which parameters and modules inside a unit have another dtype than its policy says:
+modules of the classes in ``module_classes_to_ignore``, and with the extra ``overrides`` also
+modules and parameters chosen by name or by a function. Such parameters are flattened into a
+separate flat parameter. Such modules get hooks that cast their inputs and outputs.
 
 [Note: modules in a dtype of their own]
 Example: a float32 norm inside a bfloat16 unit. The norm is not a unit, but its parameters lie in a
@@ -33,17 +33,20 @@ from torch.utils import _pytree as pytree
 from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
 from flatshard.plan.module_proxy import ModuleProxy
 
-# Key in a module's `__dict__`. The value is a pair: the dtype to which the module's buffers are
-# cast, and a dict from each buffer's name to the buffer's original dtype.
+# Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
+# are cast, and a dict from each buffer's name to the buffer's original dtype.
 _CAST_BUFFERS = "_flatshard_cast_buffers"
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating point tensors in ``value``, also in nested containers and dataclasses."""
+    """Return ``value`` with floating point tensors cast, also in nested containers and dataclasses.
+
+    Returns ``value`` itself if no tensor needs a cast.
+    """
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     cast = [_cast_leaf(leaf, dtype) for leaf in leaves]
-    # Return the object itself if no tensor was cast: the module may append to a list that the
-    # caller passed, and the caller must see the new items.
+    # If no tensor was cast, return the object itself, not a copy: the module may append to a list
+    # that the caller passed, and the caller must see the new items.
     if all(after is before for after, before in zip(cast, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(cast, spec)
@@ -78,7 +81,7 @@ def _cast_arguments(
 
 @dataclass(frozen=True)
 class UnitCasts:
-    """The dtypes to which a unit's inputs and outputs are cast. None: no cast."""
+    """The dtypes to which a unit's inputs and outputs are cast. None means no cast."""
 
     as_root: torch.dtype | None = None  # dtype of the inputs if the unit is the root
     below_root: torch.dtype | None = None  # dtype of the inputs if the unit is not the root
@@ -87,7 +90,7 @@ class UnitCasts:
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_root: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the unit's arguments after the cast; None if the unit casts no inputs."""
+        """Return the unit's arguments after the cast, or None if the unit casts no inputs."""
         dtype = self.as_root if is_root else self.below_root
         return None if dtype is None else _cast_arguments(args, kwargs, dtype)
 
@@ -96,16 +99,17 @@ class UnitCasts:
 
 
 class ModuleCasts:
-    """Hooks on a module whose dtype for computation differs from the parent module's.
+    """Hooks on a module that computes in another dtype than its parent module.
 
     See [Note: modules in a dtype of their own].
     """
 
     def __init__(self, dtype: torch.dtype | None, outside: torch.dtype | None) -> None:
-        # Dtype in which the module computes. None: the dtype of the module's parameters, or of the
-        # buffers if the module has no parameters.
+        # Dtype in which the module computes. None means the dtype of the module's parameters, or of
+        # its buffers if the module has no parameters.
         self._dtype = dtype
-        # Dtype of the outputs if no input is a floating point tensor.
+        # Dtype to which outputs are cast if no input is a floating point tensor: the dtype in which
+        # the parent module computes.
         self._outside = outside
         self._called_with: torch.dtype | None = None
 
@@ -116,9 +120,10 @@ class ModuleCasts:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Save the dtype now, because torch passes the cast arguments to the hook after forward.
+        # Save the dtype of the caller's arguments, to which `_after` casts the output. `_after`
+        # cannot see it, because torch passes the cast arguments to forward hooks.
         self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
-        # Look the dtype up in each call: the user may have converted the module after wrapping.
+        # Look up the module's dtype in each call: the user may convert the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
         return _cast_arguments(args, kwargs, self._dtype or own)
 
@@ -132,13 +137,14 @@ def _first_float(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
-    """Cast floating point buffers permanently. State dicts contain the original dtypes.
+    """Cast the floating point buffers of modules, once. State dicts keep the original dtypes.
 
     Args:
-        wanted: modules, with the dtype to which each module's own buffers are cast.
+        wanted: maps each module to the dtype to which its own buffers are cast.
         left_alone: ids of buffers that are not cast.
     """
-    # Record the dtypes of all buffers before casting any: modules may share a buffer.
+    # Record the dtypes of all buffers before any buffer is cast: modules may share a buffer, and
+    # the second module must record the original dtype, too.
     for module, dtype in wanted.items():
         own = {
             name: buffer.dtype
@@ -147,19 +153,22 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
         }
         if own:
             module.__dict__[_CAST_BUFFERS] = dtype, own
-            # Register a new `partial` object: torch sets an attribute on each registered hook, and
-            # the function itself must stay unchanged.
+            # torch sets an attribute on each hook that is registered. So register a new `partial`
+            # object, and the function itself stays unchanged.
             module.register_state_dict_post_hook(partial(_give_own_dtypes))
     for module in wanted:
         _cast_again(module)
 
 
 def convert_buffers(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
-    """Cast buffers to the policy's dtype again, after a conversion applied ``fn`` to them."""
+    """Cast buffers to the policy's dtype again. Called after ``fn`` was applied to all buffers.
+
+    ``fn`` is the function of a conversion by the user, such as ``module.to(dtype)``.
+    """
     for module in modules:
-        # Buffers compute in the policy's dtype, like unsharded parameters, even after
-        # `module.to(dtype)`. The conversion changes only the original dtype, which is the dtype in
-        # state dicts.
+        # Even after `module.to(dtype)`, modules compute with buffers in the policy's dtype, as they
+        # do with unsharded parameters. The conversion changes only the recorded original dtype,
+        # which state dicts have.
         _, own = module.__dict__.get(_CAST_BUFFERS, (None, {}))
         for name, dtype in own.items():
             own[name] = fn(torch.empty(0, dtype=dtype)).dtype
@@ -184,9 +193,9 @@ def _give_own_dtypes(
             state_dict[prefix + name] = value.to(dtype)
 
 
-# MixedPrecision(keep_low_precision_grads=True) leaves gradients in another dtype than the
-# parameter's. This table has the names of torch's optimizers that refuse or misuse such gradients,
-# with the reason for the error message.
+# With MixedPrecision(keep_low_precision_grads=True), gradients have another dtype than their
+# parameter. This table lists torch's optimizers that raise for such gradients or would keep state
+# in the wrong dtype, with the reason for flatshard's error message.
 _NEEDS_SAME_DTYPE = "needs gradients in the parameters' dtype"
 _REFUSALS = {
     **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam"), _NEEDS_SAME_DTYPE),
@@ -196,8 +205,8 @@ _REFUSALS = {
 }
 
 
-# Call these functions instead of reading or assigning `param.grad`: under
-# DisableTorchFunctionSubclass a call takes a third of the time.
+# Use these functions to read or assign `param.grad`: under DisableTorchFunctionSubclass, they take
+# a third of the time of an attribute access.
 _GRAD: Any = Tensor.grad
 get_grad, _put_grad = _GRAD.__get__, _GRAD.__set__
 
@@ -205,8 +214,8 @@ get_grad, _put_grad = _GRAD.__get__, _GRAD.__set__
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad``. The gradient may have any floating point dtype."""
     if grad is not None and grad.dtype != param.dtype:
-        # With `grad_dtype = None` torch accepts a gradient of any dtype. If torch has no
-        # `grad_dtype`, the constructor of MixedPrecision has already raised.
+        # With `grad_dtype = None`, torch accepts a gradient of any dtype. A torch without
+        # `grad_dtype` never gets here, because the constructor of MixedPrecision raises.
         param.grad_dtype = None
     _put_grad(param, grad)
 
@@ -214,18 +223,20 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 def check_dtype(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter, name: str | None
 ) -> None:
-    """Check before a step that the optimizer accepts a gradient in another dtype.
+    """Check that an optimizer can step a gradient whose dtype is not its parameter's.
+
+    Called before a step. ``name`` is the parameter's name for the error, or None if unknown.
 
     Raises:
-        RuntimeError: the optimizer cannot step the gradient, or would keep its state in the
+        RuntimeError: the optimizer does not accept the gradient, or would keep its state in the
             gradient's dtype.
     """
     with torch._C.DisableTorchFunctionSubclass():
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
             return
-    # Find the class that defines `step`, not the class of the optimizer: a subclass may inherit
-    # torch's `step`, or define its own `step` with its own errors.
+    # The class that defines `step` decides, not the optimizer's own class: a subclass may inherit
+    # torch's `step`, or define its own `step`, which may accept the gradient.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
     why = _REFUSALS.get(kind)
@@ -248,14 +259,14 @@ _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or outputs of a module.
+    """Yield the tensors in the arguments or outputs of a module.
 
-    The search includes containers, and the attributes of objects.
+    Also finds tensors in containers, and in attributes of objects.
 
     Args:
         value: an argument, an output, or a container of arguments or outputs.
-        depth: how many levels of nested objects are searched. 0: only lists, tuples and mappings
-            are searched.
+        depth: how many levels of nested objects are searched. With 0, only lists, tuples and
+            mappings are searched.
     """
     if isinstance(value, Tensor):
         yield value
@@ -272,9 +283,9 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """The dtype of modules or parameters that deviate from the policy.
+    """The dtype of modules or parameters that do not have the dtype of their unit's policy.
 
-    None: each parameter is unsharded in its own dtype.
+    If ``dtype`` is None, each parameter is unsharded in its own dtype.
     """
 
     dtype: torch.dtype | None
@@ -284,7 +295,7 @@ class Override:
 
 
 class PrecisionPlan:
-    """The precision of a model, decided before the model is changed.
+    """Dtypes for all modules and parameters of a model, chosen before the model is changed.
 
     The extra ``overrides`` has a subclass that also chooses by name and by function.
     """
@@ -292,13 +303,13 @@ class PrecisionPlan:
     def __init__(
         self,
         root: nn.Module,
-        # The policy of every planned unit, including the root. An inner unit with its own policy
-        # takes no overrides from the policy of an outer unit.
+        # The policy of every planned unit, including the root. If an inner unit has another policy
+        # than the outer unit, no override of the outer unit's policy applies to the inner unit.
         policies: Mapping[nn.Module, MixedPrecision],
         # Ids of parameters and buffers that are ignored, or belong to a unit with its own plan.
         left_alone: Collection[int],
     ) -> None:
-        """Choose the dtypes of all modules and parameters; change nothing in the model.
+        """Choose the dtypes of all modules and parameters. The model is not changed.
 
         Raises:
             TypeError: a function in ``overrides`` returns a value that is not a floating point
@@ -309,20 +320,20 @@ class PrecisionPlan:
         self._policy_of: dict[nn.Module, MixedPrecision] = {}
         self._override_of: dict[nn.Module, Override | None] = {}
         self._casts: dict[nn.Module, ModuleCasts] = {}
-        self._override_of_param: dict[int, Override | None] = {}  # by the parameter's id
-        self._not_linear: set[int] = set()  # ids of parameters
+        self._override_of_param: dict[int, Override | None] = {}  # keyed by the parameter's id
+        self._not_linear: set[int] = set()  # ids of parameters that are not a weight of nn.Linear
         if not all(policy.changes_nothing for policy in policies.values()):
             self._plan_module(root, policies[root], None)
 
     def _plan_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> None:
-        """Choose the dtypes of ``module``, its parameters, and the modules below.
+        """Choose the dtypes of ``module``, of its parameters, and of the modules below it.
 
         Args:
             module: the module.
-            policy: the policy of the module's parent.
-            around: the override of the module's parent.
+            policy: the policy that applies to the module's parent.
+            around: the override that applies to the module's parent.
         """
         if module in self._policy_of or isinstance(module, ModuleProxy):
             return
@@ -358,7 +369,10 @@ class PrecisionPlan:
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """Return the override of ``module``. ``around`` is the override of the parent module."""
+        """Return the override of ``module``, or None if the policy's dtypes apply to it.
+
+        ``around`` is the override of the parent module.
+        """
         is_ignored = isinstance(module, tuple(policy.module_classes_to_ignore))
         return Override(None) if is_ignored else around
 
@@ -369,7 +383,7 @@ class PrecisionPlan:
         return self._override_of[module]
 
     def describe(self) -> str:
-        """Return a text of all choices that do not follow from the policies; ranks compare it."""
+        """Return a text of choices that do not follow from the policies, for ranks to compare."""
         return ""
 
     def warnings(self) -> list[str]:
@@ -384,7 +398,7 @@ class PrecisionPlan:
         ]
 
     def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:
-        """Return the dtypes of ``param`` and its gradient. ``policy`` is the unit's policy."""
+        """Return the dtypes of ``param`` and of its gradient. ``policy`` is its unit's policy."""
         own = ParamPrecision(
             keeps_reduce_dtype=policy.keep_low_precision_grads,
             fixed_order=policy.reduce_mode is ReduceMode.FIXED_ORDER,
@@ -401,16 +415,17 @@ class PrecisionPlan:
             )
         computed, reduce_dtype = override.dtype or param.dtype, None
         if policy.reduce_dtype is not None:
-            # Reduce in the wider dtype: if the override keeps a parameter in fp32, rounding its
-            # gradient to bf16 would lose the precision that the user asked for.
+            # Reduce in the wider of the two dtypes. For example, if an override keeps a parameter
+            # in fp32, its gradient must not be rounded to a `reduce_dtype` of bf16, because the
+            # user asked for more precision.
             wider = torch.promote_types(computed, policy.reduce_dtype)
             reduce_dtype = None if wider == computed else wider
         return replace(own, compute_dtype=override.dtype, reduce_dtype=reduce_dtype)
 
     def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
-        """Return the casts of a unit's inputs and outputs."""
-        # If the module has casting hooks, the unit must not cast the inputs first: the hooks cast
-        # outputs back to the dtype of the inputs, so the hooks must see the caller's dtype.
+        """Return the dtypes to which ``module``, which is a unit, casts its inputs and outputs."""
+        # If the module has the hooks of `ModuleCasts`, the unit must not cast the inputs first: the
+        # hooks cast outputs back to the dtype of the caller's inputs, so they must see that dtype.
         override = self._override_of.get(module)
         inputs = None if module in self._casts else _dtype_of(policy, override)
         return UnitCasts(
@@ -420,7 +435,7 @@ class PrecisionPlan:
         )
 
     def install(self) -> None:
-        """Register the casting hooks on modules, and cast buffers."""
+        """Register the hooks that cast inputs and outputs of modules, and cast buffers."""
         for module, casts in self._casts.items():
             casts.install(module)
         wanted = {
@@ -432,5 +447,5 @@ class PrecisionPlan:
 
 
 def _dtype_of(policy: MixedPrecision, override: Override | None) -> torch.dtype | None:
-    """Return the dtype of unsharded parameters. None: each parameter's own dtype."""
+    """Return the dtype of unsharded parameters. None means each parameter's own dtype."""
     return policy.param_dtype if override is None else override.dtype

@@ -55,9 +55,10 @@ LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
 # Maximum number of awaited ranks whose reports a rank reads per wait. Reading more is not
 # necessary: to prove a deadlock, one awaited rank that is in the deadlock is enough.
 _ASKED = 16
-_READ = 4 * _ASKED  # maximum number of reports that a rank reads per look
+# Maximum number of reports that a rank reads in one check (`Deadlock.look`).
+_READ = 4 * _ASKED
 # If a rank has published a finding about a collective that the program called itself, the rank
-# stays in its wait for this number of looks. Meanwhile the other ranks read and log the finding.
+# stays in its wait for this number of checks. Meanwhile the other ranks read and log the finding.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
@@ -116,7 +117,8 @@ class _Report(NamedTuple):
     time: float  # time of the publication, by `time.monotonic`
     text: str  # describes the wait, or how the program ended
     need: WaitCondition
-    begun: AllBegun  # the collectives that the rank has begun
+    # The collectives that the rank has begun.
+    begun: AllBegun
     # Whether `need` lists only the first `_ASKED` awaited ranks. If true, a reader of the report
     # assumes that the wait needs all other ranks of the group.
     has_more: bool = False

@@ -1,9 +1,10 @@
 """Reads the state of the user's program during a wait: its line, its collectives, its threads.
 
-[Note: collectives of the program] "Collectives of the program" are collectives that the user's
-program calls itself, such as ``dist.barrier()``. A thread that waits in ``dist.barrier()`` is in a
-Python frame of ``torch.distributed``, whose local variables contain the process group and the work.
-So the collective can be found without patching torch.
+[Note: collectives of the program]
+"Collectives of the program" are collectives that the user's program calls itself, such as
+``dist.barrier()``. A thread that waits in ``dist.barrier()`` is in a Python frame of
+``torch.distributed``, whose local variables contain the process group and the work. So the
+collective can be found without patching torch.
 
 To compare ranks, each collective needs a number that is the same on all ranks. Torch's flight
 recorder numbers the collectives of each gloo group in this way. The backend's sequence number of a
@@ -65,9 +66,9 @@ class OwnCollective(NamedTuple):
         None means that torch's flight recorder has no record of the collective.
         """
         last = _last_of(_recorded(), self.group.group_name)
-        with contextlib.suppress(RuntimeError):  # the group has no backend for CPU tensors
-            # Each collective, send and receive increases the sequence number. So only if the last
-            # record has the group's present sequence number, it is the record of this collective.
+        with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
+            # The last record belongs to this collective only if it has the group's present sequence
+            # number. Otherwise a later send or receive has increased the number.
             if last is not None and last["op_id"] == _sequence_number(self.group):
                 return int(last["collective_seq_id"])
         return None
@@ -101,7 +102,7 @@ def begun(thread: int) -> dict[str, int]:
     if not _is_alone(thread, records):
         return {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
-        with contextlib.suppress(RuntimeError):  # the group has no backend for CPU tensors
+        with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             at_most, last = _sequence_number(group), _last_of(records, name)
             found[name] = at_most if last is None else int(last["collective_seq_id"])
     return found

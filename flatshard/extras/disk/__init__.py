@@ -309,7 +309,8 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad
         values = [param, *optimizer.state.get(param, {}).values()]
-        if type(grad) in (Tensor, FlatShardTensor):  # `step_in_backward` leaves other types
+        # Skip the placeholder that `step_in_backward` leaves in `.grad`: it has no memory.
+        if type(grad) in (Tensor, FlatShardTensor):
             values.append(grad)
         yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
@@ -321,8 +322,10 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     includes parameters that have no gradient yet. Raises ``OffloadError``, before any parameter is
     stepped, if the disk is full.
     """
+    # An optimizer from another library may count the calls of its `step`, so call it only once.
     if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
-        return False  # the `step` of an optimizer from another library may count its calls
+        return False
+
     # Reserve the space before the step. An optimizer creates its state during the first step. If
     # the disk were only then found to be full, some parameters would be stepped and others not.
     needed: Counter[Any] = Counter()
@@ -385,4 +388,6 @@ def _bytes_per_element(
 # when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
 extensions.append(_steps)
-register_optimizer_step_post_hook(_after_step)  # runs after the optimizer's own hooks
+# torch runs this global hook after the optimizer's own hooks, among them flatshard's hook that puts
+# the sharded parameters and their state back.
+register_optimizer_step_post_hook(_after_step)

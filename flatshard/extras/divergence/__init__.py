@@ -76,9 +76,9 @@ class DivergentUnits(StepExtension):
             # the all-gather below and leave the other ranks waiting. So reshard on all ranks first.
             unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            # Enter phase FORWARD only if the all-gather is still under way. If the unit is
-            # unsharded already and in phase FORWARD, `Forward` takes the unit as ready and does not
-            # unshard it. But the modules hold full parameters only after `Forward`'s unshard.
+            # `Forward` takes a unit that is unsharded and in phase FORWARD as ready, and does not
+            # unshard it. But only `Forward`'s unshard puts the full parameters into the modules. So
+            # enter phase FORWARD only if the all-gather is still under way.
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 

@@ -141,7 +141,7 @@ def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> s
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    # torch's nn.MultiheadAttention has only `_reset_parameters`.
+    # Most modules of torch have `reset_parameters`; nn.MultiheadAttention has `_reset_parameters`.
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
@@ -192,7 +192,8 @@ class _Slot:
 def _param_slots(handles: Iterable[FlatParamHandle], missing: set[int]) -> list[_Slot]:
     slots = []
     for handle in handles:
-        # `missing` has ids of the parameters before sharding. Sharding keeps the same objects.
+        # `missing` has the ids that the parameters had before sharding. They are still valid,
+        # because sharding changes the parameters but keeps the objects.
         for param in (param for param in handle.params if id(param.sharded) in missing):
             meta = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
             places = param.locations

@@ -51,7 +51,8 @@ class OverridesPlan(PrecisionPlan):
         left_alone: Collection[int],
     ) -> None:
         """Choose dtypes for all modules and parameters; raise the errors of ``PrecisionPlan``."""
-        self._dtype_by_function: dict[str, torch.dtype] = {}  # keyed by the parameter's name
+        # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
+        self._dtype_by_function: dict[str, torch.dtype] = {}
         self._matched_patterns: set[str] = set()
         # A module that occurs in several places of the model has several names, and a pattern may
         # match any of them. So collect all names before the first dtype is chosen.

@@ -41,6 +41,7 @@ PathLike = str | os.PathLike[str] | None
 
 _OWN = "{rank}"  # if a file name contains this text, every rank writes a separate file
 _PANELS = 8  # maximum number of ranks in one plot, because more panels would be too small to read
+
 # Report of the last recorded step of each model. The key is the context of the model's root.
 _last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
 
@@ -88,7 +89,8 @@ class StepRecorder(StepObserver):
         # Start time of each forward pass, backward pass and collective that has not ended.
         self._in_flight: dict[tuple[Kind, int | None], float] = {}
         self._held: dict[int, tuple[int, int]] = {}
-        self._events.clear()  # drop collectives that were started between two steps
+        # Drop collectives that were started between two steps.
+        self._events.clear()
         # True from the begin of backward on (in evaluation, of forward): then the next forward
         # begins a new step.
         self._is_over = False
@@ -120,7 +122,7 @@ class StepRecorder(StepObserver):
         )
 
     def begin_forward(self) -> None:
-        self._doing.clear()  # drop entries of a step that failed
+        self._doing.clear()  # if a step has failed, its entries are left
         if self._is_over or not self._ranges:
             self.end_step()
             self._begin_step()

@@ -76,7 +76,8 @@ def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> N
 
 def _draw(axes: Any, timeline: MemoryTimeline) -> None:
     names = [name or "(root)" for name in timeline.units]
-    held = [0.0] * (2 * len(names))  # MiB: each unit's unsharded bytes, then each unit's gradients
+    # Present memory in MiB: the unsharded parameters of each unit, then the gradients of each unit.
+    held = [0.0] * (2 * len(names))
     columns = []
     for sample in timeline.samples:
         held[sample.unit] = sample.gathered_bytes / _MIB

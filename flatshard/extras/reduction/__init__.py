@@ -3,9 +3,10 @@
 Without this folder, ``ShardedWrapper.register_comm_hook()`` and
 ``MixedPrecision(gather_dtype=...)`` raise an error that names the folder.
 
-[Note: float8] With ``gather_dtype``, each rank quantises its shard to float8 before an all-gather,
-with one scale per block of elements. As in ZeRO++ (arXiv 2306.10209), a large element therefore
-reduces only the precision of the elements in its own block.
+[Note: float8]
+With ``gather_dtype``, each rank quantises its shard to float8 before an all-gather, with one scale
+per block of elements. As in ZeRO++ (arXiv 2306.10209), a large element therefore reduces only the
+precision of the elements in its own block.
 
 Scales are powers of two, so the product of a float8 number and its scale is exact in bfloat16 and
 wider dtypes. Values are therefore rounded only once, when they are quantised, to the relative

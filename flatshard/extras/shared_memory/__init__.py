@@ -70,8 +70,8 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # Keyed by tag. The next publication of the tag must wait until the other ranks have read
-        # the last one: their records that say so, and the condition for the deadlock detector.
+        # Maps each tag to what its next publication needs to wait until the other ranks have read
+        # the last publication: their records that they have, and the condition of the wait.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -152,7 +152,7 @@ class SharedMemoryTransport(Transport):
         tables = torch.zeros(members.size, len(chunks.parts), dtype=torch.int64, device="cpu")
         for rank, record in records.items():
             self.processes[rank].read(record.address, tables[rank])
-        places = tables.tolist()  # addresses of each rank's parts; address 0: the part is all zeros
+        places = tables.tolist()  # addresses of each rank's parts; a part at address 0 is all zeros
         first = members.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=chunks.dtype, device="cpu")
         for piece in chunks.cut(first, first + out.numel(), _PIECE_NUMEL):

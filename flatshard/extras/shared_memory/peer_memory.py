@@ -30,9 +30,11 @@ from torch import Tensor
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.memory import mapped_files
 
-TAGS = 1 << 16  # number of tags in a mailbox
-# Words per tag: (number, address, file, check) of the publication, then the same four words for
-# this rank's record of having taken the other ranks' publications.
+# Number of tags in a mailbox.
+TAGS = 1 << 16
+# A mailbox has eight words for each tag: (number, address, file, check) of this rank's publication,
+# and from word `_TAKEN` on the same four words for its record that it has taken the publications
+# of the other ranks.
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
@@ -56,7 +58,7 @@ class RankAddress(NamedTuple):
     launcher: int = 0  # process id of the parent process
     alive: int = 0  # an address that other processes can read as long as the process runs
     file: int = -1  # file descriptor of the mailbox
-    nonce: int = 0  # random number under tag 0, to identify the process
+    nonce: int = 0  # random number, also published under tag 0: shows that `pid` is this process
 
 
 class Mailbox:
@@ -104,7 +106,8 @@ class Mailbox:
         self._write(tag * _WORDS + _TAKEN, number, 0, -1)
 
     def _write(self, first: int, number: int, address: int, file: int) -> None:
-        _order_memory()  # earlier writes must be visible before the record
+        # Other ranks must see earlier writes (the data to publish) before they see the record.
+        _order_memory()
         words = self._words
         words[first] = number
         words[first + 1] = address
@@ -120,7 +123,7 @@ class PeerProcess:
     def __init__(self, address: RankAddress, timeout: float) -> None:
         self.pid, self.timeout = address.pid, timeout  # seconds after which a wait raises
         self.name = f"process {address.pid}"  # name of the process in errors
-        self.given_up = 0.0  # when the process last missed a timeout
+        self.given_up = 0.0  # time at which a wait for the process last timed out
         self._alive = address.alive
         file = open_of(address.pid, address.file)
         try:
@@ -167,7 +170,7 @@ class Awaited:
         self, process: PeerProcess, first: int, number: int, *, or_gone: bool = False
     ) -> None:
         self._process, self._first, self._number = process, first, number
-        self._or_gone = or_gone  # whether the end of the process completes the wait, too
+        self._or_gone = or_gone  # whether the wait is also over if the process ends
         self._began = time.monotonic()
         self._is_over = False
         self._error: RuntimeError | None = None

@@ -80,18 +80,20 @@ class SteppedInBackward(StepExtension):
     def __init__(self, state: RunState) -> None:
         self.state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
-        # State of the current backward:
+        # The attributes up to `_problem` describe the current backward.
         self._owned: dict[int, tuple[Unit, str]] = {}  # result of `_find_owned`
         self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
         self._reduced: list[Unit] = []  # units whose gradients are reduced and not stepped yet
-        self._waits_for_end = False  # whether this backward steps all units at its end
+        self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
-        # State since the last step:
+
+        # The attributes below describe what has happened since the last step.
         self._has_accumulated = False
         self._outside_uses = OutsideUse.count
-        self._showing: list[nn.Parameter] = []  # parameters that were stepped in backward
+        # Parameters that were stepped in backward, and get a `ConsumedGrad` at its end.
+        self._showing: list[nn.Parameter] = []
 
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise if ``optimizer`` cannot step in backward.

@@ -110,7 +110,8 @@ class WholeStep:
         self._params = sharded_params(optimizer)
         _check_attributes(optimizer)
         self.owned: dict[FlatShardTensor, OwnedParam] = {}
-        self._full: dict[FlatShardTensor, nn.Parameter] = {}  # for steps on every rank
+        # The full parameters, if every rank steps all of them (`StepMode.ON_EVERY_RANK`).
+        self._full: dict[FlatShardTensor, nn.Parameter] = {}
         self._swap = ExitStack()
         by_comm: dict[Communicator, list[FlatShardTensor]] = {}
         for param in self._params:
@@ -169,11 +170,12 @@ class WholeStep:
             if number + 1 < len(parts):
                 finish = self.start_gather(optimizer, parts[number + 1])
             if error is not None:
-                continue  # but keep gathering: other ranks wait for this rank's data
+                continue  # step no further part, but keep gathering: other ranks need the data
             try:
                 with swap_full_in(optimizer, full, others if number == 0 else ()):
                     groups = optimizer.param_groups
-                    if self.mode is StepMode.IN_PARTS:  # some optimizers raise for an empty group
+                    # Leave out empty groups, for which some optimizers raise.
+                    if self.mode is StepMode.IN_PARTS:
                         groups = [group for group in groups if group["params"]]
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
                 if changed is not None and self.mode is StepMode.IN_PARTS:

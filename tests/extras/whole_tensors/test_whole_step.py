@@ -382,7 +382,7 @@ def test_what_cannot_be_shown_full_parameters_raises() -> None:
 def _cannot(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     run.loss(0).backward()
-    with pytest.raises(NotImplementedError, match=r"Keeping keeps parameter .fc1.weight. in its"):
+    with pytest.raises(NotImplementedError, match=r"Keeping keeps parameter .fc1.weight. in attr"):
         Keeping(run.model.parameters()).step()
 
 
