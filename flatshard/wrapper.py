@@ -328,9 +328,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            divide_by_initial_world_size: average gradients over all ranks. False: over the ranks
-                that have input.
-            enable: False: do nothing.
+            divide_by_initial_world_size: whether to average gradients over all ranks. If False,
+                average over the ranks that still have input.
+            enable: whether to do anything. If False, the context has no effect.
             throw_on_early_termination: raise on all ranks once some rank has no input.
             optimizers: optimizers that step inside the context. Needed only if a rank may have no
                 input at all, because a rank finds out about an optimizer when the optimizer steps.
@@ -602,7 +602,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            module: a wrapper, or any module that contains some.
+            module: a wrapper, or any module that contains wrappers.
             recurse: also summon nested units. False: only the outermost units.
             writeback: keep edits. False: edits are undone, for every strategy.
             rank0_only: only rank 0 holds full parameters and can run forwards. Other ranks keep
@@ -759,9 +759,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            model: a wrapper, a module that contains some, or an unwrapped model.
+            model: a wrapper, a module that contains wrappers, or an unwrapped model.
             optim: an optimizer over the model's parameters, made before or after wrapping.
-            optim_state_dict: the result of ``optim.state_dict()``; None: calls it.
+            optim_state_dict: the result of ``optim.state_dict()``. None: the call is made here.
             group: no effect, because each unit knows its ranks.
             rank0_only: only rank 0 gets the state, other ranks an empty dict. None: the setting of
                 ``set_state_dict_type``, by default False.
@@ -772,7 +772,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ValueError: on all ranks: the optimizer has a parameter that ``model`` lacks, state that
                 is neither one value per element nor a number, or ranks have different state.
             RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
-                another rank's.
+                the state dict of another rank's optimizer.
         """
         units = units_between_steps(model, "optim_state_dict()")
         options = model_state.options_of(state_dicts_in(model))
@@ -815,7 +815,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            model: a wrapper, a module that contains some, or an unwrapped model.
+            model: a wrapper, a module that contains wrappers, or an unwrapped model.
             optim: an optimizer over the model's parameters.
             optim_state_dict: the state, the same on every rank. It is not changed.
             is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
@@ -861,22 +861,23 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             module: a wrapper, or any module that contains wrappers. The setting applies to all of
                 these wrappers.
             state_dict_type: a member of torch's ``StateDictType``, or its name. Either
-                ``FULL_STATE_DICT``, or ``SHARDED_STATE_DICT`` for
-                ``torch.distributed.checkpoint``, which needs no communication (see
-                ``sharded_state_dict``).
+                ``FULL_STATE_DICT``, or ``SHARDED_STATE_DICT``, for
+                ``torch.distributed.checkpoint``. A sharded state dict is made without communication
+                (see ``sharded_state_dict``).
             state_dict_config: torch's ``FullStateDictConfig`` or ``ShardedStateDictConfig``,
                 according to the type. ``rank0_only``: all ranks call ``state_dict()``, but the
                 result is empty on all ranks except rank 0. ``offload_to_cpu``: tensors are copied
-                to CPU memory, unit by unit. None: every rank gets the tensors, on its device.
+                to CPU memory, unit by unit. If the config is None, every rank gets the tensors, on
+                the rank's own device.
             optim_state_dict_config: torch's ``FullOptimStateDictConfig``. Its fields are the
-                defaults of the keywords of ``optim_state_dict`` with the same names. None: on every
-                rank, in CPU memory.
+                defaults of the keywords of ``optim_state_dict`` with the same names. If None, every
+                rank gets the optimizer's state, in CPU memory.
 
         Returns:
             The previous setting, as torch's ``StateDictSettings``.
 
         Raises:
-            NotImplementedError: another type was passed.
+            NotImplementedError: the type is neither of these two.
             TypeError: a config does not belong to the type.
             RuntimeError: the units had different settings before the call, so there is no single
                 setting to return.
@@ -890,7 +891,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> Any:
-        """Return the setting as torch's ``StateDictSettings``.
+        """Return the setting of ``set_state_dict_type``, as torch's ``StateDictSettings``.
 
         Raises:
             RuntimeError: units have different settings.
@@ -905,7 +906,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> AbstractContextManager[None]:
-        """Set the state dict type inside the context; afterwards restore each unit's setting."""
+        """Call ``set_state_dict_type``, and restore the earlier settings after the context."""
         names = extra("torch_names", "ShardedWrapper.state_dict_type()")
         options = names.read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         return model_state.options_set(state_dicts_in(module), options)
@@ -921,7 +922,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self._sharding.settings.ranks.world.group
 
     def extra_repr(self) -> str:
-        """Text of the unit's number of elements and padding, for ``print(model)``."""
+        """Return a text with the unit's numbers of elements and padding, for ``print(model)``."""
         return self._sharding.summary() if "_sharding" in self.__dict__ else ""
 
     def unit_report(self) -> str:
@@ -929,9 +930,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Columns: the unit's name and class, elements of parameters and of padding, flat parameters
         (dtype, and whether frozen), bytes of unsharded parameters on every rank, strategy, number
-        of ranks that share the unit, transport, and the reason why it is a unit. Below the table is
-        a line for each optimizer that has stepped full parameters: how it steps, and how many extra
-        bytes it needs.
+        of ranks that share the unit, transport, and the reason why the module is a unit. Below the
+        table is a line for each optimizer that has stepped full parameters. The line says how the
+        optimizer steps, and how many extra bytes the optimizer needs.
 
         Example:
             ```python
@@ -943,11 +944,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return unit_report.report(self._sharding)
 
     def flat_parameters(self) -> list[FlatParameter]:
-        """This rank's chunks of flat parameters, of this unit and units inside. No communication.
+        """Return this rank's chunks of the flat parameters of this unit and units inside.
 
         A unit has one flat parameter for each dtype and ``requires_grad`` of its parameters.
         ``print`` a flat parameter to see the chunks of all ranks, the padding, and where each
-        original parameter lies. To edit values, write to the parameters themselves.
+        original parameter lies. To edit values, write to the parameters themselves. No
+        communication.
 
         Example:
             ```python
@@ -1019,8 +1021,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
         # torch's `get_state_dict` calls this method before all other methods of the model, on all
-        # ranks. Check the names here, because an optimizer's hooks do not know which ranks train a
-        # unit.
+        # ranks. So check here that ranks do not hold different parameters under one name. A later
+        # check is not possible: an optimizer's hooks do not know which ranks train a unit.
         if is_getting_shards():
             self._sharding.state_dict.check_names()
         return {"": "module"}

@@ -36,7 +36,7 @@ _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta dev
 def local_parts(
     module: nn.Module, ignored: Ignored, settings: Settings
 ) -> AbstractContextManager[None]:
-    """A context in which each DTensor parameter is replaced by a parameter with its local tensor.
+    """Return a context in which the local tensor of each DTensor parameter is the parameter.
 
     The extra ``tensor_parallel`` implements the context. For a model without DTensors, the context
     does nothing.
@@ -77,8 +77,8 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     for handle in handles:
         handle.page_out()
     offload.trim()
-    # `connect` is collective. So all ranks must connect the same units in the same order, which
-    # `sorted` guarantees for the two values of `fixed_order`.
+    # `connect` is collective, so all ranks must make the same calls in the same order. `sorted`
+    # gives all ranks the same order of the values of `fixed_order` (False, True).
     for unit in units:
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
@@ -95,7 +95,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 
 
 def _compare(plan: ModelPlan) -> None:
-    """Compare the plan between ranks, and create its process groups. Collective."""
+    """Compare the plan between ranks, and create the strategies' process groups. Collective."""
     settings, ranks = plan.settings, plan.settings.ranks
     # Compare plans before any other collective: ranks with different plans would call different
     # collectives and deadlock.
@@ -207,7 +207,7 @@ def _make_unit(
 
 
 def _warnings(plan: ModelPlan) -> list[str]:
-    """Warnings for rank 0: settings without effect, and units that will be slow or large."""
+    """Return warnings for rank 0: settings without effect, and units that are slow or large."""
     module, settings, ignored = plan.module, plan.settings, plan.ignored
     found = plan.precision.warnings()
     # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
@@ -248,7 +248,7 @@ def _warnings(plan: ModelPlan) -> list[str]:
 
 
 def _replace_children(root: nn.Module, wrappers: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Put each wrapper in every place of its module: several parents may share one module."""
+    """Put each wrapper where its module was. Several parents may share the module."""
     for parent in list(root.modules()):
         if isinstance(parent, ModuleProxy):
             continue

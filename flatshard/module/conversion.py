@@ -1,4 +1,4 @@
-"""``model.to()`` and ``copy.deepcopy(model)`` of a sharded model convert and copy whole units."""
+"""``model.to()`` and ``copy.deepcopy(model)`` for sharded models: convert or copy all shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flatshard.tensor.flat_parameter import OriginalParam
 def convert(
     root: Sharding, fn: Callable[..., Any], apply_to_module: Callable[[], Any], *, recurse: bool
 ) -> None:
-    """Convert shards instead of parameters.
+    """Convert a sharded model, by converting the shards instead of the parameters.
 
     ``fn`` is the function of a tensor that ``.to()`` or ``.double()`` passes to ``Module._apply``.
     ``apply_to_module`` calls torch's own ``Module._apply`` with ``fn``.
@@ -42,8 +42,9 @@ def convert(
     root.check_not_summoned("converted")
     units = units_in(root.wrapper) if recurse else [root.unit]
     handles = [handle for unit in units for handle in unit.handles]
-    # A conversion without effect is allowed on part of a coalesced unit: teardown code calls
-    # `.cpu()` on parts of models that are already on the CPU.
+    # Several small modules may share a unit, and converting only one of these modules raises an
+    # error. But allow a conversion without effect: teardown code calls `.cpu()` on parts of models
+    # that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         root.check_has_all_modules("converted")
     # Check all units before the first conversion: an error must leave every unit unconverted.
@@ -94,8 +95,8 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
     ``fn`` is the function of a tensor that ``Module._apply`` was called with.
     """
     handle.reshard()
-    # Wait for the all-gather that refreshes the secondary shard: the other ranks read this shard's
-    # present memory until then.
+    # Wait for the all-gather that refreshes the secondary shard. Until this all-gather is complete,
+    # other ranks read the memory of this rank's shard, which the code below frees.
     if handle.gather.secondary is not None:
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
@@ -121,9 +122,9 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
 
 
 def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy the wrapper of ``root``. No communication."""
+    """Return a deep copy of the wrapper of ``root``, with all units inside. No communication."""
     root.check_not_summoned("copied")
-    # The outermost wrapper puts all units into `memo`, so an inner wrapper finds its unit there.
+    # The outermost wrapper puts all units into `memo`, where inner wrappers find their units.
     is_outermost = id(root.unit) not in memo
     inside = shardings_in(root.wrapper) if is_outermost else []
     if is_outermost:
@@ -148,8 +149,9 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
             for module in memo[id(one)].unit.modules:
                 surround(memo[id(one)], module)
     if is_outermost:
-        # Give the copy the number of the original model. If only this rank copies the model, a new
-        # number would shift the numbers of later models on this rank, but not on other ranks.
+        # Ranks count their models, and a model has the same number on all ranks. Give the copy the
+        # number of the original model: if only this rank copies the model, a new number would shift
+        # the numbers of later models on this rank, but not on other ranks.
         start_run(shardings_in(twin)[0], number=root.context.number)
     return twin
 
@@ -174,7 +176,7 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
 
 @contextlib.contextmanager
 def _hidden(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Hide the parameters of ``handles`` from their modules, so that torch converts none."""
+    """Hide the parameters of ``handles`` from torch, which would convert each parameter."""
     places = [
         (module._parameters, attribute, module._parameters[attribute])
         for handle in handles

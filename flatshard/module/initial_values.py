@@ -1,4 +1,4 @@
-"""Initial values of parameters and buffers: this rank's, rank 0's, or none (meta device).
+"""Decides whether tensors start with this rank's values, rank 0's, or none (meta device).
 
 A shard gets this rank's part of each original parameter. If all ranks take rank 0's values, rank 0
 broadcasts one parameter after the other, and every rank keeps only its part. So only rank 0 needs
@@ -42,7 +42,7 @@ def leave_empty(module: nn.Module) -> None:
 
 @dataclass
 class InitialValues:
-    """Which values parameters and buffers start with. All ranks decide this before sharding."""
+    """The values with which parameters and buffers start, as all ranks have decided together."""
 
     world: Communicator
     sync: bool | None  # `sync_module_states`
@@ -58,7 +58,7 @@ class InitialValues:
         return self.world if self.sends else None
 
     def shard(self, params: Sequence[OriginalParam], numel: int, device: torch.device) -> Tensor:
-        """This rank's shard of a flat parameter, ``(numel,)``, with the values of ``params``.
+        """Return this rank's shard of a flat parameter, ``(numel,)``, with values of ``params``.
 
         Elements of a parameter without values (on the meta device) are zero. Collective if all
         ranks take rank 0's values.
@@ -71,7 +71,7 @@ class InitialValues:
         return shard
 
     def warnings(self) -> list[str]:
-        """A warning that names the tensors that differed between ranks; empty if none differed."""
+        """Return a warning that names the tensors that differ between ranks; empty if all agree."""
         if not self.different:
             return []
         first, *others = self.different
@@ -90,8 +90,9 @@ class InitialValues:
 def compare_values(plan: ModelPlan) -> InitialValues:
     """Decide whose values each rank takes, and which tensors must be initialised. Collective.
 
-    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
-    ranks' checksums differ. Tensors on the meta device have no values.
+    All ranks take rank 0's values if ``sync_module_states`` is True. They also do if
+    ``sync_module_states`` is None and the ranks' checksums differ. Tensors on the meta device have
+    no values.
     """
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     named = [*plan.params(), *plan.buffers()]
@@ -120,7 +121,7 @@ def take_part(
     """Copy this rank's part of ``value``, the full tensor of ``param``, into ``shard``.
 
     With ``source``, rank 0 of ``source`` broadcasts its ``value``, and the other ranks may pass
-    None. Collective with ``source``: all its ranks.
+    None. Collective if ``source`` is given: all ranks of ``source``.
     """
     span, local = param.span, param.local
     part = shard[local.start : local.end]
@@ -142,7 +143,7 @@ def take_part(
 def names_of_different(
     names: Sequence[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
-    """The names of the tensors whose checksums differ between ranks. Collective: all ranks."""
+    """Return the names of tensors whose checksums differ between ranks. Collective: all ranks."""
     # Send all checksums in one message, and take maxima instead of gathering the checksums: so the
     # size of the message does not depend on the number of ranks.
     digests = b"".join(digest_of(repr(one)) for one in sums)
@@ -152,9 +153,9 @@ def names_of_different(
 
 
 def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
-    """Move buffers to the device. Give them rank 0's values if all ranks take rank 0's values.
+    """Move buffers to the device. If ``start.sends``, also broadcast rank 0's buffers.
 
-    Collective in the second case: all ranks.
+    Collective if ``start.sends``: all ranks.
     """
     for _, buffer in plan.buffers():
         if not buffer.is_meta and buffer.device != plan.settings.device:
@@ -162,7 +163,8 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
     if not start.sends:
         return
     others = start.missing.union(plan.left_alone)
-    # Keyed by the id of the previous buffer: a buffer of several modules is broadcast only once.
+    # New buffers, keyed by the id of the old buffer: several modules may share a buffer, which is
+    # broadcast only once.
     received: dict[int, Tensor] = {}
     for name, module in plan.module.named_modules():
         for attribute, buffer in module._buffers.items():

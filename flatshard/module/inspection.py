@@ -36,7 +36,11 @@ def find_device(
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
-    """The device of shards and computation. Raises ValueError if this host lacks ``device_id``."""
+    """Return the device of shards and computation.
+
+    Raises:
+        ValueError: this host lacks the device ``device_id``.
+    """
     if device_id is not None:
         return _read_device(device_id)
     present = [param for param in module.parameters() if id(param) not in left_alone]
@@ -132,7 +136,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors whose address ranges overlap have an element in common."""
+    """Whether two tensors have an element in common. Their address ranges overlap."""
     unit = min(one.element_size(), other.element_size())
     start = min(one.data_ptr(), other.data_ptr())
 

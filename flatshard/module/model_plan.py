@@ -64,7 +64,7 @@ class PlannedUnit:
         return name_of(self.names)
 
     def lay_out(self, num_shards: int) -> dict[FlatParamKind, FlatLayout]:
-        """Lay out the flat parameters over ``num_shards`` ranks.
+        """Lay out the flat parameters over ``num_shards`` ranks, and return the layouts.
 
         Raises ValueError if the user's ``boundary`` causes too much padding.
         """
@@ -100,7 +100,7 @@ class ModelPlan:
         settings: Settings,
         ignored: Ignored = NOTHING,
         *,
-        predicts: bool = False,  # the plan is for a memory prediction: tensors may be fake
+        predicts: bool = False,  # True: only to predict memory, so tensors may be fake
     ) -> None:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
@@ -123,18 +123,18 @@ class ModelPlan:
         self._choose_units()
 
     def params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters to shard, by name."""
+        """Yield the name and the parameter, for all parameters to shard."""
         named = self.module.named_parameters()
         return ((name, param) for name, param in named if id(param) not in self.left_alone)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers to move and synchronise, by name."""
+        """Yield the name and the buffer, for all buffers to move and synchronise."""
         named = self.module.named_buffers()
         return ((name, buffer) for name, buffer in named if id(buffer) not in self.left_alone)
 
     def _choose_units(self) -> None:
         module, settings, root = self.module, self.settings, UnitPlan("", self.module)
-        self.chosen: list[UnitPlan] = []  # the policy's choice, in the order of the model
+        self.chosen: list[UnitPlan] = []  # modules that the policy chose, in order
         if settings.policy is not None:
             self.chosen = find_units(module, settings.policy, self.ignored)
         # The settings of the root, then the settings of each chosen module.
@@ -158,8 +158,8 @@ class ModelPlan:
         """Join small neighbouring modules with the same settings and kinds of parameters.
 
         Small all-gathers are latency-bound. Neighbours in a policy's plan mostly run one after the
-        other. As one unit they need one all-gather instead of several, and a rank holds only a
-        little more memory. Modules that own no parameter do not become units.
+        other. If several modules are one unit, they need one all-gather instead of several, and a
+        rank needs only a little more memory. Modules that own no parameter do not become units.
         Source: DeepSpeed's ``stage3_module_granularity_threshold`` has the same purpose.
         """
         plans = [plan for plan in self.chosen if owners[plan.module]]

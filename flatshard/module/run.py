@@ -1,4 +1,4 @@
-"""The run of a model: its start, the checks before forwards, ``no_sync`` and ``summon``."""
+"""Starts the run of a model, and checks it before forwards; ``no_sync`` and ``summon``."""
 
 from __future__ import annotations
 
@@ -45,10 +45,13 @@ _num_registered = 0
 
 
 def start_run(root: Sharding, *, number: int | None = None) -> None:
-    """Start the run of a model whose outermost wrapper is the wrapper of ``root``.
+    """Make the run (``RunContext``) of a model. ``root`` belongs to the outermost wrapper.
 
-    All wrappers inside share the run. ``number`` identifies the model, and is the same on all
-    ranks; None: a new number. Raises ValueError if a unit's ranks do not fit the root's ranks.
+    All wrappers of the model share the run, which has the state of the model's steps. ``number``
+    identifies the model, and is the same on all ranks; if None, the model gets a new number.
+
+    Raises:
+        ValueError: a unit's ranks do not fit the ranks of the outermost unit.
     """
     names: dict[Unit, list[str]] = {}
     for name, module in root.wrapper.named_modules():
@@ -84,8 +87,8 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 def _check_ranks(units: Sequence[Unit]) -> None:
     """Raise ValueError if a unit's ranks or groups do not fit those of the outermost unit.
 
-    The ranks of a unit must be a subset of the outermost unit's ranks. If both are replicated, the
-    shard group of one must not be the replicate group of the other, and the other way round.
+    The ranks of a unit must be a subset of the outermost unit's ranks. If both units have shard and
+    replicate groups, the two groups of the unit must not be swapped in the outermost unit.
     """
     expected = units[-1].topology.world
     grids = []
@@ -100,7 +103,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group, topology.across))
     # This check needs no communication, because all ranks get the same result: a rank's shard group
-    # and replicate group share only this rank, so they are swapped on every rank or on none.
+    # and replicate group share only this rank, so the groups are swapped either on all ranks or on
+    # no rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -121,7 +125,7 @@ class RootChecks(RootModule):
     def __init__(self, root: Sharding) -> None:
         self._root, self.writes = root, WriteThrough()
         self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
-        self._num_registered = -1  # modules and parameters assigned until the last check
+        self._num_registered = -1  # the global `_num_registered` at the last check
         self._modules = list(root.wrapper.modules())
 
     def recover(self) -> None:
@@ -132,7 +136,10 @@ class RootChecks(RootModule):
             self.writes.take_over()
 
     def shared_buffers(self) -> Buffers:
-        """The present buffers of the modules, each once, without ignored buffers."""
+        """Return the buffers to broadcast, each once.
+
+        Without ignored buffers, and without buffers of modules that fewer ranks train.
+        """
         # Do not call ``named_buffers()``: this method runs in every step, and ``named_buffers()``
         # takes longer, because it builds the name of every buffer.
         ignored = self._root.ignored
@@ -158,7 +165,7 @@ class RootChecks(RootModule):
             self.writes.raise_lost()
         if root.context.device is not None:
             _check_not_captured(root.context.device)
-        # Looking at all modules takes long, so look only after an assignment to a module.
+        # Checking all modules takes long, so check only if a module or parameter was assigned.
         if self._num_registered != _num_registered:
             self._check_all_owned()
             self._num_registered = _num_registered
@@ -171,7 +178,7 @@ class RootChecks(RootModule):
                 prepare_allocator()
 
     def _check_all_owned(self) -> None:
-        """Raise if parameters were added after wrapping: nothing would average their gradients."""
+        """Raise if a parameter was added after wrapping: nothing would average its gradients."""
         root, handles = self._root, handles_in(self._root.wrapper)
         # List the modules again, to watch also the modules that were added since the last check.
         self._modules = list(root.wrapper.modules())
@@ -241,7 +248,7 @@ def accumulating(
 
 
 def plan_backward(model: nn.Module, *, reduces: bool) -> None:
-    """Make the next backward reduce gradients or accumulate them; overrides the forward's plan."""
+    """Make the next backward reduce or accumulate gradients, whatever the forward has planned."""
     for sharding in outermost_shardings(model):
         for unit in sharding.context.units:
             unit.plan_sync(Sync.ALL if reduces else Sync.NONE)
@@ -266,7 +273,7 @@ def _plan_accumulation(
 
 
 def _gradient_bytes(unit: Unit) -> int:
-    """Bytes of the unit's unsharded gradients while they are accumulated."""
+    """Return the bytes of the unit's unsharded gradients while backwards accumulate them."""
     return sum(
         handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
         for handle, count in unit.num_trainable.items()
@@ -279,7 +286,7 @@ def _gradient_bytes(unit: Unit) -> int:
 
 @contextlib.contextmanager
 def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
-    """Implements ``ShardedWrapper.summon_full_params``. Collective at entry."""
+    """Let modules hold full parameters; see ``ShardedWrapper.summon_full_params``. Collective."""
     as_flags(recurse=recurse, **vars(request))
     if request.rank0_only and request.writeback:
         raise ValueError(

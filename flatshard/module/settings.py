@@ -33,7 +33,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 def as_flags(**given: Any) -> dict[str, bool | None]:
-    """Return the options as bools or None. Raises TypeError unless each is True, False or None.
+    """Return the options as bools or None. Raises TypeError for an option of another type.
 
     0 and 1 are accepted, because they equal False and True.
     """
@@ -69,7 +69,7 @@ class Settings:
         return self.ranks.resolve(self.placement)
 
     def describe(self) -> str:
-        """The settings that must be the same on every rank, as text to compare."""
+        """Return a text with the settings that must be the same on every rank, for comparison."""
         # Compare the groups only for HYBRID strategies. With other strategies, nodes may have
         # different numbers of ranks.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
@@ -81,7 +81,7 @@ class Settings:
         )
 
     def override(self, plan: UnitPlan, *, may_diverge: bool) -> Settings:
-        """The settings of a unit: these settings, changed by the policy's keywords for the unit.
+        """Return these settings, changed by the keywords that the policy gives for a unit.
 
         ``may_diverge``: whether ranks may skip the unit, unless the policy's keywords contain
         ``allow_divergence``.
@@ -141,10 +141,10 @@ class Settings:
 def ranks_or_alone(
     process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: TransportOptions
 ) -> Ranks:
-    """The ranks that train the model. Without a process group: only this rank, with a warning."""
+    """Return the ranks that train the model. Without a process group: this rank, and a warning."""
     given = process_group if isinstance(process_group, list | tuple) else ()
-    # Accept negative numbers, which are no devices: on ranks outside of a group, torch's
-    # `new_group` returns a negative number instead of the group.
+    # Accept negative numbers, which cannot be devices: on ranks outside of a group, torch's
+    # `new_group` returns a negative number instead of a group.
     if any(isinstance(d, str | torch.device) or (isinstance(d, int) and d >= 0) for d in given):
         raise TypeError(
             f"process_group: expected a ProcessGroup or a pair, got {process_group!r}, which looks "

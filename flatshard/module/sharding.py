@@ -26,7 +26,7 @@ from flatshard.state.model_state import UnitStateDict
 
 @dataclass(eq=False)
 class Sharding:
-    """The state of one wrapper. The wrappers of coalesced modules share a unit."""
+    """The state of one wrapper. Wrappers of small neighbouring modules may share a unit."""
 
     wrapper: ModuleProxy
     unit: Unit
@@ -44,7 +44,7 @@ class Sharding:
     context: RunContext = dataclasses.field(init=False)  # the model's run, set by `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Copy the state for a copied wrapper. The copy keeps the run until ``start_run``."""
+        """Copy the state for a copied wrapper, which shares the run until ``start_run``."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
         twin.hooks = memo[id(self.hooks)]
@@ -104,12 +104,12 @@ def sharding_of(wrapper: ModuleProxy) -> Sharding:
 
 
 def shardings_in(module: nn.Module) -> list[Sharding]:
-    """The shardings in a model, outermost first; an empty list for an unwrapped model."""
+    """Return the shardings in a model, outermost first; an empty list for an unwrapped model."""
     return [sharding_of(inner) for inner in module.modules() if isinstance(inner, ModuleProxy)]
 
 
 def outermost_shardings(module: nn.Module) -> list[Sharding]:
-    """The shardings of the wrappers that are in no other wrapper."""
+    """Return the shardings of the outermost wrappers, which no other wrapper contains."""
     if isinstance(module, ModuleProxy):
         return [sharding_of(module)]
     found = [one for child in module.children() for one in outermost_shardings(child)]
@@ -129,7 +129,7 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
-    """The modules of units that fewer than ``world_size`` ranks train.
+    """Return the modules of units that fewer than ``world_size`` ranks train.
 
     Each group of ranks that trains such a unit has different values in the unit's buffers.
     """
@@ -153,7 +153,7 @@ def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
 
 
 def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
-    """The shards of a model, for checkpoints; None for an unwrapped model.
+    """Return this rank's shards of a model, for checkpoints; None for an unwrapped model.
 
     Collective: all ranks that train the model. If one rank is inside of a step or of
     ``summon_full_params``, all ranks raise that rank's error.

@@ -25,7 +25,7 @@ _HEADER = (
 
 
 def report(root: Sharding) -> str:
-    """Tabulate the units below a wrapper, with totals.
+    """Return a table of the units in a wrapper, with totals.
 
     Lines below the table give the reason for each transport, and report on optimizers.
     """
@@ -39,7 +39,7 @@ def report(root: Sharding) -> str:
     table = [_HEADER, *(_row(first[unit], rest) for unit in units)]
     table.append(("total", count, *sizes, "", "", "", ""))
     topologies = [first[unit].settings.topology for unit in units]
-    # `transport_reason` is empty if only one transport was possible. Then no line is needed.
+    # `transport_reason` is empty if only one transport was possible. Then add no line.
     reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
     steppers = stepper.reports(root.wrapper.parameters())
     return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *steppers])
@@ -92,7 +92,7 @@ def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str
 
 
 def show_bytes(count: int) -> str:
-    """``count`` bytes as text in B, KiB, MiB or GiB."""
+    """Return a number of bytes as text in B, KiB, MiB or GiB."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
@@ -105,7 +105,7 @@ def show_bytes(count: int) -> str:
 
 
 def one_unit_warning(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
-    """A warning if a large model with repeated blocks is one unit; otherwise an empty list."""
+    """Return a warning if a large model with repeated blocks is one unit, else an empty list."""
     # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
     tree = ModuleTree(module, ignored)
     size = numel(tree.params(module))

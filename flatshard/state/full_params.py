@@ -110,7 +110,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
-    """Raise, on all ranks, if modules cannot hold the full parameters of ``handle``."""
+    """Raise, on all ranks, if the modules cannot hold full parameters in place of shards."""
     split = first_of_dtensor(param.spec for param in handle.params)
     if split is not None:
         raise NotImplementedError(

@@ -95,7 +95,7 @@ class UnitStateDict:
             )
 
     def requested(self) -> StateDictOptions:
-        """Return the options of torch's ``get_state_dict``, if it is running, or the unit's own."""
+        """Return the unit's own options, or those of torch's ``get_state_dict`` while it runs."""
         asked = torch_request()
         if asked is None:
             return self.options

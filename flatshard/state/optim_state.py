@@ -134,10 +134,10 @@ def _by_name(
     state_dict: StateDict | None,
     shared: dict[FlatShardTensor, StateDict],
 ) -> tuple[StateDict, OptimParams]:
-    """Convert a state dict to parameters' names as keys, and to sharded tensors.
+    """Return an optimizer's state dict by parameter name, and the optimizer's parameters.
 
-    Converts ``state_dict``, or ``optimizer.state_dict()`` if ``state_dict`` is None. Also returns
-    the optimizer's parameters.
+    The returned dict has the content of ``state_dict`` or, if ``state_dict`` is None, of
+    ``optimizer.state_dict()``. Parameters' names are its keys, and its tensors are sharded.
     """
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
@@ -221,7 +221,7 @@ def state_to_load(
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
-    """Return the state dict with parameters' names as keys, without prefixes of wrappers."""
+    """Return a state dict to load, with names of the unwrapped model's parameters as keys."""
     if state_dicts.is_stamped(state_dict):
         raise ValueError(
             "an optimizer.state_dict() of a sharded model contains only the parts of one rank. "
@@ -330,8 +330,8 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
         # Copy the value into a tensor with the parameter's strides: optimizers use their fast
         # kernels only if state and parameter have equal strides.
         return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    # Copy the part if it is a view of full state, which the part would keep in memory. Use state
-    # that is already sharded without a copy, as torch's load_state_dict does.
+    # Copy the part if it is a view of full state, because a view would keep the full state in
+    # memory. Use already sharded state without a copy, as torch's load_state_dict does.
     is_full = not isinstance(value, FlatShardTensor)
     part = part_per_element(spec, key, value.detach())
     assert part is not None, "state with the parameter's shape is per element"
@@ -340,7 +340,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
 
 
 def _fact(value: Any) -> str:
-    """Describe a value in an optimizer's state, by text that must be equal on all ranks."""
+    """Return a text about a value in an optimizer's state, which ranks compare."""
     if isinstance(value, FlatShardTensor):
         return f"{value.dtype} per element"
     if isinstance(value, Tensor):
@@ -358,7 +358,7 @@ class OptimParam:
     """A parameter of an optimizer, with its name in the unwrapped model."""
 
     fqn: str
-    original: OriginalParam | None = None  # None: no unit owns the parameter
+    original: OriginalParam | None = None  # None if no unit owns the parameter
 
 
 class OptimParams:
