@@ -55,8 +55,8 @@ from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
-# Maximum number of elements of a tensor that `_reduce_on_stream` copies into one tensor with the
-# marks, so that the tensor and the marks are sent in one message.
+# Maximum number of elements for which `_reduce_on_stream` copies a tensor and the marks into one
+# tensor, to send both in one message.
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
@@ -386,8 +386,8 @@ class Communicator(Members):
 
         Args:
             sent: the bytes for all ranks, concatenated in rank order.
-            lengths: number of bytes that this rank sends to each rank.
-            expected: number of bytes that this rank receives from each rank.
+            lengths: number of bytes for each rank.
+            expected: number of bytes from each rank.
             op_name: name of the operation, for errors.
 
         Returns:
@@ -444,13 +444,13 @@ class Topology:
     ``replicate``. Otherwise there is no second stage.
     """
 
-    world: Communicator  # every rank that trains the model
+    world: Communicator  # all ranks of the model
     shard: Communicator  # the ranks that split the flat parameter
     replicate: Communicator  # the ranks that hold the same shard
     # The ranks that all-gather parameters: `shard`, or with HYBRID_SHARD_OP the ranks of one node.
     intra_group: Communicator
-    # With HYBRID_SHARD_OP, one rank of each node. These ranks reduce-scatter among each other the
-    # gradients that were reduced over `intra_group`.
+    # With HYBRID_SHARD_OP, one rank of each node. These ranks reduce-scatter gradients after the
+    # reduction over `intra_group`.
     inter_group: Communicator = ALONE
     # With `reshard_after_forward=k`, the `k` ranks that all-gather the unit for backward, from the
     # parts that each rank kept after forward. None: backward all-gathers as forward does.

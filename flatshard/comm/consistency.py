@@ -1,7 +1,7 @@
 """Checks that all ranks build the same model and pass the same arguments.
 
 After a check, either all ranks continue or all ranks raise. If only one rank raised, the other
-ranks would wait for that rank in their next collective.
+ranks would wait for this rank in the next collective.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def check_same_model(
         named: pairs of name and tensor, for the parameters and buffers. Ranks compare names,
             shapes, dtypes and ``requires_grad``, and for parameters also the memory format.
         settings: text with all settings of the wrapper, separated by ``", "``.
-        units: a text for each unit that describes the unit.
+        units: descriptions of the units.
         ignored: names of the tensors of ignored modules. Ranks compare only the names.
-        comm: communicator of the ranks that train the model.
+        comm: communicator of all ranks of the model.
 
     Raises:
         ValueError: the ranks' models or settings differ. All ranks raise, with the first
@@ -84,8 +84,8 @@ def raise_everywhere(
 
     Args:
         error: this rank's error. None: this rank has no error.
-        comm: communicator of the ranks that raise together.
-        op_name: name of this exchange, for the error that is raised if a rank does not arrive.
+        comm: communicator whose ranks all raise.
+        op_name: name of this exchange, for the error about a rank that does not arrive.
     """
     mine = None if error is None else (type(error), str(error))
     everyone = comm.host.gather_unless_equal(mine, op_name)
@@ -109,12 +109,12 @@ def agreed(
     nothing.
 
     Args:
-        prepare: function that returns a pair: the result for this rank, and the facts (texts keyed
-            by name) that must be equal on all ranks.
-        comms: communicators of the ranks that must agree.
-        op_name: name of the caller, with which every error begins.
-        remedy: last sentence of the error that is raised if facts differ.
-        differ: first words of the error that is raised if facts differ.
+        prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
+            name), which must be equal on all ranks.
+        comms: communicators whose ranks must agree.
+        op_name: name of the caller. Every error begins with this name.
+        remedy: last sentence of the error about different facts.
+        differ: first words of the error about different facts.
 
     Raises:
         ValueError: ``prepare`` raised on at least one rank, or facts differ. All ranks raise. A
@@ -154,12 +154,12 @@ def agreed(
 
 
 def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the first fact that differs between ranks, as a pair of texts.
+    """Return the first fact with different values on different ranks, as a pair of texts.
 
-    The first text is the name of the fact. The second text says which values two ranks have.
+    The first text is the name of the fact. The second text contains two ranks and their values.
 
     Args:
-        everyone: the facts of each rank, at least one of which differs.
+        everyone: the facts of each rank. At least one fact differs.
         ranks: the number of each rank, in the same order.
     """
     for key in dict.fromkeys(chain.from_iterable(everyone)):

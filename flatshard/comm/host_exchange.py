@@ -38,7 +38,7 @@ _DIGEST_BYTES = 8
 # the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
-_DETAIL = re.compile(r"\(|: ")  # where the part of a name begins that ranks do not compare
+_DETAIL = re.compile(r"\(|: ")  # begin of the part of a name that ranks do not compare
 
 
 def with_complements(data: Iterable[int]) -> bytes:
@@ -68,8 +68,7 @@ def compared_name(op_name: str) -> str:
 
     ``"saving: /data/0"`` becomes ``"saving"``.
     """
-    # Do not compare the rest of the name: it may be a path or another detail that differs between
-    # ranks.
+    # Do not compare the rest of the name, which may be a path or another detail of this rank.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 

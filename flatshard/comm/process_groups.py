@@ -54,15 +54,16 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
-# Groups that ``new_group`` made, mapped to the id of the process that made the group. A forked
-# process inherits the groups of its parent but not the groups' threads, so it must not abort them.
+# Groups made by ``new_group``, mapped to the id of the process that made the group. A forked
+# process inherits the groups of the parent process without their threads, and must not abort the
+# groups.
 _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def made_here() -> set[dist.ProcessGroup]:
-    """Return the groups that ``new_group`` made in this process and that still exist.
+    """Return the existing groups that ``new_group`` made in this process.
 
-    In a forked process, the groups of the parent process are not among them.
+    In a forked process, the groups of the parent process are left out.
     """
     return {group for group, pid in list(_made_in.items()) if pid == os.getpid()}
 
@@ -77,7 +78,7 @@ def new_group(
     Collective: all members of the new group, and no other ranks.
 
     Args:
-        parent: the group from which the timeout, the backend and, by default, the ranks are taken.
+        parent: the group whose timeout, backend and, by default, ranks the new group gets.
         ranks: members of the new group, as ranks in the default group. None: all ranks of
             ``parent``.
         on_host: whether the new group must be able to send CPU tensors. If the backend of
@@ -160,7 +161,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
     if not dist.is_gloo_available():
         return group, current_cuda(group)
     # Make a gloo group, so that small values are exchanged in host memory. With NCCL the host would
-    # have to read the values from the GPU, and would wait for all work that is queued there.
+    # have to read the values from the GPU, and would wait for all work queued on the GPU.
     if group not in _controls:
         _controls[group] = new_group(group, on_host=True)
     return _controls[group], torch.device("cpu")

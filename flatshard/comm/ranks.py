@@ -1,4 +1,4 @@
-"""``Ranks``: the ranks that train a model, and their groups for each sharding strategy."""
+"""``Ranks``: the ranks that train a model, and the groups for each sharding strategy."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Ranks:
         return f"{shard.size} ranks share a copy, {replicate.size} copies"
 
     def resolve(self, placement: Placement) -> Topology:
-        """Return the groups of ranks that a sharding strategy with these properties needs.
+        """Return the groups of ranks for a sharding strategy.
 
         Collective at the first call for each placement, which makes the groups: all ranks.
 
         Args:
-            placement: the properties of the strategy.
+            placement: properties of the strategy.
 
         Raises:
             ValueError: the ranks cannot be divided as the placement requires, or the user chose a

@@ -1,15 +1,15 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-Two kinds of records are kept. Each process group has a ``History`` of the collectives that this
-rank has begun. Each thread has a list of the blocks of code in which the thread waits for other
-ranks (``watched``).
+Two kinds of records are kept. Each process group has a ``History``: the collectives begun by this
+rank. Each thread has a list of its present waits for other ranks (``watched``).
 
-The optional package ``flatshard/extras/deadlock`` (below: the extra ``deadlock``) finds ranks that
-wait for one another. The extra reads both records from a thread of its own, so that training steps
-do not call the extra; ``CollectiveWatch`` is its interface. Without the extra, the lists of waits
-are not used. The histories are used without the extra too: if a backend matches collectives only by
-order, ranks compare their histories at the end of backward (``flatshard/engine/agreement.py``), to
-notice that a rank has received data of a different collective.
+The optional package ``flatshard/extras/deadlock`` (below: the extra ``deadlock``) finds
+deadlocks between ranks. The extra reads both records from a separate thread, so training steps do
+not call the extra. ``CollectiveWatch`` is the extra's interface. Without the extra, the lists of
+waits are not used. The histories are used without the extra too: if a backend matches collectives
+only by order, ranks compare their histories at the end of backward
+(``flatshard/engine/agreement.py``), to notice that a rank has received data of a different
+collective.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ REMEDY = (
 
 _KEPT = 64  # number of collectives whose descriptions a `History` keeps
 
-# A collective that this rank has begun: its number in the process group, and its description.
+# A collective begun by this rank: number in the process group, and description.
 Begun = tuple[int, str]
 
 
 class CollectiveWatch:
-    """Interface of the extra ``deadlock``, which finds ranks that wait for one another.
+    """Interface of the extra ``deadlock``, which finds deadlocks between ranks.
 
     Without the extra, this base class is used and does nothing.
     """
@@ -75,7 +75,7 @@ def watch() -> CollectiveWatch:
 
 
 class WaitCondition(NamedTuple):
-    """What a wait for other ranks needs in order to end, for deadlock detection.
+    """The condition under which a wait for other ranks ends, for deadlock detection.
 
     The wait ends once each of ``ranks`` has begun ``number`` collectives of ``kind`` in ``group``.
     """
@@ -83,17 +83,17 @@ class WaitCondition(NamedTuple):
     group: str  # the name of the `History`, or of the process group
     kind: Hashable  # key of the collectives, see `History.begin`
     number: int
-    ranks: Sequence[int]  # the ranks that this rank waits for, as ranks in the default group
+    ranks: Sequence[int]  # the awaited ranks, as ranks in the default group
     abort: Callable[[], None] | None = None  # function that makes the wait fail
 
 
 class History:
-    """Record of the collectives of one process group that this rank has begun.
+    """Record of the collectives begun by this rank in one process group.
 
     The collectives are counted by kind; the n-th collective of a kind on one rank matches the n-th
     on every other rank. If the backend matches collectives only by order, collectives also have a
-    description, which ranks compare. The history keeps the last descriptions, and a digest of all
-    descriptions.
+    description, to compare between ranks. The history keeps the last descriptions, and a digest of
+    all descriptions.
     """
 
     def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
@@ -113,7 +113,7 @@ class History:
         # Whether ranks may compare descriptions before they begin a collective. False inside
         # `join()`, where ranks do not reach collectives at the same time.
         self.announces = True
-        self.described: Hashable = None  # kind of the collectives that have descriptions
+        self.described: Hashable = None  # kind of the collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
         # Time at which the first collective began that ranks have not compared yet. 0: ranks have
         # compared all collectives.
@@ -176,7 +176,7 @@ class History:
         return self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
-        """Record that collective ``what`` follows the last two collectives.
+        """Record ``what`` as the collective after the last two collectives.
 
         Called on all ranks, after all ranks have compared ``what``.
         """
@@ -309,8 +309,9 @@ class named(watched):
     __slots__ = ()
 
     def failed(self, error: BaseException) -> None:
-        # Leave two kinds of errors unchanged. Callers may catch OutOfMemoryError, which is this
-        # rank's own problem. A CollectiveError from a nested block already names its collective.
+        # Leave two kinds of errors unchanged. Callers may catch OutOfMemoryError, because other
+        # ranks have not caused this error. A CollectiveError from a nested block already names the
+        # collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return
@@ -336,7 +337,7 @@ class named(watched):
 
 @dataclass(eq=False)
 class AsyncWork:
-    """A collective that this rank has begun and that may not be complete yet.
+    """A collective begun by this rank, perhaps not complete yet.
 
     This object keeps the tensors of the collective alive until no rank needs the tensors.
     """
@@ -461,8 +462,8 @@ class PendingSends:
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Collectives whose sends report their end only to a thread that waits (gloo's sends). These
-        # collectives have their own list, because `drop_sent` would poll them in vain.
+        # Collectives whose sends report the end only to a waiting thread (gloo's sends). These
+        # collectives have a separate list, because `drop_sent` would poll the sends in vain.
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
@@ -492,7 +493,7 @@ class PendingSends:
 
 @dataclass(eq=False)
 class RunLink:
-    """State that all objects share that run collectives of one flat parameter.
+    """State shared by all objects that run collectives of one flat parameter.
 
     Both fields change if the user later wraps a module that contains the unit: the unit gets a
     longer name, and its unfinished sends are collected by the new outermost wrapper. All objects

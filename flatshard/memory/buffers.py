@@ -48,8 +48,8 @@ GLIBC_LIMIT_BYTES = 32 << 20
 # Size of a chunk of the page pool. Larger chunks are moved with fewer calls (15 us each), but waste
 # more memory: the last chunk of a buffer is rarely used in full.
 _CHUNK_BYTES = 1 << 20
-# Maximum number of chunks in the page pool. Each chunk that is lent to a buffer is a separate
-# mapping, and Linux allows a process about 65,000 mappings, which the pool must not use up.
+# Maximum number of chunks in the page pool. Each chunk in a buffer is a separate mapping. Linux
+# allows a process about 65,000 mappings, and the pool must not use up all of them.
 _MAX_CHUNKS = 1 << 13
 
 
@@ -59,8 +59,8 @@ _MAX_CHUNKS = 1 << 13
 class BufferMemory:
     """The memory of one unsharded buffer, which is allocated and freed many times.
 
-    The buffer has the same storage object throughout, so that views of the buffer which autograd
-    holds are valid again after the next unshard.
+    The buffer always has the same storage object. So autograd's views of the buffer are valid again
+    after the next unshard.
     """
 
     # The buffer, (numel,). It may be used only between ``take`` and ``free``.
@@ -94,7 +94,7 @@ class BufferMemory:
         """Free the memory of the buffer. A second call does nothing."""
 
     def snapshot(self) -> None:
-        """Copy mapped shards, so that the buffer keeps its values if ranks write to their shards.
+        """Copy mapped shards, to keep the buffer's values if ranks write to their shards.
 
         The values are kept until ``renew`` or ``free``.
         """
@@ -221,7 +221,7 @@ class PooledBuffer(BufferMemory):
     """
 
     # With sockets an all-gather would copy this rank's shard into the buffer. To save the copy, the
-    # memory of a large shard is a file that is also mapped into the buffer. The mapping in the
+    # memory of a large shard is a file, also mapped into the buffer. The mapping in the
     # buffer is private: if a module writes to its unsharded parameters, the writes do not reach the
     # shard, and are dropped when the unit is resharded.
 
@@ -372,7 +372,7 @@ def storage_bytes(tensors: Iterable[object]) -> int:
 
 @functools.cache
 def prepare_allocator() -> None:
-    """Make the C library's allocator keep memory that a training step frees for the next step."""
+    """Make the C library's allocator keep freed memory of a training step for the next step."""
     # glibc's malloc returns freed blocks above a threshold to the operating system. When a block of
     # up to 32 MiB is freed, malloc raises the threshold to the size of the block. In training,
     # large blocks are allocated in every step. So raise the threshold to the maximum now, by
@@ -421,14 +421,14 @@ class BufferCache:
 
 
 def num_uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's storage: all tensors that share the storage.
+    """Return the number of references to a tensor's storage, which all views of the tensor share.
 
-    The number includes a reference that this function itself makes.
+    The number includes the reference made by this function.
     """
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
-# The result of `num_uses` for a storage that only one tensor uses.
+# The result of `num_uses` for the storage of a single tensor.
 _ALONE = num_uses(torch.empty(1))
 
 

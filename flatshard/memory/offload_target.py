@@ -131,8 +131,8 @@ class OffloadTargets:
     # Target of optimizer state with one value per element. None: the state lies where the shard
     # lies.
     state: OffloadTarget | None = None
-    # Whether the device keeps a copy of the shard, so that all-gathers need not first copy the
-    # shard from the host or the disk.
+    # Whether the device keeps a copy of the shard, because all-gathers would otherwise first copy
+    # the shard from the host or the disk.
     keeps_copy: bool = False
 
     @classmethod

@@ -59,8 +59,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # Refuse a plain tensor that requires a gradient: its gradient depends on the elements
-            # of all ranks, but autograd would compute it from this rank's elements only.
+            # Refuse a plain tensor that requires a gradient: the gradient depends on the elements
+            # of all ranks, but autograd would use only this rank's elements.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value

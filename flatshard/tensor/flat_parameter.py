@@ -1,6 +1,6 @@
 """``FlatParameter``: parameters of a unit, flattened, padded, and divided among the ranks.
 
-``OriginalParam``: one parameter of the unwrapped model, which lies in a flat parameter.
+``OriginalParam``: one parameter of the unwrapped model, part of a flat parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FlatParameter(nn.Parameter):
     """Parameters of one unit as a padded 1-D parameter; each rank holds a chunk.
 
     The tensor's values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers do not get
-    the flat parameter: they update the original parameters, which are views of the chunk. ``print``
+    the flat parameter, but the original parameters, which are views of the chunk. ``print``
     shows which original parameters lie in which chunk.
 
     Example:
@@ -57,7 +57,7 @@ class FlatParameter(nn.Parameter):
     def __new__(
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
-        """Make a flat parameter that shares the memory of ``chunk``, ``(layout.shard_numel,)``.
+        """Make a flat parameter in the memory of ``chunk``, ``(layout.shard_numel,)``.
 
         ``params`` are the original parameters, in the order of ``layout.spans``.
         """
@@ -111,12 +111,12 @@ GradHook = Callable[["OriginalParam"], Callable[[Tensor], None]]
 
 
 class OriginalParam:
-    """One parameter of the unwrapped model, and the elements of a flat parameter that belong to it.
+    """One parameter of the unwrapped model, and its place in a flat parameter.
 
     Attributes:
         index: number of the parameter within the flat parameter.
         span: range of the parameter's elements in the flat parameter; the same on all ranks.
-        local: the part of ``span`` that lies in this rank's chunk.
+        local: the part of ``span`` in this rank's chunk.
         spec: ``span`` and ``local`` in the form that a ``FlatShardTensor`` needs. The parameter's
             gradients and optimizer state share this object.
         locations: the modules and attributes that hold the parameter. The name of the first
@@ -129,7 +129,7 @@ class OriginalParam:
             forward computes in the same dtype), ``full`` is ``sharded``.
         held: the object that modules hold now in place of ``sharded``. None: modules hold
             ``sharded``.
-        post_accumulate_hooks: hooks from ``register_post_accumulate_grad_hook`` of users, which run
+        post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to run
             once the reduced gradient is in ``.grad``.
     """
 
@@ -301,8 +301,8 @@ class OriginalParam:
         # Move the hooks from the previous full parameter, unless `full` is still the same object:
         # without an unsharded buffer, `full` is `sharded`, which `model.to()` does not replace.
         if before is not None and before is not self.full:
-            # Share the dictionary instead of copying the hooks, so that users can still remove the
-            # hooks by the handles that they got.
+            # Share the dictionary instead of copying the hooks, because users may still remove the
+            # hooks by the handles from torch.
             self.full._backward_hooks = before._backward_hooks
             self._hook_grad()
         if self.is_sharded:
@@ -346,7 +346,7 @@ class OriginalParam:
     # ------------------------------------------------------------ gradients
 
     def of_chunk(self, chunk: Tensor) -> Tensor:
-        """Return a tensor for the parameter's ``.grad`` that shares the memory of ``chunk``.
+        """Return a tensor for the parameter's ``.grad`` in the memory of ``chunk``.
 
         ``chunk``: gradients of this rank's chunk of the flat parameter, ``(shard_numel,)``.
         """
@@ -373,7 +373,7 @@ class OriginalParam:
     def give_hooks_back(self) -> None:
         """Undo ``hold_hooks``: register users' hooks on ``sharded`` again.
 
-        There, users can remove the hooks by the handles that they got from torch.
+        There, users can remove the hooks by the handles from torch.
         """
         if self.post_accumulate_hooks:
             hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]

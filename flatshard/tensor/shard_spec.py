@@ -66,9 +66,9 @@ class ParamOwner:
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Tell the model that a backward is running.
+        """Tell the model of a running backward.
 
-        Called before the gradient of a parameter that was used outside of forward is averaged.
+        Called before a gradient is averaged whose parameter was used outside of forward.
         """
 
     def bring_back(self, spec: ShardSpec) -> bool:
@@ -96,15 +96,15 @@ class NeedsFullTensor(RuntimeError):
 
 @dataclass(eq=False)
 class ShardSpec:
-    """Where a parameter lies in its flat parameter, and which of its elements this rank holds.
+    """The place of a parameter in a flat parameter, and the range of elements of this rank.
 
     The parameter's gradients and optimizer state share this object.
     """
 
     name: str  # name of the parameter in the unwrapped model
-    unit: str  # name of the unit to which the parameter belongs
+    unit: str  # name of the parameter's unit
     span: ParamSpan  # the parameter's elements in the flat parameter, the same on all ranks
-    local: LocalSpan  # the part of ``span`` that lies in this rank's chunk
+    local: LocalSpan  # the part of ``span`` in this rank's chunk
     _: KW_ONLY
     comm: Communicator  # the shard group: the ranks that hold the other elements
     replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
@@ -134,14 +134,14 @@ class ShardSpec:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """Shape, strides, and the range of elements that this rank holds.
+        """Shape, strides, and this rank's range of elements.
 
         Element-wise operations can combine two sharded tensors if their ``place`` is equal.
         """
         return self.shape, self.strides, self.offset, self.numel
 
     def slice(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a full tensor that this rank holds, as a 1-D tensor.
+        """Return this rank's elements of a full tensor, as a 1-D tensor.
 
         ``tensor`` may have any strides, and any shape that broadcasts to the parameter's shape.
 
@@ -230,7 +230,7 @@ class ShardSpec:
     def refuse_part(self, operation: str) -> None:
         """Raise NotImplementedError if the parameter is the local part of a DTensor.
 
-        For operations that would be wrong on a part. Called before any communication, so that all
+        For operations that would be wrong on a part. Called before any communication, so all
         ranks raise. ``operation``: name of the operation, for the error.
         """
         if len(self.comms) > 1:

@@ -1,8 +1,8 @@
 """``FlatShardTensor``: a parameter that shows its full shape, but stores only this rank's elements.
 
 The elements of a parameter, in memory order, are divided into consecutive ranges. Each rank stores
-one range as a 1-D tensor. Such a parameter, and every tensor that is divided in the same way, is
-called a sharded tensor.
+one range as a 1-D tensor. A parameter, gradient or state tensor
+in this form is called a sharded tensor.
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
 operations run on this rank's range. A reduction over all elements, such as a norm, reduces the
@@ -76,13 +76,13 @@ ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
-# Gradients in ``.grad`` that were not reduced over all ranks yet, mapped to the name of the unit,
-# so that a norm or an optimizer step with such a gradient raises. The keys may be sharded or plain
+# Gradients in ``.grad`` before their reduction over all ranks, mapped to the name of the unit. A
+# norm or an optimizer step with one of these gradients raises. The keys may be sharded or plain
 # tensors.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-# Modules in which torch defines collectives. List modules instead of functions, so that collectives
-# of a newer torch are found too. The operators' schemas do not help to find collectives: they do
-# not mark the tensors that a collective writes.
+# Modules in which torch defines collectives. List modules instead of functions, to find the
+# collectives of newer versions of torch too. The operators' schemas do not help to find
+# collectives: a collective's schema does not mark the written tensors.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
@@ -107,8 +107,8 @@ class Origin:
     digest: int | None = None
     is_parameter: bool = False
     is_drawn: bool = False
-    # Other tensors with the same memory that users may hold, from `p.data` for example, keyed by
-    # id. An assignment to `p.data` must not change these tensors.
+    # Users' tensors with the same memory, from `p.data` for example, keyed by id. An assignment to
+    # `p.data` must not change these tensors.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     def write(self, digest: int | None) -> None:
@@ -136,8 +136,8 @@ def digest_of(name: str, operands: Iterable[Any]) -> int | None:
             if not isinstance(operand, FlatShardTensor) or operand.origin.digest is None:
                 return None
             operand = operand.origin.digest
-        # Of the arguments that are not tensors, use only numbers for the digest. Other arguments,
-        # such as devices, may differ between ranks although the values are the same.
+        # Except for tensors, use only numbers for the digest. Further arguments, for example
+        # devices, may differ between ranks although the values are the same.
         if isinstance(operand, int | float | complex):
             parts.append(operand)
     return zlib.crc32(repr(parts).encode())
@@ -181,9 +181,9 @@ class FlatShardTensor(torch.Tensor):
             view of ``flat`` that begins at ``spec.start``. None: ``local`` has its own memory.
         is_parameter: whether the tensor is a parameter of a unit.
         origin: how the values were computed.
-        role: text that says how the tensor belongs to the parameter, such as ``"gradient of"``. The
-            name of a collective on the tensor contains the role. Ranks compare these names, so that
-            they never combine ranges of different tensors.
+        role: the tensor's relation to the parameter, such as ``"gradient of"``. The name of a
+            collective on the tensor contains the role. Ranks compare the names of collectives, so
+            ranks never combine ranges of different tensors.
     """
 
     # These are plain attributes instead of properties, because reading a property of a tensor calls
@@ -208,7 +208,7 @@ class FlatShardTensor(torch.Tensor):
         flat: Tensor | None = None,
         requires_grad: bool = False,
     ) -> Self:
-        """Make a sharded tensor that shares the memory of ``local``, ``(spec.numel,)``.
+        """Make a sharded tensor in the memory of ``local``, ``(spec.numel,)``.
 
         The other arguments are described at the attributes of the class.
         """
@@ -233,7 +233,7 @@ class FlatShardTensor(torch.Tensor):
     def in_flat(
         cls, flat: Tensor, spec: ShardSpec, role: str, requires_grad: bool = False
     ) -> FlatShardTensor:
-        """Make a sharded tensor that shares the memory of ``flat``.
+        """Make a sharded tensor in the memory of ``flat``.
 
         ``flat``: this rank's chunk of the flat parameter, or the gradient of the chunk,
         ``(shard_numel,)``.
@@ -243,7 +243,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        """Make a sharded parameter that shares the memory of ``flat``.
+        """Make a sharded parameter in the memory of ``flat``.
 
         ``flat``: this rank's chunk of the flat parameter, ``(shard_numel,)``.
         """
@@ -278,15 +278,15 @@ class FlatShardTensor(torch.Tensor):
         """Return the full tensor as a plain tensor, with the parameter's shape and strides.
 
         A gradient that was accumulated under ``no_sync`` is not averaged over the ranks: each rank
-        contributes its own gradient for the elements that it holds.
+        contributes its own gradient for its range of elements.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self.spec, self.local.detach()
         flat = local.new_zeros(self.numel())
         flat[spec.offset : spec.offset + spec.numel] = local
-        # Each rank fills only its own range of the zeros, so that the sum over the ranks is the
-        # full tensor. Add the tensors as bytes, so that the sum does not round or change any value.
+        # Each rank fills only its own range of the zeros, so the sum over the ranks is the full
+        # tensor. Add the tensors as bytes: the sum then rounds no value.
         op_name = f"full tensor of {self.described}"
         spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
         return flat.as_strided(spec.shape, spec.strides)
@@ -521,7 +521,7 @@ def is_collective(func: Any) -> bool:
 
 
 def wrote(values: Sequence[Any]) -> None:
-    """Record that an operation has written the sharded tensors among ``values``."""
+    """Record a write to the sharded tensors among ``values``."""
     # Raise the version counter of the shard, which all views of the shard share. By this counter,
     # the next unshard sees that the shard was written after the last all-gather. Operations under
     # ``__torch_dispatch__`` do not raise the counter themselves.
@@ -557,8 +557,9 @@ for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
     importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
 
 
-# Names of the functions that torch passes to ``__torch_function__`` when an attribute such as
-# ``p.grad`` is read or written. They compute nothing, so ``refuse_counted`` is not called for them.
+# Names of the functions that torch passes to ``__torch_function__`` for reading or writing an
+# attribute, for example ``p.grad``. ``refuse_counted`` is not called for these functions, because
+# the functions compute nothing.
 ATTRIBUTES = frozenset({"__get__", "__set__"})
 
 
@@ -594,7 +595,7 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
 
     Args:
         fqn: name of the tensor.
-        num_boxes: number of boxes (rectangular blocks) of the tensor that this rank holds.
+        num_boxes: number of this rank's boxes (rectangular blocks) of the tensor.
     """
     # DCP does not pass the writer, so look for the writer among the callers' local variables.
     frame = sys._getframe(2)
@@ -647,11 +648,11 @@ class StateShard(FlatShardTensor):
 
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
-    """Return an entry of a sharded state dict that shares the memory of ``local``.
+    """Return an entry of a sharded state dict in the memory of ``local``.
 
     Args:
         local: this rank's elements, ``(spec.numel,)``.
-        spec: describes the parameter, and which of its elements ``local`` has.
+        spec: describes the parameter, and the range of elements in ``local``.
         role: how ``local`` belongs to the parameter, as in ``FlatShardTensor``.
     """
     # If the parameter has no elements, return a plain tensor: no rank would list a chunk to write.

@@ -1,4 +1,4 @@
-"""Unsharded parameters that users read or write outside of the forward of their module.
+"""Unsharded parameters that users read or write outside of the module's forward.
 
 [Note: freed parameters]
 A user may keep an unsharded parameter from a forward, and read the parameter after its unit was
@@ -40,8 +40,7 @@ _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_flo
 _PROPERTIES = """_backward_hooks _version device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta
     is_sparse itemsize layout nbytes ndim requires_grad shape""".split()
 
-# Methods and attributes of a tensor that read none of its elements, so that they also work on a
-# `FreedParameter`.
+# Methods and attributes of a tensor that read no elements. They also work on a `FreedParameter`.
 _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
     method
     for name in _PROPERTIES
@@ -135,8 +134,8 @@ def allow(buffer: Tensor) -> None:
 class GatheredView(Tensor):
     """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
 
-    Operations that read the tensor work as usual. Operations that write raise, because a write
-    would not reach the parameter.
+    Reading operations work as usual. Writing operations raise, because a write would not reach the
+    parameter.
     """
 
     parameter: str  # name of the parameter
@@ -196,7 +195,7 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
             # version counter, by which `GatheredView` notices writes.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
-        # A tensor that requires a gradient need not become a `GatheredView`, because autograd
+        # A tensor with ``requires_grad`` need not become a `GatheredView`, because autograd
         # itself raises on an in-place write to the tensor.
         if tensor.requires_grad:
             return tensor

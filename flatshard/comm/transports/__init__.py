@@ -1,10 +1,10 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
 [Note: scattered gradients]
-``FlatChunks`` describes gradients of a flat parameter that lie in several tensors instead of one
-buffer. With ``FlatChunks``, a transport sends gradients directly from the tensors that autograd
-made. Copying all gradients to one buffer first would take as long as a fast network needs to send
-the gradients. Only small gradients are copied into common tensors; ``ChunkPlan`` chooses which.
+``FlatChunks`` describes gradients of a flat parameter in several tensors instead of one buffer.
+With ``FlatChunks``, a transport sends gradients directly from the tensors made by autograd. Copying
+all gradients to one buffer first would take as long as a fast network needs to send the gradients.
+Only small gradients are copied into common tensors; ``ChunkPlan`` chooses which.
 
 This module also averages over ranks, in rank order and at least in fp32, so that the averages are
 the same in every run and with every transport that adds in flatshard's code.
@@ -139,7 +139,7 @@ class FlatChunks:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parts that have a tensor, which are the parts that are not all zero."""
+        """All parts with a tensor. Parts of only zeros have no tensor."""
         return [part for part in self.parts if part is not None]
 
     def cut(self, begin: int, end: int, numel: int | None = None) -> Iterator[Chunk]:
@@ -211,8 +211,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # Add one row after another, so that the order of additions is the rank order. A kernel that
-    # adds all rows at once would choose an order that depends on the sizes.
+    # Add the rows one by one, in rank order. A kernel for all rows would choose an order depending
+    # on the sizes.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)

@@ -47,12 +47,13 @@ from flatshard.options.transport_options import Collectives
 # Gradients are received and added in pieces of this size. While one piece is added, the next pieces
 # are on their way.
 PIECE_BYTES = 2 << 20
-# Gradients of at least this size are sent directly from the tensors that autograd made, each in its
-# own messages. Copying the gradients to one buffer first would cost more than the extra messages.
+# Gradients of at least this size are sent directly from the tensors made by autograd, each in
+# separate messages. Copying the gradients to one buffer first would cost more than the extra
+# messages.
 SENT_IN_PLACE_BYTES = 1 << 20
-# Number of elements that are added at a time. This number is so small that the elements stay in the
-# CPU's cache, and that torch adds them without starting threads. For more elements torch would
-# start a pool of threads for each of flatshard's background threads.
+# Number of elements added at a time. With so few elements, the elements stay in the CPU's cache,
+# and torch adds without starting threads. For more elements torch would start a pool of threads for
+# each of flatshard's background threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -74,7 +75,7 @@ class _Message:
             tensor: the tensor to fill or to send. A sent tensor must not be written until ``wait``
                 has returned.
             peer: the other rank, within the process group.
-            tag: number by which gloo matches a send of one rank to a receive of another rank.
+            tag: number by which gloo matches the send to the receive.
         """
         self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
         self._begun: Future[Any] | None = Future()
@@ -169,10 +170,10 @@ class SocketTransport(Transport):
                 out.copy_(arrived)
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
-        # Begin all receives before the sends. For each receive, gloo tells the sender that the
-        # receiver is ready, on the connection that also carries data, and the sender waits for
-        # this notice. If this rank sent data first, its notices would queue behind the data, and
-        # only one direction of a link would be used at a time.
+        # Begin all receives before the sends. For each receive, gloo sends a notice ("ready to
+        # receive") to the sender, on the connection for data, and the sender waits for the notice.
+        # If this rank sent data first, the notices would queue behind the data, and only one
+        # direction of a link would be used at a time.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
@@ -203,7 +204,7 @@ class SocketTransport(Transport):
                 if piece is not None:
                     send = _Message(members.reduce_group.send, piece, peer, request.tag)
                     average.sends.append(send)
-        # Begin the receives before the sends, for the reason that ``gather`` gives.
+        # Begin the receives before the sends, for the reason given in ``gather``.
         self._begins.put(partial(_begin, [*average.receives(), *average.sends]))
         self._adds.put(average.run)
         return AsyncWork([average], op_name, [*chunks.tensors, out], need=need)
@@ -219,7 +220,7 @@ def _leaving(
     Args:
         chunks: this rank's gradients for the whole flat parameter.
         peer: rank of the receiver within the group.
-        numel: number of elements that each rank averages.
+        numel: number of elements to average, for each rank.
         dtype: dtype in which the pieces are sent.
         step: maximum number of elements of a piece.
     """
@@ -234,13 +235,13 @@ def _leaving(
 
 
 class _Piece(NamedTuple):
-    """Consecutive elements of an average that are received and added together."""
+    """Consecutive elements of an average, received and added together."""
 
     out: Tensor  # the elements of the result
-    # For each rank, this rank included, the values to add, in the order in which they are added.
-    # None instead of a tensor: all values are zero.
+    # The values of all ranks, this rank included, in the order of the additions. None instead of a
+    # tensor: all values are zero.
     values: list[Tensor | None]
-    receives: list[_Message]  # the messages that receive the values of the other ranks
+    receives: list[_Message]  # the receives of the values of the other ranks
 
 
 class _Average:
@@ -257,7 +258,7 @@ class _Average:
 
         Args:
             members: the ranks of the group.
-            request: this rank's gradients, and the tensor that receives the average.
+            request: this rank's gradients, and the tensor for the average.
             dtype: dtype in which gradients are sent.
             step: maximum number of elements of a message.
         """
@@ -289,7 +290,7 @@ class _Average:
             self._pieces.append(_Piece(out[part], values, receives))
 
     def receives(self) -> Iterator[_Message]:
-        """Return all receives of the other ranks' values, in the order in which they are added."""
+        """Return all receives of other ranks' values, in the order of the additions."""
         return chain.from_iterable(piece.receives for piece in self._pieces)
 
     def is_completed(self) -> bool:
@@ -299,8 +300,8 @@ class _Average:
     def wait(self) -> None:
         """Wait until the average is complete. If ``run`` failed, raise the error."""
         # Call `run` here instead of only waiting for the background thread. The background thread
-        # may be busy with an average of another model that the other ranks begin only after they
-        # have finished this average: a deadlock. `run` does nothing if the background thread has
+        # may be busy with an average of another model, which the other ranks begin only after
+        # the end of this average: a deadlock. `run` does nothing if the background thread has
         # begun this average already.
         self.run()
         self._over.result()
@@ -323,7 +324,7 @@ class _Average:
             self._add(piece)
         for send in self.sends:
             send.wait()
-        # Drop all references to tensors, so that the caller can free their memory after ``wait``.
+        # Drop all references to tensors, so that the caller can free the memory after ``wait``.
         self._pieces.clear()
         self.sends.clear()
 
@@ -342,7 +343,7 @@ class _Average:
 
 
 class _Thread:
-    """A background thread that runs tasks one after another. The first task starts the thread."""
+    """A background thread that runs tasks in order. The first task starts the thread."""
 
     # Do not use an executor of `concurrent.futures`: at the end of the program Python waits for the
     # threads of executors. A thread that waits for a dead rank would then block the exit.
