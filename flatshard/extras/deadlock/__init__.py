@@ -1,14 +1,14 @@
 """Extra: detects a deadlock of ranks, makes the deadlocked ranks raise, and logs long waits.
 
-Used by default if this folder is installed. Without this folder, ranks still raise if they are in
-different exchanges of flatshard (which have names, see ``HostExchange``). But ranks that wait in
-different collectives wait until the timeout of the process group, and errors do not name lines of
-the program.
+Used by default if this folder is installed. Without this folder, ranks in different exchanges of
+flatshard still raise, because exchanges have names (see ``HostExchange``). But ranks in different
+collectives wait until the timeout of the process group, and errors do not name lines of the
+program.
 
-One thread per process looks about once a second at all waits for collectives in the process
+A thread per process looks about once a second at all waits for collectives in the process
 (``Watchdog``). If a wait lasts longer than ``PATIENCE_SECONDS``, the thread logs the wait once
-(logger ``flatshard``, level WARNING), with the line of the user's program and the ranks that report
-no wait. The thread ends a wait only if the wait would certainly never end (see ``detector``).
+(logger ``flatshard``, level WARNING), with the line of the user's program and the ranks without a
+reported wait. The thread ends a wait only if the wait would certainly never end (see ``detector``).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Watchdog(CollectiveWatch):
         self._thread: threading.Thread | None = None
         self._looking = threading.Lock()  # held during a check, which may run a backend's C++ code
         self._deadlock = Deadlock()
-        # Wait in a collective that the user's program called itself (not through flatshard). None
-        # if the last `look` found no wait in such a collective.
+        # Wait in a collective called by the user's program (not by flatshard). None if the last
+        # `look` found no such wait.
         self._own: _OwnWait | None = None
         self._failure = ""
 
@@ -67,7 +67,7 @@ class Watchdog(CollectiveWatch):
         if self._pid != os.getpid():
             self._start()
         detector.histories[history.name] = history
-        # From now on, other ranks may wait for this rank. If its program ends, they must be told.
+        # From now on, other ranks may wait for this rank, and must be told if the program ends.
         tell_of_end()
 
     def explain(self, wait: watched) -> str | None:
@@ -85,8 +85,8 @@ class Watchdog(CollectiveWatch):
         self._thread.start()
 
     def stop(self) -> None:
-        # Take the lock and never release it, so that the thread calls no backend any more. When the
-        # program ends, Python unwinds threads that still run. If a thread is unwound inside a
+        # Take the lock and never release the lock, so the thread calls no backend any more. When
+        # the program ends, Python unwinds running threads. If a thread is unwound inside a
         # backend's C++ code, the process aborts with SIGABRT, whatever the program's exit code is.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
@@ -111,9 +111,9 @@ class Watchdog(CollectiveWatch):
 
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
-        # Do not count autograd's threads (one per accelerator, not started by Python) as users.
-        # While a thread of autograd runs, the thread that called backward only waits. The two
-        # threads never begin collectives at the same time, so they count as one user.
+        # Do not count autograd's threads (a thread per accelerator, not started by Python) as
+        # users. While a thread of autograd runs, the thread in `backward()` only waits. The two
+        # threads never begin collectives at the same time, so both count as a single user.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {
@@ -126,8 +126,8 @@ class Watchdog(CollectiveWatch):
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
-        # Look for deadlocks only if a single thread communicates. Otherwise, while one thread
-        # waits, another thread may still begin the collective that the other ranks wait for.
+        # Look for deadlocks only if a single thread communicates. Otherwise, while a thread waits,
+        # another thread may still begin the collective that the other ranks need.
         if len(self._users) == 1:
             (user,) = self._users
             # The last element is taken as the innermost wait. Put the waits of the user's thread
@@ -138,7 +138,7 @@ class Watchdog(CollectiveWatch):
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
         """Return the innermost wait of thread ``user``, or None if the thread does not wait.
 
-        The wait is the last of ``waits``, or in a collective that the user's program called itself.
+        The wait is the last of ``waits``, or in a collective called by the user's program.
         """
         wait = waits[-1] if waits else None
         found = None
@@ -172,7 +172,7 @@ def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
 
 
 class _OwnWait(BlockedWait):
-    """A wait in a collective that the user's program called itself.
+    """A wait in a collective called by the user's program, not by flatshard.
 
     A user's hook may call the collective while flatshard waits; ``outer`` is flatshard's wait.
     """
@@ -208,15 +208,15 @@ class _OwnWait(BlockedWait):
 
 
 def tell_of_end() -> None:
-    """Let this process tell the other ranks immediately when its program ends, and how."""
-    # Other ranks notice that a process is gone only after its exit handlers, which may take long.
-    # So tell the other ranks earlier, in `sys.excepthook`. Python calls the hook only for an
-    # exception that the program does not catch; after a caught exception, the program continues.
+    """Let this process tell all ranks immediately when and how the user's program ends."""
+    # Other ranks notice the end of a process only after the exit handlers, which may take long. So
+    # tell the other ranks earlier, in `sys.excepthook`. Python calls the hook only for an uncaught
+    # exception; after a caught exception, the program continues.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
     # Unregister `_tell` and register `_tell` again as the last exit handler. Exit handlers run in
-    # reverse order, so `_tell` then runs before the exit handlers of other libraries, which may
-    # take long.
+    # reverse order, so `_tell` then runs before the exit handlers of libraries, which may take
+    # long.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit() or the end of its program")
 
@@ -231,7 +231,7 @@ def _tell(how: str) -> None:
         return
     # Ignore errors of the process group's store: if the store is gone, the other ranks fail anyway.
     with contextlib.suppress(Exception):
-        if WATCH._own is not None:  # a thread waited in a collective that the program called
+        if WATCH._own is not None:  # a thread waited in a collective of the program
             WATCH.look()  # logs why the collective failed
         detector.tell_end(how)
 

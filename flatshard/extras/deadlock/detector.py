@@ -1,28 +1,27 @@
-"""``Deadlock``: finds ranks that wait forever for one another in different collectives.
+"""``Deadlock``: finds ranks in different collectives that wait for each other forever.
 
 If a wait lasts some seconds, the rank publishes a report in the process group's store. The report
 says where the rank waits, and how many collectives the rank has begun. Then the rank reads the
-reports of some of the ranks that it waits for. A rank publishes and reads nothing during shorter
-waits.
+reports of some of the awaited ranks. A rank publishes and reads nothing during shorter waits.
 
 [Note: proof]
-A collective ends only after every rank has begun the collective. Take a set of ranks that all wait
+A collective ends only after every rank has begun the collective. Take a set of ranks, all waiting
 at the same moment. If each rank waits for another rank of the set, and the awaited rank has not
 begun the collective, no rank of the set ever continues, because a waiting rank begins nothing.
 
 All ranks wait at the same moment if each rank published the same wait before and after the moment.
 A rank therefore publishes a wait again, with a later time, as long as the wait lasts.
 
-The proof covers waits in collectives of flatshard, and in collectives that the user's program calls
-itself (see the note in ``program``). A rank that computes publishes nothing, so ranks that only
-wait for a slow rank are never reported as a deadlock. A process in which several threads
-communicate publishes nothing either.
+The proof covers waits in collectives of flatshard, and in collectives called by the user's program
+(see the note in ``program``). A computing rank publishes nothing, so ranks are never reported as
+deadlocked if they only wait for a slow rank. A process with several communicating threads publishes
+nothing either.
 
 [Note: traffic]
-The number of bytes that a rank publishes and reads does not grow with the number of ranks. A report
-names at most ``_ASKED`` of the awaited ranks, and a rank reads at most ``_READ`` reports. A rank
-that finds a deadlock publishes the finding under the name of each process group concerned, and
-every rank that waits in a collective of the group reads the finding.
+The number of bytes to publish and to read does not grow with the number of ranks. A report names at
+most ``_ASKED`` of the awaited ranks, and a rank reads at most ``_READ`` reports. If a rank finds a
+deadlock, the rank publishes the finding under the name of each process group concerned. Every rank
+in a wait for a collective of the group reads the finding.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ from flatshard.extras.deadlock import program
 
 _logger = logging.getLogger("flatshard")
 
-_ENDED = -1  # value of ``_Report.wait`` that means that the program has ended
+_ENDED = -1  # value of ``_Report.wait`` after the program has ended
 
 # Minimum length, in seconds, of a wait that a rank publishes.
 FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
 # Maximum number of awaited ranks whose reports a rank reads per wait. Reading more is not
-# necessary: to prove a deadlock, one awaited rank that is in the deadlock is enough.
+# necessary: to prove a deadlock, a single awaited rank in the deadlock is enough.
 _ASKED = 16
-# Maximum number of reports that a rank reads in one check (`Deadlock.look`).
+# Maximum number of reports read by a rank in a check (`Deadlock.look`).
 _READ = 4 * _ASKED
-# If a rank has published a finding about a collective that the program called itself, the rank
-# stays in its wait for this number of checks. Meanwhile the other ranks read and log the finding.
+# If a rank has published a finding about a collective of the user's program, the rank stays in the
+# wait for this number of checks. Meanwhile the other ranks read and log the finding.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
-PROGRAM = "the program's own"  # kind of the collectives that the user's program calls itself
+PROGRAM = "the program's own"  # kind of the collectives called by the user's program
 
-# Maps each group's name and each kind of collective to the collectives that a rank has begun: their
-# number, and a list of the most recent ones, in order.
+# Maps each group's name and each kind of collective to the collectives begun by a rank: the number
+# of collectives, and a list of the most recent, in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
@@ -78,7 +77,7 @@ histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictiona
 
 
 def _known_histories() -> list[History]:
-    # Iterate over `valuerefs()`, which is a copy: other threads may add histories in the meantime.
+    # Iterate over `valuerefs()`, a copy: threads may add histories in the meantime.
     known = [one() for one in histories.valuerefs()]
     return [history for history in known if history is not None]
 
@@ -88,7 +87,7 @@ class BlockedWait:
     """A wait of a thread of this process for a collective."""
 
     describe: Callable[[], str]  # returns a text that names the collective, for logs and errors
-    need: WaitCondition  # the collective, and the ranks that must begin it before the wait can end
+    need: WaitCondition  # the awaited collective, and the ranks by which it must be begun
     number: int = 0  # identifies the wait to other ranks; 0: not published yet
     thread: int = 0  # id of the waiting thread
     verdict: str | None = None  # why the wait will never end; None if the wait may still end
@@ -104,14 +103,14 @@ class BlockedWait:
 
 
 class _Finding(NamedTuple):
-    """A reason why waits never end. A rank that finds a reason publishes it for the other ranks."""
+    """A reason why waits never end, published by the rank that found the reason."""
 
     text: str
     waits: list[list[Any]]  # the group, kind and number of each wait
 
 
 class _Report(NamedTuple):
-    """The report that a rank publishes about its wait, or about the end of its program."""
+    """A rank's report about the wait of the rank, or about the end of the rank's program."""
 
     wait: int  # `BlockedWait.number`; 0 if the wait is over, `_ENDED` if the program has ended
     time: float  # time of the publication, by `time.monotonic`
@@ -120,7 +119,7 @@ class _Report(NamedTuple):
     # The collectives that the rank has begun.
     begun: AllBegun
     # Whether `need` lists only the first `_ASKED` awaited ranks. If true, a reader of the report
-    # assumes that the wait needs all other ranks of the group.
+    # assumes that the wait needs all ranks of the group.
     has_more: bool = False
 
     def to_json(self) -> str:
@@ -131,7 +130,7 @@ class _Report(NamedTuple):
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
         """Whether this wait needs ``rank`` to begin a collective that ``rank`` has not begun yet.
 
-        ``begun``: the collectives that ``rank`` has begun.
+        ``begun``: the collectives begun by ``rank``.
         """
         need = self.need
         is_for = rank in need.ranks or (self.has_more and program.is_member(rank, need.group))
@@ -199,9 +198,9 @@ class Deadlock:
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A launcher kills all ranks after the first error of a rank. If any rank of the
-            # deadlock waits in a collective that the program called itself, delay this rank's error
-            # so that the other rank can first log the finding: the other rank raises the backend's
-            # error, which does not tell the reason.
+            # deadlock waits in a collective of the user's program, delay this rank's error, so the
+            # rank can first log the finding: the rank will raise the backend's error, without the
+            # reason.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
@@ -217,8 +216,8 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # A collective that the program called itself raises the backend's error, which does not
-        # contain the reason. So log the reason.
+        # A collective of the user's program raises the backend's error, without the reason. So log
+        # the reason.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
@@ -230,11 +229,10 @@ class Deadlock:
 
     @staticmethod
     def _compare(now: float) -> None:
-        """Check that all ranks began the same collectives, if no backward has checked it recently.
+        """Compare the collectives begun by all ranks, if no backward has done so recently.
 
-        If the ranks differ, logs an error and sets ``history.problem``. In evaluation, no backward
-        checks: ranks that begin different collectives may not deadlock, but compute with wrong
-        values.
+        If the ranks differ, logs an error and sets ``history.problem``. In evaluation, there is no
+        backward: ranks in different collectives may not deadlock, but compute with wrong values.
         """
         for history in _known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
@@ -248,9 +246,9 @@ class Deadlock:
                 _logger.error("%s", history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Return the ranks for which ``wait`` waits, except those ranks that report a wait, too.
+        """Return the ranks awaited by ``wait``, without the ranks that report a wait, too.
 
-        These ranks may compute, have ended, or wait in a way that flatshard cannot see.
+        These ranks may compute, have ended, or wait in a way unknown to flatshard.
         """
         if wait is not self._wait or not wait.number:
             return []
@@ -258,7 +256,7 @@ class Deadlock:
         return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
 
     def _withdraw(self) -> None:
-        """Publish that the wait which this rank published last is over."""
+        """Publish the end of the last wait published by this rank."""
         wait, self._wait, self._before = self._wait, None, {}
         if wait is None or not wait.number:
             return
@@ -269,7 +267,7 @@ class Deadlock:
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
             # The program's own collective raised only the backend's error. If another rank has
-            # published why the collective never ended, log that reason.
+            # published why the collective never ended, log the reason.
             if is_open and (finding := _told(self._store, wait.need)):
                 self._note(wait, finding)
 
@@ -321,9 +319,9 @@ class Deadlock:
 
 
 def explain(wait: BlockedWait) -> str | None:
-    """Return the reason why ``wait``, which failed with an error, never ended; None if unknown.
+    """Return why ``wait`` never ended, after ``wait`` failed with an error; None if unknown.
 
-    Findings about other waits in the same group are considered, too: an awaited rank may have
+    Findings about earlier waits in the same group are considered, too: an awaited rank may have
     stopped at an earlier wait, and ended before this rank published ``wait``.
     """
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
@@ -342,9 +340,9 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
     ``begun``: the collectives that the rank has begun.
     """
-    # A rank publishes how many collectives its program has begun only while the rank waits, and
-    # only if a single thread communicates. If the number is unknown, assume that the rank has begun
-    # the collective. Then no deadlock is reported that may not exist.
+    # A rank publishes the number of collectives of the user's program only during waits, and only
+    # if a single thread communicates. If the number is unknown, assume that the rank has begun the
+    # collective. Then no false deadlock is reported.
     unsaid = need.number if need.kind == PROGRAM else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
@@ -387,7 +385,7 @@ def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
 
 
 def tell_end(how: str) -> None:
-    """Publish that this rank's program has ended, and how. Ranks that wait for this rank raise."""
+    """Publish how this rank's program has ended. Then ranks raise if they wait for this rank."""
     text = f"rank {dist.get_rank()} ended by {how}"
     _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, _all_begun()))
 
@@ -445,16 +443,17 @@ def _key(rank: int) -> str:
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
     """Publish ``finding`` under the name of each of ``groups``, and of each group in the finding.
 
-    A rank reads the finding when it waits in a collective of one of these groups.
+    Ranks in a wait for a collective of these groups read the finding.
     """
     for group in {*groups, *(group for group, *_ in finding.waits)}:
         store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
 
 
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
-    """Return the latest finding that was published for the group of ``need``, or None.
+    """Return the latest published finding for the group of ``need``, or None.
 
-    With ``is_exact``, a finding counts only if it is about the very collective of ``need``.
+    With ``is_exact``, a finding counts only if the finding is about the very collective of
+    ``need``.
     """
     key = f"flatshard/deadlock/{need.group}"
     if not store.check([key]):

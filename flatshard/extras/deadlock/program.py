@@ -1,20 +1,20 @@
-"""Reads the state of the user's program during a wait: its line, its collectives, its threads.
+"""Reads the state of the user's program during a wait: line, collectives and threads.
 
 [Note: collectives of the program]
-"Collectives of the program" are collectives that the user's program calls itself, such as
-``dist.barrier()``. A thread that waits in ``dist.barrier()`` is in a Python frame of
+"Collectives of the program" are collectives called by the user's program, such as
+``dist.barrier()``. A thread waiting in ``dist.barrier()`` is in a Python frame of
 ``torch.distributed``, whose local variables contain the process group and the work. So the
 collective can be found without patching torch.
 
 To compare ranks, each collective needs a number that is the same on all ranks. Torch's flight
 recorder numbers the collectives of each gloo group in this way. The backend's sequence number of a
-group cannot be used, because sends and receives also increase it, so that ranks differ. If the
+group cannot be used, because sends and receives also increase the number, so ranks differ. If the
 recorder has no record of a collective, the detector ignores a wait in the collective.
 
 If the recorder has no record of a group at all, a rank publishes the group's sequence number, which
 is never smaller than the recorder's number would be. The rank then seems to have begun at least as
-many collectives as it really has. So the detector may miss a deadlock, but never takes a wait that
-will end for a deadlock.
+many collectives as in reality. So the detector may miss a deadlock, but never reports a wait that
+will end.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _LINE_LENGTH = 80  # maximum number of characters of a source line that is quote
 
 
 class OwnCollective(NamedTuple):
-    """A collective that the program called without ``async_op``, and in which a thread waits."""
+    """A collective of the program, called without ``async_op``, in which a thread waits."""
 
     name: str
     work: Any
     group: dist.ProcessGroup
 
     def number(self) -> int | None:
-        """Return the collective's number in its group, which is the same on all ranks, or None.
+        """Return the collective's number in the group, which is the same on all ranks, or None.
 
-        None means that torch's flight recorder has no record of the collective.
+        None: torch's flight recorder has no record of the collective.
         """
         last = _last_of(_recorded(), self.group.group_name)
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
@@ -92,10 +92,10 @@ def own_collective(thread: int) -> OwnCollective | None:
 
 
 def begun(thread: int) -> dict[str, int]:
-    """Return how many collectives this rank's program has begun itself, keyed by the group's name.
+    """Return how many collectives this rank's program has begun, keyed by the group's name.
 
-    Returns {} if a thread other than ``thread`` may begin a collective, because then the numbers
-    may grow while ``thread`` waits.
+    Returns {} if another thread may begin a collective, because then the numbers may grow while
+    ``thread`` waits.
     """
     records = _recorded()
     found: dict[str, int] = {}
@@ -139,8 +139,8 @@ def line_of(thread: int) -> str:
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     """Whether ``thread`` is the only thread that can begin a collective.
 
-    This is assumed if no other thread has begun a collective so far, and no other thread runs code
-    of the program, or code of torch that is not ``_HARMLESS``.
+    This is assumed if no other thread has begun a collective so far, runs code of the program, or
+    runs code of torch outside of ``_HARMLESS``.
     """
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}

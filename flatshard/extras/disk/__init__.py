@@ -4,12 +4,12 @@ Without this folder, wrapping a model with ``CPUOffload(path=...)`` raises an er
 memory needs no extra.
 
 [Note: files without a name]
-Tensors lie in files that are mapped into memory. The files have no name in the directory, so the
-system deletes the files when the process ends, even if the process is killed.
+Tensors lie in files mapped into memory. The files have no name in the directory, so the system
+deletes the files when the process ends, even if the process is killed.
 
 If the disk is full, a write to a mapped page ends the process by SIGBUS. So ``create`` allocates
-the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files
-that are created later, when a full disk could no longer be reported by an exception.
+the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files of
+later moments, when a full disk could no longer be reported by an exception.
 
 [Note: optimizer steps a part at a time]
 An ordinary optimizer step would load the files of all parameters into memory at once. So when
@@ -51,13 +51,13 @@ __all__ = ["DiskMemory"]
 
 # Length in bytes of each mapped file, keyed by the address at which the file is mapped.
 _mapped: dict[int, int] = {}
-# Maps each parameter that is not sharded to the disk that holds the parameter's optimizer state.
-# For a sharded parameter (``FlatShardTensor``), ``spec.state_target`` says where the state is held.
+# Maps each parameter that is not sharded to the disk with the parameter's optimizer state. For a
+# sharded parameter (``FlatShardTensor``), ``spec.state_target`` says where the state is held.
 _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
 class DiskMemory(OffloadTarget):
-    """Offload target that keeps tensors in files of one directory."""
+    """Offload target for tensors in files of a directory."""
 
     is_device = False
 
@@ -187,17 +187,17 @@ class DiskMemory(OffloadTarget):
 
     @staticmethod
     def page_in(*tensors: Tensor) -> None:
-        # Load all pages of each file in one call, because all pages are about to be used. This is
-        # faster than one page fault per page.
+        # Load all pages of each file in a single call, because all pages are about to be used. This
+        # is faster than a page fault per page.
         for address in _addresses(tensors):
             mapped_files.want_pages(address, _mapped[address])
 
     @staticmethod
     def page_out(*tensors: Tensor) -> None:
-        # A page of a mapped file counts as memory of the process from its first use until it is
-        # released here. A release costs little: the page stays in the system's file cache, which
-        # writes pages to disk only when memory is short. If the process soon uses the page again,
-        # the page comes from the file cache.
+        # A page of a mapped file counts as memory of the process from the first use until the
+        # release here. A release costs little: the page stays in the system's file cache, and is
+        # written to disk only when memory is short. If the process soon uses the page again, the
+        # page comes from the file cache.
         for address in _addresses(tensors):
             mapped_files.drop_pages(address, _mapped[address])
 
@@ -234,7 +234,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# Number of parameter bytes from which a part takes no further shard. With Adam, a step of one part
+# A part takes no further shard after this number of parameter bytes. With Adam, a step of a part
 # needs four times as many bytes in memory: parameters, gradients and two tensors of state.
 _PART_BYTES = 8 << 20
 
@@ -259,7 +259,7 @@ class DiskSteps(OptimizerExtension):
         for param in params:
             storage = state_disk(param)
             # Move only the state of parameters that are not sharded: the state of a sharded
-            # parameter is on the disk already, because it is created there.
+            # parameter is created on the disk.
             if storage is not None and not isinstance(param, FlatShardTensor):
                 state_to_target(optimizer.state.get(param, {}), param.shape, storage)
         DiskMemory.page_out(*_tensors(optimizer, params))
@@ -275,7 +275,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
-    """Return the parts in which to step the parameters that have state on a disk and a gradient.
+    """Divide the parameters with a gradient and with state on a disk into parts to step.
 
     Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``). Raises
     ``OffloadError``, before any parameter is stepped, if the disk has no space for new state.
@@ -286,8 +286,8 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
         for param in group["params"]:
             if state_disk(param) is None or not _has_grad(param):
                 continue
-            # Put all parameters of one shard into the same part, because they are stepped together
-            # as one tensor.
+            # Put all parameters of a shard into the same part, because the whole shard is stepped
+            # as a single tensor.
             own = getattr(param, "flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append(StepPart(optimizer, group, []))
@@ -309,25 +309,25 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad
         values = [param, *optimizer.state.get(param, {}).values()]
-        # Skip the placeholder that `step_in_backward` leaves in `.grad`: it has no memory.
+        # Skip the placeholder in `.grad` from `step_in_backward`, which has no memory.
         if type(grad) in (Tensor, FlatShardTensor):
             values.append(grad)
         yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
 
 def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
-    """Reserve disk space for state that ``optimizer`` has not created yet.
+    """Reserve disk space for all state still to be created by ``optimizer``.
 
     Returns whether the optimizer may be stepped in parts. With ``before_backward``, the reservation
-    includes parameters that have no gradient yet. Raises ``OffloadError``, before any parameter is
+    includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
     stepped, if the disk is full.
     """
-    # An optimizer from another library may count the calls of its `step`, so call it only once.
+    # An optimizer from another library may count calls of `step`, so call `step` only once.
     if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
         return False
 
-    # Reserve the space before the step. An optimizer creates its state during the first step. If
-    # the disk were only then found to be full, some parameters would be stepped and others not.
+    # Reserve the space before the step. An optimizer creates state during the first step. If the
+    # disk turned out to be full only then, the step would end after some of the parameters.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
@@ -351,8 +351,8 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: in
     if param not in optimizer.state:
         nbytes = local_range(param).numel() * per_element
         return rounded(nbytes) if per_element else 0
-    # State that `load_state_dict` loaded is in memory until the next step moves the state to files.
-    # So only state that is in memory still needs disk space.
+    # State from `load_state_dict` is in memory until the next step moves the state to files. So
+    # only state in memory still needs disk space.
     values = optimizer.state[param].values()
     loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]
     return sum(rounded(value.nbytes) for value in loaded if not is_on_disk(value))
@@ -368,8 +368,8 @@ def _bytes_per_element(
     """
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    # Step a small probe parameter, to see what state the optimizer creates. Use this optimizer and
-    # not a new one of the same class, because the arguments of its constructor are not known.
+    # Step a small probe parameter, to see the state that the optimizer creates. Use this optimizer,
+    # not a new optimizer of the same class: the arguments of the constructor are not known.
     try:
         with torch.no_grad():
             changed = step_groups(optimizer, [{**group, "params": [probe]}])
@@ -388,6 +388,6 @@ def _bytes_per_element(
 # when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
 extensions.append(_steps)
-# torch runs this global hook after the optimizer's own hooks, among them flatshard's hook that puts
-# the sharded parameters and their state back.
+# torch runs this global hook after the optimizer's own hooks, including flatshard's hook, which
+# puts the sharded parameters and the state back.
 register_optimizer_step_post_hook(_after_step)

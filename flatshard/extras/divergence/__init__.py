@@ -2,9 +2,9 @@
 
 Such a unit is called divergent. Every rank must take part in an all-gather, so a divergent unit
 cannot be all-gathered at the moment when a rank runs the unit. Instead, all ranks all-gather all
-divergent units when the outermost forward begins, and keep them unsharded until the outermost
-backward ends. Then all ranks reduce the gradients of each divergent unit for which at least one
-rank has gradients.
+divergent units when the outermost forward begins, and keep these units unsharded until the
+outermost backward ends. Then all ranks reduce the gradients of each divergent unit with gradients
+on at least one rank.
 
 Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises an error that names the folder.
 """
@@ -30,7 +30,7 @@ the module itself.
 
 
 def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
-    """Return the modules that ``allow_divergence`` selects, and all modules inside of them.
+    """Return the modules selected by ``allow_divergence``, with all modules inside.
 
     Raises:
         TypeError: ``allowed`` is not a ``Divergence``.
@@ -72,13 +72,14 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # After a failed step, the unit may still be unsharded on some ranks, which would skip
-            # the all-gather below and leave the other ranks waiting. So reshard on all ranks first.
+            # After a failed step, the unit may still be unsharded on some ranks. These ranks would
+            # skip the all-gather below, and all other ranks would wait. So reshard on all ranks
+            # first.
             unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            # `Forward` takes a unit that is unsharded and in phase FORWARD as ready, and does not
-            # unshard it. But only `Forward`'s unshard puts the full parameters into the modules. So
-            # enter phase FORWARD only if the all-gather is still under way.
+            # `Forward` takes an unsharded unit in phase FORWARD as ready, and does not unshard the
+            # unit. But only `Forward`'s unshard puts the full parameters into the modules. So enter
+            # phase FORWARD only if the all-gather is still under way.
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 
@@ -88,8 +89,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Finish the all-gather even if no forward used the unit on this rank. Until this
-                # rank has read the other ranks' shards, the other ranks must not write the shards.
+                # Finish the all-gather even if no forward used the unit on this rank. The other
+                # ranks must not write shards until this rank has read the shards.
                 handle.wait_unshard()
                 handle.show_sharded()
                 if stays:
@@ -101,12 +102,11 @@ class DivergentUnits(StepExtension):
 
     def begin_backward(self) -> None:
         for unit in self._units:
-            # An earlier backward may have resharded the unit, if two backwards follow one forward
-            # or two forwards come before one backward. Then this starts another all-gather.
+            # An earlier backward may have resharded the unit, if two backwards follow a forward or
+            # two forwards come before a backward. Then this starts another all-gather.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
-                # Under create_graph, the second backward needs the unsharded buffers. Keep them
-                # even on a rank that does not run the unit: whether a unit is resharded must be the
-                # same on all ranks, because only ranks with a resharded unit begin another
-                # all-gather.
+                # Under create_graph, the second backward needs the unsharded buffers. Keep the
+                # buffers even on a rank without a call of the unit: all ranks must reshard a unit,
+                # or none, because only ranks with a resharded unit begin another all-gather.
                 unit.stick()

@@ -1,13 +1,13 @@
-"""Extra: ranks without input follow the steps of the ranks that still have input.
+"""Extra: ranks without input follow the steps of the ranks with input.
 
 Without this folder, ``ShardedWrapper.join()`` raises an error that names the folder.
 
 [Note: a rank without input]
 A rank without input runs no forward, but still holds shards and optimizer state of the model, so
-the rank must take part in everything that needs all ranks. The ranks with input announce each
-action in a separate process group before the action: a forward, an all-gather, the end of a
-backward, clipping, or a step of an optimizer. The ranks without input take the same action with
-gradients of zero. As long as all ranks have input, ranks announce only each forward.
+the rank must take part in all collectives. The ranks with input announce each action in a separate
+process group before the action: a forward, an all-gather, the end of a backward, clipping, or a
+step of an optimizer. The ranks without input take the same action with gradients of zero. As long
+as all ranks have input, ranks announce only each forward.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def joining(
     context.extend(join)
     histories = [group.history for group in gathering_groups(context)]
     try:
-        # With gloo, a rank may wait before an all-gather until all ranks have compared its name.
-        # Turn this off: a rank without input learns of an all-gather only from a rank that begins
-        # the all-gather, so the waiting ranks would never be joined by the rank without input.
+        # With gloo, a rank may wait before an all-gather until all ranks have compared the names of
+        # their all-gathers. Turn this off: a rank without input learns of an all-gather only from a
+        # rank that begins the all-gather, and would never arrive.
         with temporarily(histories, announces=False):
             yield
             join.follow()
@@ -100,7 +100,7 @@ def _check(root: Sharding) -> None:
 
 
 class Join(StepExtension):
-    """Acts for one rank inside ``join()``: announces the rank's actions, or follows other ranks."""
+    """Acts for this rank inside ``join()``: announces actions, or follows other ranks."""
 
     name = "join"
 
@@ -118,9 +118,10 @@ class Join(StepExtension):
         self._is_following = False
         self._syncs = self._state.syncs, self._state.under_no_sync
         self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
-        self._options: dict[Any, Any] = {}  # `_options_of` each optimizer when its last step began
-        # Maps each gradient to its version after backward or clipping. If the version has changed
-        # later, the program has edited the gradient.
+        self._options: dict[Any, Any] = {}  # `_options_of` an optimizer when the last step began
+
+        # Maps each gradient to the gradient's version after backward or clipping. If the version
+        # has changed later, the program has edited the gradient.
         self._published: Any = WeakTensorKeyDictionary()
         self._grads: tuple[str, ...] = ()  # result of `_look` when the present backward began
         self._versions: list[int] = []  # versions of the flat parameters after the last step
@@ -261,7 +262,7 @@ class Join(StepExtension):
     def _note_grads(self, *, reduced_only: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for unit, handle in self._state.handles:
-                # Skip gradients that accumulate under `no_sync`, because they differ between ranks.
+                # Skip gradients accumulated under `no_sync`, which differ between ranks.
                 for param in handle.sharded if unit.sync is Sync.ALL or not reduced_only else ():
                     if param.grad is not None:
                         self._published[param.grad] = local_range(param.grad)._version
@@ -354,8 +355,8 @@ class Join(StepExtension):
                 "may have no input at all, pass the optimizer to join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
-        # The optimizer may also hold parameters outside of the model, for which a rank without
-        # input has no new gradients. Do not step these parameters, and keep their old gradients.
+        # The optimizer may also hold parameters outside of the model, without new gradients on a
+        # rank without input. Do not step these parameters, and keep the old gradients.
         others = {
             param: param.grad
             for group in found[0].param_groups

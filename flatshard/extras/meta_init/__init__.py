@@ -1,14 +1,14 @@
-"""Extra: initialises models that are built on the meta device, after sharding, group by group.
+"""Extra: initialises models on the meta device, after sharding, group by group.
 
-A group is a module with its submodules, or a whole unit. ``construction.wrap`` calls ``MetaInit``,
-which gives the modules of one group full plain tensors, and calls the modules' own functions (or
-the user's ``param_init_fn``) to initialise the tensors. Each rank copies its part of each tensor
-into its shard. Then the full tensors are freed before the next group gets tensors, so the full
-model never has to fit in memory.
+A group is a module with all submodules, or a whole unit. ``MetaInit``, called by
+``construction.wrap``, gives the modules of a group full plain tensors, and calls the modules' own
+functions (or the user's ``param_init_fn``) to initialise the tensors. Each rank copies a part of
+each tensor into the shard. Then the full tensors are freed before the next group gets tensors, so
+the full model never has to fit in memory.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises an error
-that names the folder. One case needs no folder: rank 0 has all values, the other ranks have tensors
-on the meta device, and ``sync_module_states=True``.
+that names the folder. A single case needs no folder: rank 0 has all values, all other ranks have
+tensors on the meta device, and ``sync_module_states=True``.
 
 [Note: the pattern of unwritten memory]
 ``_write_pattern`` fills new tensors with a pattern. If a tensor still has the pattern after
@@ -46,8 +46,8 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 
-# Maps each module to the functions that initialise its tensors, such as `reset_parameters`, keyed
-# by function name. They are called only if the user passes no `param_init_fn`.
+# Maps each module to functions that initialise the module's tensors, such as `reset_parameters`,
+# keyed by function name. Called only if the user passes no `param_init_fn`.
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -62,8 +62,8 @@ def _initialises(start: InitialValues) -> bool:
 def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
     """Return the functions that initialise each module of the model. Collective: all ranks.
 
-    Raises ValueError, on every rank, if a module has no such function, or if a function would
-    overwrite parameters that already have values.
+    Raises ValueError, on every rank, if a module has no function, or if a function would overwrite
+    parameters with values.
     """
     resets: Resets = {}
 
@@ -94,7 +94,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    # In transformers and other libraries, the constructor of a model ends with
+    # In transformers, for example, the constructor of a model ends with
     # `self.apply(self._init_weights)`, which initialises each submodule.
     found = getattr(module, "_init_weights", None)
     takes_module = inspect.ismethod(found) and len(inspect.signature(found).parameters) == 1
@@ -110,8 +110,9 @@ def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> s
         if module in ignored.modules or not missing:
             continue
         # Find the module's parameters whose present values initialisation would overwrite.
-        # `reset_parameters` overwrites all parameters. A `param_init_fn` may leave parameters as
-        # they are, but if it calls `to_empty`, the values of ignored parameters are lost.
+        # `reset_parameters` overwrites all parameters. A `param_init_fn` may keep values of
+        # parameters, but if the function calls `to_empty`, the values of ignored parameters are
+        # lost.
         kept = [
             attribute
             for attribute, param in module._parameters.items()
@@ -163,9 +164,9 @@ class _Slot:
     handle: FlatParamHandle | None = None
     param: OriginalParam | None = None
     # Whether this is the first attribute with the parameter. A tied parameter is an attribute of
-    # several modules. All of them are initialised, because the constructor of the model also draws
-    # random numbers for each of them, and later random numbers must be the same as there. But only
-    # the values of the first attribute are kept.
+    # several modules. Each attribute is initialised, because the constructor of the model also
+    # draws random numbers for each attribute, and later random numbers must be the same as there.
+    # But only the values of the first attribute are kept.
     is_first: bool = True
 
     @property
@@ -192,8 +193,8 @@ class _Slot:
 def _param_slots(handles: Iterable[FlatParamHandle], missing: set[int]) -> list[_Slot]:
     slots = []
     for handle in handles:
-        # `missing` has the ids that the parameters had before sharding. They are still valid,
-        # because sharding changes the parameters but keeps the objects.
+        # `missing` has ids from before sharding. The ids are still valid, because sharding changes
+        # the parameters but keeps the objects.
         for param in (param for param in handle.params if id(param.sharded) in missing):
             meta = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
             places = param.locations
@@ -229,17 +230,17 @@ def _is_patterned(tensor: Tensor) -> bool:
 
 
 def _tie(slots: Iterable[_Slot]) -> None:
-    """Make modules share one buffer again if they shared one on the meta device."""
+    """Let modules share a buffer again if the buffer was shared on the meta device."""
     first: dict[int, _Slot] = {}
     for slot in slots:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).tensor
 
 
 class MetaInit:
-    """Initialises the tensors of a model that are on the meta device.
+    """Initialises all tensors of a model on the meta device.
 
-    Collective: all ranks. Raises ValueError, on every rank, if a module has no function that
-    initialises its tensors, or if the function would overwrite existing values.
+    Collective: all ranks. Raises ValueError, on every rank, if a module has no function to
+        initialise tensors, or if the function would overwrite existing values.
     """
 
     def __init__(self, plan: ModelPlan, start: InitialValues) -> None:
@@ -254,7 +255,7 @@ class MetaInit:
 
         If the ranks' values differ, all ranks take the values of rank 0, except with
         ``sync_module_states=False``. If ``leave_empty`` left tensors empty, the first forward will
-        check that ``load_state_dict`` has given them values. Collective: all ranks.
+        check for values from ``load_state_dict``. Collective: all ranks.
 
         Raises:
             RuntimeError: an initialiser fails or misses a tensor. All ranks raise.
@@ -275,8 +276,8 @@ class MetaInit:
                 start.different = names_of_different(list(sums), sums.values(), world)
                 start.sends = bool(start.different) and start.sync is None
                 if start.sends:
-                    # Rank 0 has kept only its shards. Restore the random state, so that rank 0
-                    # creates the same full tensors again, and can send them.
+                    # Rank 0 has kept only shards. Restore the random state, so rank 0 creates the
+                    # same full tensors again, to send the tensors.
                     torch.set_rng_state(random_state)
                     if cuda_state is not None:
                         torch.cuda.set_rng_state(cuda_state, self._device)
@@ -288,18 +289,17 @@ class MetaInit:
             sharding_of(root).check_loaded = check_loaded
 
     def _find_groups(self, root: nn.Module) -> list[list[nn.Module]]:
-        """Divide the modules into groups, in the order in which modules are initialised.
+        """Divide the modules into groups, in the order of initialisation.
 
-        A group is a module that needs values, with its submodules in the same unit. With a
+        A group is a module that needs values, with all submodules in the same unit. With a
         ``param_init_fn`` or an ``_init_weights``, a group is a whole unit.
         """
         # `reset_parameters`: initialise children first, in registration order, as constructors do.
-        # Then a seed gives the same values as for a model that is built on its device, whatever the
-        # units are. A group also contains the submodules of a module, because the module may
-        # initialise parameters of its submodules, as nn.MultiheadAttention does. `param_init_fn`:
-        # parents first within a unit, as in FullyShardedDataParallel. `_init_weights`: children
-        # first, as in `apply`. A group is a whole unit, because the function may set tensors of any
-        # submodule.
+        # Then a seed gives the same values as for a model built on the device, whatever the units
+        # are. A group also contains the submodules of a module, because the module may initialise
+        # parameters of submodules, as nn.MultiheadAttention does. `param_init_fn`: parents first
+        # within a unit, as in FullyShardedDataParallel. `_init_weights`: children first, as in
+        # `apply`. A group is a whole unit, because the function may set tensors of any submodule.
         root_first = self._init_fn is not None
         by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []
@@ -328,8 +328,8 @@ class MetaInit:
     def _make_all(self, groups: Iterable[Sequence[nn.Module]]) -> dict[str, Checksum]:
         """Initialise the modules of each group, and copy this rank's parts into the shards.
 
-        Returns checksums of the values, keyed by tensor name, which show whether all ranks have
-        made the same values. Returns {} if rank 0 sends its values. Collective: all ranks.
+        Returns checksums of the values, keyed by tensor name, to compare the values between ranks.
+        Returns {} if rank 0 sends all values. Collective: all ranks.
         """
         start = self._start
         sums: dict[str, Checksum] = {}
@@ -363,10 +363,10 @@ class MetaInit:
         Returns the tensors, keyed by name. A value is None if ``leave_empty`` left the tensor
         empty.
         """
-        # If there is a `param_init_fn`, give it tensors on the meta device, as
-        # FullyShardedDataParallel does: the function calls `to_empty` itself.
+        # If there is a `param_init_fn`, pass tensors on the meta device, as
+        # FullyShardedDataParallel does: the function calls `to_empty`.
         memory = self._device if self._init_fn is None else "meta"
-        # Switch off inference mode, in which the user may wrap the model: tensors that are created
+        # Switch off inference mode, if the user wraps the model in inference mode: tensors created
         # in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -390,7 +390,7 @@ class MetaInit:
     def _fill_unsaved(self, module: nn.Module) -> None:
         """Initialise a module left empty by ``leave_empty`` that has only non-persistent buffers.
 
-        No state dict has these buffers, so ``load_state_dict`` could not give them values.
+        No state dict has these buffers, so ``load_state_dict`` could not set the buffers.
         """
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
@@ -427,8 +427,8 @@ class MetaInit:
                 "reset_parameters() or param_init_fn keep the shapes of the meta module."
             )
         if LEFT_EMPTY in slot.module.__dict__:
-            # A parameter of a left-empty module needs no full tensor, because its shard already has
-            # memory. But a buffer has no shard, and a tensor that rank 0 sends must be full.
+            # A parameter of a left-empty module needs no full tensor, because the shard already has
+            # memory. But a buffer has no shard, and a tensor to be sent by rank 0 must be full.
             if tensor.is_meta and (self._start.sends or slot.handle is None):
                 slot.allocate(self._device)
         elif tensor.is_meta:
