@@ -121,7 +121,7 @@ class Communicator(Members):
             self.ranks = tuple(dist.get_process_group_ranks(group))
         self.ranks_text = ranks_text(self.ranks)  # the ranks in words, for messages
         self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
-        self.transports: list[Transport] = [LocalTransport()]  # in order of preference
+        self.transports: list[Transport] = [LocalTransport()]  # in order of preference, best first
         self.transport_reason = ""
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
         # Reductions whose second stage (between nodes, with hybrid strategies) will use this group
@@ -242,7 +242,7 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # of an all-reduce, `reduce_scatter` has noted both halves
+        else:  # `reduce_scatter` has already noted a `reduced` request, as an all-reduce
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = self._op_name(request.unit_fqn, action)
         with named(op_name):
@@ -427,7 +427,7 @@ def _marks(op_name: str, op: str) -> list[int]:
     return [first, -first, second, -second]
 
 
-# Communicator of a group with only this rank, which sends nothing.
+# Communicator of a group with only this rank. It sends nothing.
 ALONE = Communicator(None)
 
 

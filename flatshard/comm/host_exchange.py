@@ -35,7 +35,7 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
 # Maximum number of bytes of a value that is sent in the frame. The frame begins with the digest and
-# the complements of the digest's bytes.
+# the complements of the digest's bytes, which take the rest of the frame.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
 _DETAIL = re.compile(r"\(|: ")  # begin of the part of a name that ranks do not compare
@@ -250,7 +250,7 @@ class HostExchange:
         return named(words, self.history.begin(self.group.group_name, "", self._abort))
 
 
-@lru_cache(maxsize=256)  # every step uses the same few names
+@lru_cache(maxsize=256)  # cached, because each step uses the same few names
 def _start_of(kind: str, op_name: str) -> bytes:
     """Return the first bytes of a frame: a digest of the exchange, and the digest's complements.
 

@@ -192,7 +192,7 @@ class History:
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        # Copy the deque in one operation: another thread may append while `list` iterates.
+        # Copy the deque in one operation: `list` would raise if another thread appended meanwhile.
         return list(self._recent.copy())
 
 
@@ -234,13 +234,14 @@ class ThreadWaits(list["watched"]):
 class _Own(threading.local):
     """Thread-local storage of the current thread's ``ThreadWaits``."""
 
-    def __init__(self) -> None:  # runs once in each thread
+    def __init__(self) -> None:  # `threading.local` calls this once in each thread
         self.waits = ThreadWaits()
         self.waits.thread = threading.get_ident()
         _by_thread[self.waits.thread] = self.waits
 
 
-# Weak references: the waits of a thread are deleted with the thread.
+# The `ThreadWaits` of each thread, keyed by the thread's identifier. Use weak references, so that
+# an entry disappears when its thread ends.
 _by_thread: weakref.WeakValueDictionary[int, ThreadWaits] = weakref.WeakValueDictionary()
 _own = _Own()
 
@@ -443,7 +444,7 @@ class AsyncWork:
         self.kept = ()
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Whether this work keeps the memory of ``tensor`` alive."""
+        """Whether the collective still needs the memory of ``tensor``, and keeps it alive."""
         # Compare the storages instead of the tensors: views of a shard share the shard's storage.
         storage = tensor.untyped_storage()._cdata
         return any(

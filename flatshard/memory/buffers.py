@@ -85,7 +85,7 @@ class BufferMemory:
         """
 
     def renew(self) -> None:
-        """Prepare a buffer that already has memory for being filled with new values.
+        """Prepare a buffer that already has memory to be filled with new values.
 
         Undoes ``snapshot``: mapped shards show their current values again.
         """
@@ -221,7 +221,7 @@ class PooledBuffer(BufferMemory):
     """
 
     # With sockets an all-gather would copy this rank's shard into the buffer. To save the copy, the
-    # memory of a large shard is a file, also mapped into the buffer. The mapping in the
+    # memory of a large shard is a file that is also mapped into the buffer. The mapping in the
     # buffer is private: if a module writes to its unsharded parameters, the writes do not reach the
     # shard, and are dropped when the unit is resharded.
 

@@ -180,4 +180,4 @@ _mmap = c_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c
 _madvise = c_function("madvise", _int, _address, _size, _int)
 _mremap = c_function("mremap", _address, _address, _size, _size, _int, _address)
 _mprotect = c_function("mprotect", _int, _address, _size, _int)
-_malloc_trim = c_function("malloc_trim", _int, _size)  # exists only in glibc
+_malloc_trim = c_function("malloc_trim", _int, _size)  # None without glibc

@@ -36,11 +36,11 @@ class OffloadTarget:
         return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in the target, or the tensor itself if it is there already."""
+        """Return ``tensor`` if it lies in the target; otherwise return a copy in the target."""
         return tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, in the target if the tensor is in the target."""
+        """Return a copy of a tensor. If the tensor lies in the target, the copy does, too."""
         return tensor.clone()
 
     def page_in(self, *tensors: Tensor) -> None:
@@ -131,8 +131,8 @@ class OffloadTargets:
     # Target of optimizer state with one value per element. None: the state lies where the shard
     # lies.
     state: OffloadTarget | None = None
-    # Whether the device keeps a copy of the shard, because all-gathers would otherwise first copy
-    # the shard from the host or the disk.
+    # Whether the device keeps a copy of the shard for all-gathers. If not, each all-gather first
+    # copies the shard from the host or the disk.
     keeps_copy: bool = False
 
     @classmethod

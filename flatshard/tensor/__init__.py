@@ -1,1 +1,1 @@
-"""Flat parameters, and sharded parameters that keep their true shape and support operators."""
+"""Flat parameters, and sharded parameters with their full shape and torch's operators."""

@@ -126,7 +126,7 @@ def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
-    """Return ``value`` as a full tensor if ranks hold other ranges of it than of ``spec``.
+    """Return ``value`` as a full tensor if it is a parameter with other ranges than ``spec``.
 
     For example, a momentum encoder is updated from an encoder with the same parameters. The two
     models have flat parameters of different lengths, so a rank holds different ranges of a

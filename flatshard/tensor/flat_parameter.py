@@ -1,6 +1,6 @@
 """``FlatParameter``: parameters of a unit, flattened, padded, and divided among the ranks.
 
-``OriginalParam``: one parameter of the unwrapped model, part of a flat parameter.
+``OriginalParam``: one parameter of the unwrapped model, whose elements lie in a flat parameter.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FlatParameter(nn.Parameter):
     """Parameters of one unit as a padded 1-D parameter; each rank holds a chunk.
 
     The tensor's values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers do not get
-    the flat parameter, but the original parameters, which are views of the chunk. ``print``
-    shows which original parameters lie in which chunk.
+    the flat parameter, but the original parameters, which are views of the chunk. ``print`` shows
+    which original parameters lie in which chunk.
 
     Example:
         ```python

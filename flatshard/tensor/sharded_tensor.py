@@ -1,8 +1,8 @@
 """``FlatShardTensor``: a parameter that shows its full shape, but stores only this rank's elements.
 
 The elements of a parameter, in memory order, are divided into consecutive ranges. Each rank stores
-one range as a 1-D tensor. A parameter, gradient or state tensor
-in this form is called a sharded tensor.
+one range as a 1-D tensor. A parameter, gradient or state tensor in this form is called a sharded
+tensor.
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
 operations run on this rank's range. A reduction over all elements, such as a norm, reduces the
@@ -364,7 +364,7 @@ class FlatShardTensor(torch.Tensor):
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register ``hook``, which is called with this rank's full gradient before the reduction.
 
-        For a sharded tensor that is not a parameter of a model, call ``Tensor.register_hook``.
+        For a sharded tensor that is not a parameter, such as a gradient, works as in torch.
         """
         full = self._full()
         if full is None:
@@ -655,7 +655,8 @@ def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
         spec: describes the parameter, and the range of elements in ``local``.
         role: how ``local`` belongs to the parameter, as in ``FlatShardTensor``.
     """
-    # If the parameter has no elements, return a plain tensor: no rank would list a chunk to write.
+    # If the parameter has no elements, return a plain tensor: a sharded tensor would have no chunk
+    # on any rank, so DCP would not save the entry.
     if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)

@@ -116,7 +116,7 @@ def forbid(buffer: Tensor, unit: str, rank: int) -> None:
         _forbid(buffer.untyped_storage()._cdata, _message(unit, rank))
 
 
-@functools.cache  # called for every unit in every step
+@functools.cache  # because every unit calls this function in every step
 def _message(unit: str, rank: int) -> str:
     return (
         f"{unit_text(unit)}, rank {rank}: a view of an unsharded parameter (weight[0], "
@@ -147,7 +147,7 @@ class GatheredView(Tensor):
     ) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__set__":  # the setter of `requires_grad`, for example
+            if func.__name__ == "__set__":  # an attribute is set, such as `requires_grad`
                 return func(*args)
             # Replace each view by a plain tensor that is an alias of the view. Torch can then run
             # the function, and calls `__torch_function__` of sharded tensors among the arguments.

@@ -211,8 +211,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # Add the rows one by one, in rank order. A kernel for all rows would choose an order depending
-    # on the sizes.
+    # Add the rows one by one, in rank order. A kernel that adds all rows at once would choose the
+    # order by the sizes of the tensors, and rounding depends on the order.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)

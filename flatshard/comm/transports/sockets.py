@@ -103,7 +103,7 @@ class _Message:
 
 
 def _begin(messages: Sequence[_Message]) -> None:
-    """Begin messages in the given order."""
+    """Begin sends and receives in the given order. Called in a background thread."""
     for message in messages:
         message.begin()
 
@@ -213,9 +213,9 @@ class SocketTransport(Transport):
 def _leaving(
     chunks: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
 ) -> list[Tensor]:
-    """Return the pieces of this rank's gradients that rank ``peer`` of the group averages.
+    """Return the pieces of this rank's gradients to send to rank ``peer``, which averages them.
 
-    ``peer`` splits its part into the same pieces to receive them.
+    ``peer`` receives in the same pieces.
 
     Args:
         chunks: this rank's gradients for the whole flat parameter.
