@@ -8,8 +8,8 @@ Tensors lie in files mapped into memory. The files have no name in the directory
 deletes the files when the process ends, even if the process is killed.
 
 If the disk is full, a write to a mapped page ends the process by SIGBUS. So ``create`` allocates
-the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files of
-later moments, when a full disk could no longer be reported by an exception.
+the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files to
+be created later, when a full disk could no longer be reported by an exception.
 
 [Note: optimizer steps a part at a time]
 An ordinary optimizer step would load the files of all parameters into memory at once. So when

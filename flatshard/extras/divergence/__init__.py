@@ -6,7 +6,7 @@ divergent units when the outermost forward begins, and keep these units unsharde
 outermost backward ends. Then all ranks reduce the gradients of each divergent unit with gradients
 on at least one rank.
 
-Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises an error that names the folder.
+Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises ``MissingExtraError``.
 """
 
 from __future__ import annotations

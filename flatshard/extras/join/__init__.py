@@ -1,6 +1,6 @@
 """Extra: ranks without input follow the steps of the ranks with input.
 
-Without this folder, ``ShardedWrapper.join()`` raises an error that names the folder.
+Without this folder, ``ShardedWrapper.join()`` raises ``MissingExtraError``.
 
 [Note: a rank without input]
 A rank without input runs no forward, but still holds shards and optimizer state of the model, so

@@ -6,8 +6,8 @@ functions (or the user's ``param_init_fn``) to initialise the tensors. Each rank
 each tensor into the shard. Then the full tensors are freed before the next group gets tensors, so
 the full model never has to fit in memory.
 
-Without this folder, wrapping a model with parameters or buffers on the meta device raises an error
-that names the folder. A single case needs no folder: rank 0 has all values, all other ranks have
+Without this folder, wrapping a model with parameters or buffers on the meta device raises
+``MissingExtraError``. A single case needs no folder: rank 0 has all values, all other ranks have
 tensors on the meta device, and ``sync_module_states=True``.
 
 [Note: the pattern of unwritten memory]

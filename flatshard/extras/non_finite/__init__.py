@@ -1,10 +1,10 @@
-"""Extra: warns of the first gradient that is inf or NaN, and names its parameter and rank.
+"""Extra: warns of the first gradient with inf or NaN, and names the parameter and the rank.
 
-The extra checks each rank's own gradients, before they are averaged over the ranks. The average
-would be non-finite on all ranks, and would not show the rank on which the value arose. The extra
-only observes steps (``StepObserver``), and changes nothing.
+The extra checks each rank's own gradients, before the average over the ranks. The average would be
+non-finite on all ranks, and would not show the rank of origin. The extra only observes steps
+(``StepObserver``), and changes nothing.
 
-Without this folder, ``ShardedWrapper.warn_non_finite()`` raises an error that names the folder.
+Without this folder, ``ShardedWrapper.warn_non_finite()`` raises ``MissingExtraError``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NonFiniteWatch(StepObserver):
         if values.numel():
             # The largest magnitude is NaN if a value is NaN. Use `vector_norm`, which reads the
             # gradient only once and allocates no temporary of the gradient's size. Keep the result
-            # on the device, so that the host does not wait for the device during backward.
+            # on the device, so the host does not wait for the device during backward.
             largest = torch.linalg.vector_norm(values, math.inf)
             self._checked.append((unit.name, param.name, largest))
 

@@ -19,7 +19,7 @@ from flatshard.precision import Override, PrecisionPlan
 
 
 def as_overrides(value: object) -> Overrides:
-    """Check a value of ``MixedPrecision.overrides``, and return it (if it is a mapping, a copy).
+    """Check a value of ``MixedPrecision.overrides``, and return the value (of a mapping, a copy).
 
     Raises:
         TypeError: ``value`` is neither a function nor a mapping of strings to floating point
@@ -42,7 +42,7 @@ def as_overrides(value: object) -> Overrides:
 
 
 class OverridesPlan(PrecisionPlan):
-    """Precision plan of a model in which at least one policy has ``overrides``."""
+    """Precision plan of a model with at least one policy with ``overrides``."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class OverridesPlan(PrecisionPlan):
         # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
         self._dtype_by_function: dict[str, torch.dtype] = {}
         self._matched_patterns: set[str] = set()
-        # A module that occurs in several places of the model has several names, and a pattern may
-        # match any of them. So collect all names before the first dtype is chosen.
+        # A module in several places of the model has several names, and a pattern may match any
+        # name. So collect all names before the first dtype is chosen.
         self._names: dict[nn.Module, list[str]] = {}
         for name, ancestry in paths(root):
             if not any(isinstance(module, ModuleProxy) for module in ancestry):
@@ -65,9 +65,9 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """Return the override of ``module``, by its class, otherwise by its names.
+        """Return the override of ``module``, by class, otherwise by name.
 
-        If neither its class nor a name has an override, returns ``around``, its parent's override.
+        If neither the class nor a name has an override, returns ``around``, the parent's override.
         """
         override = super().choose_for_module(module, policy, None)
         override = override or self._by_name(self._names[module], policy, module.parameters())
@@ -110,12 +110,12 @@ class OverridesPlan(PrecisionPlan):
         return _override(dtype, [param])
 
     def describe(self) -> str:
-        """Return a text about the dtypes that functions returned, which must match on all ranks."""
+        """Return a text about the dtypes from functions, for ranks to compare."""
         dtypes = self._dtype_by_function
         return f", overrides by function: {dtypes}" if dtypes else ""
 
     def warnings(self) -> list[str]:
-        """Return warnings about settings without an effect, such as patterns that match no name."""
+        """Return warnings about settings without an effect, such as patterns without a match."""
         given = [policy.overrides for policy in self._policies.values()]
         patterns = {name for names in given if isinstance(names, Mapping) for name in names}
         return super().warnings() + [
@@ -126,8 +126,8 @@ class OverridesPlan(PrecisionPlan):
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # `Override(None)` lets parameters keep their own dtype. Use it if all parameters already have
-    # the dtype: only parameters with equal overrides can share a flat parameter, so these can share
-    # one with other parameters that keep their own dtype.
+    # `Override(None)` lets parameters keep their own dtype. Use this override if all parameters
+    # already have the dtype: only parameters with equal overrides share a flat parameter, and then
+    # the parameters can share a flat parameter with all others in their own dtype.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)

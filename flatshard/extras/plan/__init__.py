@@ -1,7 +1,8 @@
-"""Extra: predicts the memory of a model from the shapes of its parameters.
+"""Extra: predicts the memory of a model from the shapes of parameters.
 
 The prediction allocates no tensors and does not communicate, so the model may be on the meta
-device. It excludes activations, and the memory of libraries and of the Python interpreter.
+device. The prediction excludes activations, and the memory of libraries and of the Python
+interpreter.
 
 Without this folder, ``flatshard.memory_plan`` cannot be imported.
 """
@@ -34,7 +35,7 @@ _ROWS = 24  # maximum number of units in a table; if there are more, the middle 
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """Memory of one unit on one rank, in bytes. Padding is included.
+    """Memory of a unit on a rank, in bytes. Padding is included.
 
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.
@@ -43,17 +44,17 @@ class UnitMemory:
         parameter_bytes: bytes of this rank's shard.
         gradient_bytes: bytes of the shard's ``.grad`` after a backward that reduces gradients.
         optimizer_bytes: bytes of the optimizer's state for the shard.
-        kept_bytes: bytes of unsharded parameters, or of secondary shards (which a unit gathers
-            from fewer ranks), that stay allocated between steps.
+        kept_bytes: bytes of unsharded parameters, or of secondary shards (gathered from fewer
+            ranks), between steps.
         gathered_bytes: bytes of the unsharded parameters in the compute dtype; 0 if the shard
             contains all parameters in the compute dtype.
         whole_gradient_bytes: bytes of the unsharded gradients in the reduce dtype.
-        crossing_bytes: bytes of the gradients after the reduce-scatter, which is within a node for
-            HYBRID strategies and over all ranks for the other strategies.
+        crossing_bytes: bytes of the gradients after the reduce-scatter, within a node for HYBRID
+            strategies, and otherwise over all ranks.
         reduced_bytes: bytes of the gradients after the reduction over all ranks.
         is_freed: whether the unit reshards between forward and backward.
-        secondary_bytes: bytes of the secondary shard, which the unit keeps between forward and
-            backward, and from which it is unsharded again.
+        secondary_bytes: bytes of the secondary shard, kept between forward and backward, from which
+            backward unshards the unit.
     """
 
     name: str
@@ -112,11 +113,11 @@ class MemoryPlan:
     @property
     def peak_gathered_bytes(self) -> int:
         """Peak bytes of unsharded parameters and secondary shards."""
-        # The root and the units that do not reshard after forward stay unsharded. Among the
-        # remaining units, at most three neighbours are unsharded at the same time: the unit whose
-        # backward ends, the unit whose backward begins, and the unit that is prefetched. Units that
-        # contain these three are unsharded, too. The sum is an upper bound: ranks on one host that
-        # map the shards of other ranks need less.
+        # The root and units without reshard after forward stay unsharded. Among the remaining
+        # units, at most three neighbours are unsharded at the same time: the unit whose backward
+        # ends, the unit whose backward begins, and the prefetched unit. Units around these three
+        # are unsharded, too. The sum is an upper bound: ranks with mapped shards (shared memory)
+        # need less.
         staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
         secondary = sum(unit.secondary_bytes for unit in self.units)
         resharded = [unit for unit in self.units if unit.is_freed]
@@ -127,7 +128,7 @@ class MemoryPlan:
         """Upper bound of the bytes of gradients during backward."""
         reduced = sum(unit.reduced_bytes for unit in self.units)
         # The gradients of two neighbouring units may be in memory at once. Only the root is alone:
-        # its reduction begins after the reductions of all other units.
+        # the reduction of the root begins after all other reductions.
         moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
         return reduced + max(map(self._gradients_at_once, moments))
 
@@ -261,9 +262,9 @@ def predict(
 
 
 def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
-    """Return two numbers: how many shards a unit is cut into, and how many ranks all-gather it.
+    """Return two numbers: the number of shards of a unit, and the number of ranks in an all-gather.
 
-    With HYBRID strategies, only the ranks of one node take part in an all-gather.
+    With HYBRID strategies, only the ranks of a node take part in an all-gather.
     """
     placement, per_node = settings.placement, settings.ranks.ranks_per_node
     if not placement.sharded:

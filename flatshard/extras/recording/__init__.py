@@ -1,7 +1,7 @@
 """Extra: records the time, memory and communication of a model's steps.
 
 The recorder only observes steps (``StepObserver``), and changes nothing. Without this folder,
-``ShardedWrapper.record_steps()`` and ``step_report()`` raise an error that names the folder.
+``ShardedWrapper.record_steps()`` and ``step_report()`` raise ``MissingExtraError``.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class StepRecorder(StepObserver):
     ) -> None:
         """Begin to record the steps of ``units``.
 
-        ``events`` is the list to which ``collectives.record`` appends each collective. The recorder
-        reads the list and empties it.
+        ``collectives.record`` appends each collective to the list ``events``. The recorder reads
+        and empties the list.
         """
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
-        # Maps a unit's name to its index. If a wrapper directly wraps another wrapper, the two
-        # units have the same name, and the name must mean the inner unit, which has the parameters.
+        # Maps a unit's name to the unit's index. If a wrapper directly wraps another wrapper, the
+        # two units have the same name, and the name must mean the inner unit with the parameters.
         # The inner unit comes first in `units`, so insert in reversed order: the last entry wins.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
@@ -174,7 +174,7 @@ class StepRecorder(StepObserver):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """End the last work in ``_doing`` that equals ``doing``. All other entries stay."""
+        """End the last work in ``_doing`` equal to ``doing``. All other entries stay."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()
@@ -211,8 +211,8 @@ class StepRecorder(StepObserver):
                 if kind is not Kind.GATHER_WAIT:
                     self._look_at([unit])
             if purpose == "reduce":
-                # Check the memory of all units. A unit's gradient buffer is freed when this rank
-                # notices that all ranks have read the buffer, which may be in a wait for another
+                # Check the memory of all units. A unit's gradient buffer is freed as soon as this
+                # rank notices that all ranks have read the buffer, perhaps in a wait for another
                 # unit.
                 self._look_at(self._units)
 
@@ -268,7 +268,7 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
     world, device = sharding.settings.ranks.world, sharding.settings.device
     file = None if memory is None else os.fspath(memory)
     # Check now that the file can be written. Otherwise a long run would first train, and fail only
-    # at its end.
+    # in the end.
     raise_everywhere(_problem(context, world, file), world)
     remedy = "Pass the same path on every rank. To write a file per rank, put '{rank}' in its name."
     agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
@@ -300,7 +300,7 @@ def last_report(context: RunContext) -> StepReport:
 
 
 def _written(path: str, world: Communicator) -> str | None:
-    """Return the path of the file that this rank writes, or None if it writes no file.
+    """Return the path of this rank's file, or None if this rank writes no file.
 
     If ``path`` contains ``{rank}``, each rank writes a file, otherwise only rank 0.
     """

@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """Memory that a unit uses besides its shards, from ``seconds`` until its next sample."""
+    """Memory of a unit besides shards, from ``seconds`` until the unit's next sample."""
 
     seconds: float  # since the step began
     unit: int
@@ -21,7 +21,7 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Memory that the units of one rank use besides their shards, over the time of a step."""
+    """Memory of the units of a rank besides shards, over the time of a step."""
 
     units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
     seconds: float  # duration of the step
@@ -56,10 +56,10 @@ def matplotlib(name: str = "figure") -> Any:
 
 
 def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Plot each timeline into a panel with its title, and write the figure to ``path``.
+    """Plot each timeline into a panel with a title, and write the figure to ``path``.
 
     A panel stacks the units: unsharded parameters at the bottom, gradients (hatched) above. All
-    timelines must have the same units, because the panels share one legend.
+    timelines must have the same units, because the panels share a legend.
     """
     size = (10, 1 + 3 * len(timelines))
     figure = matplotlib().Figure(figsize=size, layout="constrained")

@@ -1,4 +1,4 @@
-"""``StepReport``: the time and memory that one rank used in a step, as data and as a table."""
+"""``StepReport``: the time and memory of a rank in a step, as data and as a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """Time and communication of one unit in a step, without the units that are nested in it.
+    """Time and communication of a unit in a step, without nested units.
 
     As in ``collectives.record``, bytes are the bytes of full tensors: the output of an all-gather,
     or the input of a reduce-scatter. A unit that is not sharded has no all-gathers.
@@ -41,12 +41,12 @@ class UnitReport:
         forward_seconds: time computing forward.
         backward_seconds: time computing backward, with the recomputation of checkpoints.
         starting_seconds: time preparing and starting collectives.
-        gather_wait_seconds: time in which the thread waited for parameters (the part of the
-            all-gathers that did not overlap with computation).
-        reduce_wait_seconds: time in which the thread waited for reduced gradients.
+        gather_wait_seconds: time of the thread in waits for parameters (the part of the all-gathers
+            without overlap with computation).
+        reduce_wait_seconds: time of the thread in waits for reduced gradients.
         gathered_forward_bytes: bytes all-gathered for forward.
         gathered_backward_bytes: bytes all-gathered again for backward.
-        reduced_bytes: bytes of gradients that were reduce-scattered or all-reduced.
+        reduced_bytes: bytes of reduce-scattered or all-reduced gradients.
     """
 
     name: str
@@ -62,36 +62,36 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of one step of one rank. ``str(report)`` is a table.
+    """Report of a step of a rank. ``str(report)`` is a table.
 
-    A step here is an iteration: a forward, its backward, and the time until the next forward
-    begins. Under gradient accumulation, every micro-batch is a step. Several forwards before one
-    backward belong to one step, and a forward in evaluation is a step.
+    A step here is an iteration: a forward, a backward, and the time until the next forward begins.
+    Under gradient accumulation, every micro-batch is a step. Several forwards before a backward
+    belong to the same step, and a forward in evaluation is a step.
 
     Times are measured on the host. On an accelerator, a range is therefore the time to launch
-    kernels. The time in which kernels run is part of the range in which the host waits for them.
+    kernels. The time of the kernels themselves is part of the range in which the host waits for the
+    kernels.
 
     Attributes:
         number: number of steps recorded before this step.
-        rank: this rank's number among the ranks that train the model.
+        rank: this rank's number among the ranks of the model.
         began: begin of the step, in Unix time.
         seconds: duration of the step.
         forward_seconds: time in the outermost forward, with waits.
         backward_seconds: time from the first gradient of an output to the end of backward, with
             waits.
-        ranks_wait_seconds: time of waits that belong to no single unit: to learn which parameters
-            other ranks used, to receive rank 0's buffers, or until other ranks have read this
-            rank's memory.
-        other_bytes: communication volume that belongs to no single unit.
+        ranks_wait_seconds: time of waits of no single unit: to learn the parameters used by other
+            ranks, to receive rank 0's buffers, or until other ranks have read this rank's memory.
+        other_bytes: communication volume of no single unit.
         units: reports of the units, the root last.
         peak_gathered_bytes: peak memory of unsharded parameters.
-        peak_gradient_bytes: peak memory of gradients that were not reduced yet.
+        peak_gradient_bytes: peak memory of gradients before their reduction.
         peak_held_bytes: peak memory of unsharded parameters and gradients together.
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
-        peak_resident_bytes: peak RSS of the process since its start; None if not known.
+        peak_resident_bytes: peak RSS of the process since the start; None if not known.
         memory: memory over time, by unit.
         ranges: ranges of time: the work of the training thread, and the collectives from begin to
-            end. They are ordered by the time of their end.
+            end. Ordered by end.
     """
 
     number: int
@@ -118,7 +118,7 @@ class StepReport:
 
     @property
     def blocked_seconds(self) -> float:
-        """Time in which the training thread waited for other ranks, or read the ranks' memory."""
+        """Time of the training thread in waits for other ranks, or in reads of their memory."""
         waits = (unit.gather_wait_seconds + unit.reduce_wait_seconds for unit in self.units)
         return self.ranks_wait_seconds + sum(waits)
 
@@ -182,8 +182,7 @@ class StepReport:
         return lines
 
 
-# The kinds of time and the purposes of bytes for which a `UnitReport` has a field, in the order of
-# its fields.
+# The kinds of time and the purposes of bytes in a `UnitReport`, in the order of fields.
 _TIMES = (Kind.FORWARD, Kind.BACKWARD, Kind.STARTING, Kind.GATHER_WAIT, Kind.REDUCE_WAIT)
 _PURPOSES = ("forward", "backward", "reduce")
 
@@ -203,19 +202,20 @@ def sum_up(
     memory: MemoryTimeline,
     **figures: Any,
 ) -> StepReport:
-    """Make a report of a step from its ranges of time, its communication and its memory.
+    """Make a report of a step from ranges of time, communication and memory.
 
     Args:
         ranges: the ranges of time in the step.
-        volume: number of bytes that were communicated, keyed by the unit's index and the purpose.
-            The purposes are "forward" and "backward" for all-gathers, and "reduce" for reductions.
-            Bytes of other purposes are keyed with unit None.
+        volume: number of communicated bytes, keyed by the unit's index and the purpose. The
+            purposes are "forward" and "backward" for all-gathers, and "reduce" for reductions. For
+            every further purpose, the unit is None.
         memory: the memory during the step.
-        figures: the report's fields that cannot be computed from the other arguments.
+        figures: all fields of the report that cannot be computed from these arguments.
     """
-    # At every moment, the training thread does one kind of work for one unit, or runs code outside
-    # of flatshard. So the thread's ranges never overlap, and their sum is at most the step's time.
-    # All-gathers and reductions are not work of the thread, so their ranges may overlap all others.
+    # At every moment, the training thread does a single kind of work for a single unit, or runs
+    # code outside of flatshard. So the thread's ranges never overlap, and the sum is at most the
+    # step's time. All-gathers and reductions are not work of the thread, so these ranges may
+    # overlap all ranges.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin

@@ -1,16 +1,16 @@
-"""Extra: users' communication hooks, which replace reductions, and all-gathers in float8.
+"""Extra: communication hooks of users, in place of reductions, and all-gathers in float8.
 
 Without this folder, ``ShardedWrapper.register_comm_hook()`` and
-``MixedPrecision(gather_dtype=...)`` raise an error that names the folder.
+``MixedPrecision(gather_dtype=...)`` raise ``MissingExtraError``.
 
 [Note: float8]
-With ``gather_dtype``, each rank quantises its shard to float8 before an all-gather, with one scale
+With ``gather_dtype``, each rank quantises the shard to float8 before an all-gather, with a scale
 per block of elements. As in ZeRO++ (arXiv 2306.10209), a large element therefore reduces only the
-precision of the elements in its own block.
+precision of the elements in the same block.
 
-Scales are powers of two, so the product of a float8 number and its scale is exact in bfloat16 and
-wider dtypes. Values are therefore rounded only once, when they are quantised, to the relative
-precision of the float8 dtype.
+Scales are powers of two, so the product of a float8 number and the scale is exact in bfloat16 and
+wider dtypes. Values are therefore rounded only once, by the quantisation, to the relative precision
+of the float8 dtype.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def register(
 ) -> None:
     """Use ``hook`` to reduce the gradients of ``units``; see ``register_comm_hook``.
 
-    Collective: all ranks that train the model. If a rank raises, no unit gets the hook, and the
-    other ranks raise ValueError, which names the rank and its error.
+    Collective: all ranks of the model. If a rank raises, no unit gets the hook, and all other ranks
+        raise ValueError with the name of the rank and the error.
 
     Args:
-        units: the units with their precision; the outermost unit comes first.
+        units: pairs of a unit and the unit's precision; the outermost unit comes first.
         state: the first argument of each call of the hook.
         hook: the user's function.
-        is_late: whether the units are only a part of a model that has already run a forward.
+        is_late: whether the units are only a part of a model, and the model has already run a
+            forward.
     """
     outermost, _ = units[0]
     world = outermost.topology.world
@@ -92,8 +93,8 @@ def register(
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # Hooks communicate in a process group of their own. Create the group now: all ranks must
-        # create it at the same time, but would first need it in the middle of a backward.
+        # Hooks communicate in a separate process group. Create the group now: all ranks must create
+        # a group at the same time, but would first need the group in the middle of a backward.
         _ = world.apart
 
 
@@ -151,14 +152,14 @@ def _check_can_register(unit: Unit) -> None:
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Find out whether ``hook`` is a function of torch that only averages gradients.
+    """Find out whether ``hook`` is a function of torch for plain averages of gradients.
 
-    Returns two values: whether it is, and the dtype in which it reduces. The dtype is None if the
-    hook reduces in the dtype of the gradients.
+    Returns two values: the answer, and the dtype in which the hook reduces. The dtype is None if
+    the hook reduces in the dtype of the gradients.
     """
-    # Compare the functions and not their names: another function may have the same name through
-    # ``functools.wraps``. Do not import torch's modules of hooks, which need numpy. If such a
-    # module has not been imported yet, `hook` cannot be one of its functions.
+    # Compare functions, not names: another function may have the same name through
+    # ``functools.wraps``. Do not import torch's modules of hooks, because the modules need numpy.
+    # Without an earlier import, `hook` cannot be a function of these modules.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
@@ -183,7 +184,7 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
 
     Raises:
         NotImplementedError: the hook expects buckets, or the unit has a HYBRID strategy.
-        TypeError: the hook does not take the arguments with which flatshard would call it.
+        TypeError: the hook does not take the arguments of a call by flatshard.
     """
     arguments, kind = "state, grad", "not sharded: it averages grad over the ranks, in place"
     if unit.placement.sharded:
@@ -218,9 +219,9 @@ def _user_hook(
 
     def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
         where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
-        # The hook of a sharded unit must fill `out`. Fill `out` with NaN first, so that the user
-        # notices elements that the hook does not write. The hook of a unit that is not sharded
-        # averages `buffer` in place.
+        # The hook of a sharded unit must fill `out`. Fill `out` with NaN first, so the user notices
+        # elements not written by the hook. The hook of an unsharded unit (NO_SHARD) averages
+        # `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         try:

@@ -1,22 +1,22 @@
-"""Extra: ranks on one host read one another's memory, and map one another's shards.
+"""Extra: ranks on a host read each other's memory, and map each other's shards.
 
-Used for ``collectives="auto"`` if this folder is installed and the system permits ranks to read one
-another's memory. Without this folder, ``collectives="auto"`` uses sockets.
+Used for ``collectives="auto"`` if this folder is installed and the system permits ranks to read
+each other's memory. Without this folder, ``collectives="auto"`` uses sockets.
 
-In a collective of ``SharedMemoryTransport``, each rank publishes the address of the data that the
-other ranks need. Each other rank copies the data (in an all-gather) or adds it up piece by piece
-(in a reduce-scatter), and then publishes that it has read the data. Each byte is copied only once.
+In a collective of ``SharedMemoryTransport``, each rank publishes the address of data for the other
+ranks. The other ranks copy the data (in an all-gather) or add up the data piece by piece (in a
+reduce-scatter), and then publish that the data are read. Each byte is copied only once.
 
-Large shards are not copied at all. Each rank keeps its shard in a file in memory. Every rank maps
-all of these files, in rank order, onto one range of addresses. This range is the unsharded buffer
-(``MappedShards``). An all-gather only waits until no rank writes its shard any more, and resharding
-drops the mapped pages. A rank must not write its shard until the other ranks have finished reading
+Large shards are not copied at all. Each rank keeps the shard in a file in memory. Every rank maps
+all files, in rank order, onto a single range of addresses. This range is the unsharded buffer
+(``MappedShards``). An all-gather only waits until no rank writes a shard any more, and resharding
+drops the mapped pages. A rank must not write the shard until all other ranks have finished reading
 the shard: ``PendingSends`` waits until then.
 
-The mapping is private, so a module that writes to its unsharded parameters does not change the
-shards: resharding drops the written values, as it does if shards are copied. A rank that cannot
-create its file, or cannot map another rank's file, copies the shards instead. For the other ranks,
-this makes no difference.
+The mapping is private, so writes of a module to unsharded parameters do not change the shards:
+resharding drops the written values, as with copied shards. If a rank cannot create a file, or
+cannot map another rank's file, the rank copies the shards instead. For all other ranks, this makes
+no difference.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from flatshard.options.transport_options import TransportOptions
 # An all-gather and a reduce-scatter of the same flat parameter are requested with the same tag. Add
 # this number to the tags of reduce-scatters, which therefore use the second half of a mailbox.
 _REDUCING = peer_memory.TAGS // 2
-# Number of elements that are read and added at a time. A piece of this size is still in the CPU's
-# cache when it is added.
+# Number of elements to read and add at a time. A piece of this size is still in the CPU's cache for
+# the addition.
 _PIECE_NUMEL = 1 << 16
 
 
 class SharedMemoryTransport(Transport):
-    """Collectives between ranks on one host, in which each rank reads the other ranks' memory.
+    """Collectives between ranks on a host, by reads of the other ranks' memory.
 
-    Ranks may start their collectives in different orders: collectives match by tag, not by order.
+    Ranks may start collectives in different orders: collectives match by tag, not by order.
     """
 
     name = "shared memory"
@@ -70,8 +70,9 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # Maps each tag to what its next publication needs to wait until the other ranks have read
-        # the last publication: their records that they have, and the condition of the wait.
+        # Keyed by tag: how to wait, before the next publication, until all ranks have read the last
+        # publication. The value has the other ranks' records of their reads, and the condition of
+        # the wait.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -118,8 +119,7 @@ class SharedMemoryTransport(Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # Read the other ranks' memory only in the wait, because the other ranks may not have
-        # published their shards yet.
+        # Read the other ranks' memory only in the wait: shards may not be published yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
@@ -191,7 +191,7 @@ class SharedMemoryTransport(Transport):
 
         The returned work waits for the publications of the other ranks, and keeps ``kept`` alive
         until the other ranks have read this rank's memory. The file is closed after all ranks have
-        mapped it. First waits until the other ranks have read the tag's previous publication.
+        mapped the file. First waits until the other ranks have read the tag's previous publication.
         Collective: all ranks of the group.
         """
         # A mailbox has only one record per tag. If this rank overwrote the record too early, a slow
@@ -236,11 +236,11 @@ class SharedMemoryTransport(Transport):
 
 @dataclass(eq=False)
 class Publication(AsyncWork):
-    """A collective that has begun: this rank has published memory, and awaits other ranks'."""
+    """A collective under way: this rank has published memory, and awaits all ranks' memory."""
 
     _: KW_ONLY
     records: dict[int, Awaited]  # the publications of the other ranks, keyed by rank
-    take: Callable[[], None]  # tells the other ranks that this rank has read their memory
+    take: Callable[[], None]  # tells the other ranks that this rank has read all memory
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -249,7 +249,7 @@ def _give_up(awaited: Iterable[Awaited]) -> None:
 
 
 class MappedShards(BufferMemory):
-    """Unsharded buffer that maps all ranks' shards of one flat parameter, without a copy."""
+    """Unsharded buffer of a flat parameter that maps all ranks' shards, without a copy."""
 
     shard: Tensor
     shows_shards = True
@@ -281,10 +281,10 @@ class MappedShards(BufferMemory):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that the buffer needs for copies of shards. Mapped shards need none.
+        """Bytes of memory for copies of shards in the buffer. Mapped shards need no memory.
 
-        After ``snapshot``, the whole buffer is a copy. Otherwise, only the shards that could not be
-        mapped are copies.
+        After ``snapshot``, the whole buffer is a copy. Otherwise, only shards without a mapping are
+        copies.
         """
         num_copied = self._transport.members.size if self._is_copy else self._num_copied
         return num_copied * self._nbytes
@@ -292,8 +292,8 @@ class MappedShards(BufferMemory):
     def begin(self, op_name: str) -> AsyncWork:
         """Begin an all-gather: publish this rank's shard, and await the other ranks' shards.
 
-        From now on, no rank may write its shard until all ranks have called ``free`` or
-        ``snapshot``. Collective: all ranks of the group.
+        From now on, no rank may write a shard until all ranks have called ``free`` or ``snapshot``.
+        Collective: all ranks of the group.
         """
         self._transport.close_taken_files()
         file, self._has_begun = -1 if self._has_begun else self._share(), True
@@ -305,7 +305,7 @@ class MappedShards(BufferMemory):
         return publication
 
     def _share(self) -> int:
-        """Move the shard to a file that other ranks can map.
+        """Move the shard to a file, for other ranks to map.
 
         Returns the open file's descriptor; -1 if the shard could not be moved.
         """
@@ -339,7 +339,7 @@ class MappedShards(BufferMemory):
         """Map or copy the shards of all ranks into the buffer, after all have been published."""
         members, processes = self._transport.members, self._transport.processes
         for rank, record in records.items():
-            # The other process keeps the file open until this rank calls `take`, so its file
+            # The other process keeps the file open until this rank calls `take`, so the file
             # descriptor is still valid.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
@@ -359,8 +359,8 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # This rank does not read the other ranks' shards through the buffer any more. Tell the
-        # other ranks, which may then write their shards.
+        # This rank does not read shards through the buffer any more. Tell the other ranks, which
+        # may then write shards.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -370,8 +370,7 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call `take` only after the copy: after `take`, the other ranks may write the shards
-            # that this rank copies.
+            # Call `take` only after the copy: after `take`, the other ranks may write the shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

@@ -1,13 +1,13 @@
 """``PeerProcess``: reads the memory and the mailbox of another process on this host.
 
 On Linux, a process can read the memory of another process of the same user with the system call
-``process_vm_readv`` (Cross Memory Attach, which MPI implementations also use). The call makes a
-single copy, directly to the destination, at the speed of memory. If the kernel or a container
-forbids the call on any rank, or if the ranks are on several hosts, no rank uses it: ``meet``
-returns the same answer on all ranks.
+``process_vm_readv`` (Cross Memory Attach, as in MPI implementations). The call makes a single copy,
+directly to the destination, at the speed of memory. If the kernel or a container forbids the call
+on any rank, or if the ranks are on several hosts, no rank uses the call: ``meet`` returns the same
+answer on all ranks.
 
-Each rank publishes records in its own mailbox, a file in memory. The other ranks map and poll the
-file. A tag is a number for all collectives of one kind on one flat parameter. There are two kinds
+Each rank publishes records in a mailbox, a file in memory. The other ranks map and poll the file. A
+tag is a number for all collectives of the same kind on the same flat parameter. There are two kinds
 of records: "publication n of this tag is at this address", and "this rank has taken (finished
 reading) all other ranks' publications n of this tag". Until all ranks have taken a publication, the
 published memory must not change, and no new publication may use the tag. A poll costs less than a
@@ -33,8 +33,8 @@ from flatshard.memory import mapped_files
 # Number of tags in a mailbox.
 TAGS = 1 << 16
 # A mailbox has eight words for each tag: (number, address, file, check) of this rank's publication,
-# and from word `_TAKEN` on the same four words for its record that it has taken the publications
-# of the other ranks.
+# and from word `_TAKEN` on the same four words for this rank's record of having taken the other
+# ranks' publications.
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
@@ -50,19 +50,19 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Reason why other processes cannot read this process. "" if they can. If there is a reason, the
-    # remaining fields are not valid.
+    # Reason why other processes cannot read this process. "" if there is no such reason. Otherwise,
+    # the remaining fields are not valid.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
     launcher: int = 0  # process id of the parent process
-    alive: int = 0  # an address that other processes can read as long as the process runs
+    alive: int = 0  # an address, readable for other processes as long as the process runs
     file: int = -1  # file descriptor of the mailbox
     nonce: int = 0  # random number, also published under tag 0: shows that `pid` is this process
 
 
 class Mailbox:
-    """The records that this process publishes, in a file in memory that other ranks map.
+    """The records published by this process, in a file in memory, for other ranks to map.
 
     If the mailbox cannot be created, ``address.problem`` contains the reason.
     """
@@ -71,7 +71,7 @@ class Mailbox:
         self._file: int | None = None
         try:
             self.address = self._open()
-        # Keep the error for `meet`: an error that only this rank raises would leave the other ranks
+        # Keep the error for `meet`: an error raised only by this rank would leave the other ranks
         # waiting in `meet`.
         except (OSError, ValueError) as error:
             self.address = RankAddress(f"no mailbox in shared memory: {error}")
@@ -106,7 +106,7 @@ class Mailbox:
         self._write(tag * _WORDS + _TAKEN, number, 0, -1)
 
     def _write(self, first: int, number: int, address: int, file: int) -> None:
-        # Other ranks must see earlier writes (the data to publish) before they see the record.
+        # Other ranks must see earlier writes (the data to publish) before the record.
         _order_memory()
         words = self._words
         words[first] = number
@@ -139,9 +139,9 @@ class PeerProcess:
         _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` if the process has ended, so that its memory cannot be read.
+        """Raise ``RuntimeError`` if the process has ended, and its memory cannot be read.
 
-        The mailbox does not show this: its mapping can still be read after the process has ended.
+        The mailbox does not show this: its mapping is still readable after the end of the process.
         """
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
@@ -255,9 +255,9 @@ def meet(
         if problem:
             return [], problem
         # With the security module Yama (kernel.yama.ptrace_scope=1), only these processes can read
-        # this process: its ancestors, one process that this process chooses, and the descendants of
-        # the chosen process. Choose the launcher, because all ranks are its descendants. If the
-        # ranks have several launchers, allow any process.
+        # this process: ancestors, a single process chosen by this process, and descendants of the
+        # chosen process. Choose the launcher, because all ranks are descendants of the launcher. If
+        # the ranks have several launchers, allow any process.
         launchers = {one.launcher for one in addresses}
         # If the launcher is outside of the container, its process id is 0 here. But 0 means "no
         # process" to the kernel, so allow any process instead.

@@ -1,14 +1,14 @@
-"""Extra: optimizers that step each unit in backward, as soon as its gradients are reduced.
+"""Extra: optimizers step each unit in backward, as soon as the unit's gradients are reduced.
 
 Each unit's gradients are freed after the unit's step, so the gradients of the whole model never
-exist at the same time. A unit's step overlaps with the reductions of other units.
+exist at the same time. A unit's step overlaps with reductions of units.
 
 The supported optimizers update each element separately, without communication. So ranks may step
-their parts of a unit at different times, with the same result, and each rank decides for itself
-which units to step before the end of backward ("early"). At the end of backward, when each rank
-knows which parameters any rank has used, each rank steps the remaining units.
+parts of a unit at different times, with the same result, and each rank decides alone about the
+units to step before the end of backward ("early"). At the end of backward, when the parameters used
+by all ranks are known, each rank steps the remaining units.
 
-Without this folder, ``ShardedWrapper.step_in_backward()`` raises an error that names the folder.
+Without this folder, ``ShardedWrapper.step_in_backward()`` raises ``MissingExtraError``.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class StepInBackward:
 
 
 class _DropConsumed(OptimizerExtension):
-    """Keeps ``optimizer.step()`` from stepping again the parameters that backward has stepped.
+    """Keeps ``optimizer.step()`` from stepping parameters again after a step in backward.
 
-    Sets the ``.grad`` of these parameters to None, so that the optimizer skips them.
+    Sets the ``.grad`` of these parameters to None, so the optimizer skips the parameters.
     """
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -92,14 +92,14 @@ class SteppedInBackward(StepExtension):
         # The attributes below describe what has happened since the last step.
         self._has_accumulated = False
         self._outside_uses = OutsideUse.count
-        # Parameters that were stepped in backward, and get a `ConsumedGrad` at its end.
+        # Parameters stepped in this backward; `end_backward` puts a `ConsumedGrad` into `.grad`.
         self._showing: list[nn.Parameter] = []
 
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise if ``optimizer`` cannot step in backward.
 
-        Returns two values, as ``agreed`` expects: True, and texts about the optimizer and its
-        groups, which ``agreed`` compares between the ranks.
+        Returns two values, as ``agreed`` expects: True, and texts about the optimizer and the
+        parameter groups, to be compared between ranks.
         """
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
@@ -169,7 +169,7 @@ class SteppedInBackward(StepExtension):
     def _plan_parts(self) -> dict[int, list[StepPart]]:
         """Return the parts to step, keyed by the index of the unit.
 
-        A part has parameters of one unit and one parameter group of an optimizer.
+        All parameters of a part are in the same unit and the same parameter group.
         """
         self._owned = owned = _find_owned(self._units)
         parts: dict[int, list[StepPart]] = {}
@@ -197,8 +197,8 @@ class SteppedInBackward(StepExtension):
             for handle in unit.handles:
                 used = set(handle.grad_buffer.used_by_rank)
                 handle.publish([index in used for index in range(len(handle.params))])
-                # `publish` has cleared `used_by_rank`. Restore it: at the end of backward, this
-                # rank sends it to the other ranks.
+                # `publish` has cleared `used_by_rank`. Restore the value: at the end of backward,
+                # this rank sends the value to all ranks.
                 handle.grad_buffer.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
@@ -206,18 +206,18 @@ class SteppedInBackward(StepExtension):
                     self._step(self._parts[unit.index])
             except Exception as error:
                 # Raise the error only at the end of backward. If this rank raised now, the other
-                # ranks would wait for the reductions that this rank would not begin any more.
+                # ranks would wait for reductions never begun by this rank.
                 error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
 
     def _may_step(self, unit: Unit) -> bool:
         # A unit may be stepped early only if the rest of this backward cannot use the unit. So (1)
-        # all its parameters must have gradients: then all are used, whatever other ranks used; (2)
-        # no forward of the unit may still wait for its backward; and (3) the unit's inputs must
-        # have their gradients, so that backward computes nothing more in the unit. After the step,
-        # the unit must not be unsharded again in this backward, because some ranks would send old
-        # shards and others new shards. So prefetching skips units whose backward has begun.
+        # all parameters must have gradients: then all are used, whatever other ranks used; (2) no
+        # forward of the unit may still wait for a backward; and (3) the unit's inputs must have
+        # gradients, so backward computes nothing more in the unit. After the step, the unit must
+        # not be unsharded again in this backward, because some ranks would send old shards, and
+        # some ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
             # After gradient accumulation, do not step a unit with a frozen parameter early: before
@@ -238,9 +238,9 @@ class SteppedInBackward(StepExtension):
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if any rank has already stepped one of ``units``.
+        """Raise, on all ranks, if any rank has already stepped a unit of ``units``.
 
-        These units got further gradients after their gradients had been reduced.
+        These units got further gradients after the reduction.
         """
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
@@ -272,7 +272,7 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Set `.grad` to a placeholder that raises when it is read. Until now, `.grad` had to be
+            # Set `.grad` to a placeholder that raises on every use. Until now, `.grad` had to be
             # None, because backward could still have added gradients to `.grad`.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
@@ -303,8 +303,8 @@ class SteppedInBackward(StepExtension):
             own = [part for part in parts if part.optimizer is optimizer]
             if own:
                 step_parts(optimizer, own)
-                # Mark the optimizer as stepped: otherwise a learning rate scheduler would warn that
-                # it steps before the optimizer.
+                # Mark the optimizer as stepped: otherwise a learning rate scheduler would warn of a
+                # step before the optimizer's step.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             for param in (param for part in parts for param in part.params):
@@ -362,7 +362,7 @@ _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class ConsumedGrad(torch.Tensor):
-    """Placeholder in ``.grad`` for a gradient that a step in backward has used and freed.
+    """Placeholder in ``.grad`` for a gradient used and freed by a step in backward.
 
     The placeholder has the parameter's shape, dtype and device, and no memory. ``zero_grad()``
     works, with ``set_to_none`` and without. Every other operation on the placeholder raises.
@@ -382,7 +382,7 @@ class ConsumedGrad(torch.Tensor):
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     # Disable `__torch_function__`, which would make every attribute access slow. The class needs
-    # only `__torch_dispatch__` below, which torch calls for every operation.
+    # only `__torch_dispatch__` below, called for every operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -1,11 +1,10 @@
-"""Extra: parameters that are DTensors (tensor parallelism).
+"""Extra: DTensors as parameters (tensor parallelism).
 
-Tensor parallelism has cut a DTensor over the ranks of its mesh. flatshard shards this rank's local
-part of the DTensor once more, over the data parallel ranks, which are not in the DTensor's mesh. In
-a forward, modules compute with a DTensor whose local part is the unsharded parameter.
+Tensor parallelism has cut a DTensor over the ranks of a mesh. flatshard shards this rank's local
+part of the DTensor once more, over the data parallel ranks, outside of the DTensor's mesh. In a
+forward, modules compute with a DTensor whose local part is the unsharded parameter.
 
-Without this folder, wrapping a model with a DTensor among its parameters raises an error that names
-the folder.
+Without this folder, wrapping a model with a DTensor as a parameter raises ``MissingExtraError``.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class TensorParallel:
     """How tensor parallelism has cut a parameter over a mesh. Implements ``ParamSplit``."""
 
     layout: Any  # torch's DTensorSpec
-    comms: tuple[Communicator, ...]  # one for each mesh dimension that splits the parameter
+    comms: tuple[Communicator, ...]  # one per mesh dimension that splits the parameter
     shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
     stride: tuple[int, ...]  # the same parameter's strides, in elements
 
@@ -112,13 +111,13 @@ class TensorParallel:
 
 @contextmanager
 def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iterator[None]:
-    """Replace DTensors among the module's parameters by their local parts, for wrapping.
+    """Replace DTensors among the module's parameters by local parts, for wrapping.
 
     The local parts stay in the module if the ``with`` block succeeds. If the block raises, the
     DTensors are put back. Collective: all ranks of the DTensors' meshes.
 
     Raises:
-        ValueError: a mesh shares ranks with the ranks over which the parameters would be sharded.
+        ValueError: a mesh shares ranks with the data parallel ranks.
         NotImplementedError: a DTensor has placements other than Shard and Replicate, is on the meta
             device, or has hooks or a gradient.
     """
@@ -129,9 +128,9 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     for name, (_, param) in found.items():
         _check(name, param, settings)
     try:
-        # Put a new parameter into the module. The DTensor object itself cannot become the sharded
+        # Put a new parameter into the module. The DTensor object cannot become the sharded
         # parameter: `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter,
-        # because their classes have different slots.
+        # because the classes have different slots.
         for name, (one, param) in found.items():
             _put(one, _local_part(param))
             param.flattened_as = name

@@ -1,12 +1,12 @@
 """Extra: names of torch's wrappers (DistributedDataParallel, FSDP1, FSDP2) for migration.
 
-With this folder, ``ShardedWrapper`` accepts the keywords of torch's wrappers and has their
+With this folder, ``ShardedWrapper`` accepts the keywords of torch's wrappers and has the same
 attributes. If a method of a torch wrapper is missing, the error names the replacement. Without this
 folder, a keyword outside of ``ShardedWrapper``'s signature raises ``MissingExtraError``, and
 missing attributes raise Python's ``AttributeError``.
 
 A test compares the names with the tables of docs/migration.md, and with torch's classes, to notice
-names that torch adds.
+new names in torch.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "ignored_params": lambda value: {"ignored_states": value},
 }
 
-# Public methods of torch's wrappers that ShardedWrapper lacks, separated by spaces. The key is the
-# advice that the error gives for all of them.
+# Public methods of torch's wrappers, missing in ShardedWrapper, separated by spaces. The key is the
+# advice in the error for all of these methods.
 _MISSING = {
     "use `with model.join():`": "join_hook join_device join_process_group",
     "one process trains on one device": "scatter gather",
@@ -138,7 +138,7 @@ ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
 
 
 def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> Any:
-    """Return the value of attribute ``name``, which Python did not find on a ``ShardedWrapper``.
+    """Return the value of attribute ``name``, not found by Python on a ``ShardedWrapper``.
 
     Args:
         name: the name of the attribute.
@@ -146,8 +146,8 @@ def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> An
         error: Python's error about the missing attribute.
 
     Raises:
-        AttributeError: ``name`` is a method that only torch's wrappers have, and the error says
-            what to use instead. If torch's wrappers have no such name either, raises ``error``.
+        AttributeError: ``name`` is a method of torch's wrappers only, and the error names the
+            replacement. If torch's wrappers do not have the name either, raises ``error``.
     """
     if name in ATTRIBUTES and sharding is not None:
         return ATTRIBUTES[name](sharding)
@@ -167,13 +167,13 @@ def read_keywords(
     """Translate keywords of torch's wrappers into keywords of ``ShardedWrapper``.
 
     Args:
-        extra: the keywords that are not in the constructor's signature.
+        extra: all keywords outside of the constructor's signature.
         own: values of the constructor's own keywords.
         known: names of the constructor's own keywords.
 
     Returns:
-        Two values: a copy of ``own``, in which values from ``extra`` replace None, and a list with
-            a line of text for each keyword in ``extra`` that has no effect.
+        Two values: a copy of ``own`` with values from ``extra`` in place of None, and a list with a
+        line of text for each keyword in ``extra`` without effect.
     """
     meant, notes = dict(own), []
     accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]

@@ -1,11 +1,11 @@
-"""Extra: steps optimizers that compute with whole parameters (Muon, LAMB, Adafactor, LBFGS).
+"""Extra: steps optimizers that need whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
-``WholeStepper`` tries copies of an optimizer to find its ``StepMode``: whether the optimizer can
-step sharded parameters, or needs full parameters, and on which ranks. In each step,
+``WholeStepper`` tries copies of an optimizer to find the ``StepMode``: whether the optimizer can
+step sharded parameters, or needs full parameters, and on how many ranks. In each step,
 ``WholeStepper`` then gives the optimizer sharded or full parameters accordingly.
 
-Without this folder, an optimizer that is not known to be element-wise raises at its first step on
-sharded parameters. The element-wise optimizers of torch, and optimizers that were passed to
+Without this folder, an optimizer not known to be element-wise raises at the first step on sharded
+parameters. The element-wise optimizers of torch, and optimizers passed to
 ``flatshard.declare_elementwise``, do not need this extra.
 """
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger("flatshard")
 
 
 class WholeStepper(Stepper):
-    """Steps an optimizer that is not known to be element-wise, in the mode that it needs."""
+    """Steps an optimizer not known to be element-wise, in the ``StepMode`` found by trials."""
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
@@ -42,7 +42,7 @@ class WholeStepper(Stepper):
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
         if self.mode is StepMode.ON_SHARDS:
-            # Run the step eagerly, without compiling it. Do not do so if there is a closure, which
+            # Run the step eagerly, without compilation. Do not do so if there is a closure, which
             # may run a compiled model: the model must stay compiled.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
@@ -99,7 +99,7 @@ class WholeStepper(Stepper):
         with_grads = {id(param) for param in some}
         if self.mode is not StepMode.ON_SHARDS or with_grads <= self._tried:
             return
-        # Parameters that get their first gradient may need another mode than the other parameters.
+        # Parameters with a first gradient may need another mode.
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
@@ -111,7 +111,7 @@ class WholeStepper(Stepper):
                 "parameters, but the ranks of this model together hold only a part of the DTensor. "
                 "Step the parameter with an element-wise optimizer, such as AdamW."
             )
-        # Warn if every rank gets the full model, which may not fit into the memory of one rank.
+        # Warn if every rank gets the full model, which may not fit into the memory of a rank.
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode

@@ -1,4 +1,4 @@
-"""Chooses the owner of each parameter (the rank that steps it), and moves tensors to owners."""
+"""Chooses an owner for each parameter (the rank that steps it), and moves tensors to owners."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 
-# Maximum share of the work and memory that a rank gets, as a multiple of an equal share. With more
-# than 1, more parameters can go to the rank that already holds most of their elements, so less data
-# is sent.
+# Maximum share of work and memory of a rank, as a multiple of an equal share. With more than 1,
+# more parameters can go to the rank with most of the elements, so less data is sent.
 ABOUT_EQUAL = 1.05
 
 
@@ -39,14 +38,14 @@ def choose_owners(
 ) -> list[int]:
     """Choose the owner of each parameter: a rank below ``size``.
 
-    ``held[i]`` maps each rank that holds elements of parameter i to their number. The result
-    depends only on the arguments, so all ranks get the same result.
+    ``held[i]`` maps ranks to the number of elements of parameter i on the rank. The result depends
+    only on the arguments, so all ranks get the same result.
 
-    A parameter with an owner in ``known`` keeps the owner, and a parameter that only one rank holds
-    goes to that rank. The other parameters are assigned in order of decreasing cost. Candidates are
-    the ranks that hold elements of the parameter, and the rank with the smallest share. Among the
-    candidates that stay within an equal share, the rank that holds most of the parameter becomes
-    the owner. If there is no such candidate, the rank with the smallest share becomes the owner.
+    A parameter with an owner in ``known`` keeps the owner, and a parameter on a single rank goes to
+    this rank. All other parameters are assigned in order of decreasing cost. Candidates are the
+    ranks with elements of the parameter, and the rank with the smallest share. Among the candidates
+    within an equal share, the rank with most of the parameter becomes the owner. If there is no
+    candidate within an equal share, the rank with the smallest share becomes the owner.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
@@ -89,12 +88,12 @@ class HeldRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
-    """A sharded parameter, the ranks that hold its parts, and the owner, which steps it.
+    """A sharded parameter, the ranges of all ranks, and the owner: the rank that steps it.
 
     Attributes:
         spec: the parameter's shape and this rank's part.
-        held: the range of elements that each rank holds, keyed by the rank in the group. Ranks that
-            hold no element are left out.
+        held: the range of elements of each rank, keyed by the rank in the group. Ranks without
+            elements are left out.
         owner: the owner's rank in the group; None if every rank gets the full parameter.
     """
 
@@ -137,8 +136,8 @@ def gather_to_owners(
 ) -> Callable[[], list[Tensor]]:
     """Start to send the parts of tensors to the owners of the tensors' parameters.
 
-    Returns a function that waits, and returns the full tensors that this rank gets as an owner, in
-    the order of ``parts``. The full tensors have their own memory.
+    Returns a function that waits, and returns the full tensors owned by this rank, in the order of
+    ``parts``. The full tensors do not share memory with ``parts``.
 
     Collective: all ranks of the group, with parts of the same parameters and dtypes.
     """
@@ -170,9 +169,9 @@ def scatter_to_shards(comm: Communicator, pieces: Sequence[Piece], op_name: str)
 
 
 def _split(comm: Communicator, pieces: Sequence[Piece]) -> tuple[list[_Elements], list[_Elements]]:
-    """Return two lists of elements to exchange: this rank's parts, and ranges of its full tensors.
+    """Return two lists of elements to exchange: this rank's parts, and ranges of full tensors.
 
-    A part is exchanged with the owner of its parameter, a range with the rank that holds the range.
+    A part is exchanged with the owner of the parameter, a range with the holder of the range.
     """
     ours: list[_Elements] = []
     ranges: list[_Elements] = []
@@ -195,10 +194,10 @@ def _exchange(
     receives: list[_Elements],
     op_name: str,
 ) -> Callable[[], None]:
-    """Start to send ``sends`` to other ranks, and to fill ``receives`` with their elements.
+    """Start to send ``sends`` to other ranks, and to fill ``receives`` from other ranks.
 
-    Elements that stay on this rank are copied at once. Returns a function that waits for the
-    exchange. Collective: all ranks of the group.
+    Elements for this rank are copied at once. Returns a function that waits for the exchange.
+    Collective: all ranks of the group.
     """
     own = [[tensor for rank, tensor in side if rank == comm.rank] for side in (sends, receives)]
     for source, target in zip(*own, strict=True):

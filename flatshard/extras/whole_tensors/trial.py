@@ -1,7 +1,7 @@
 """``find_step_mode``: finds an optimizer's ``StepMode`` by trying copies of the optimizer.
 
-A list of optimizer classes with their modes would not be enough: users bring their own optimizers,
-and the mode may depend on an optimizer's options.
+A list of optimizer classes and modes would not be enough: users bring new optimizers, and the mode
+may depend on an optimizer's options.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
         if _works_on_shards(optimizer):
             return StepMode.ON_SHARDS
         # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by averages,
-        # which it computes from its state. So every rank needs the full state.
+        # computed from state. So every rank needs the full state.
         if callable(getattr(optimizer, "eval", None)):
             return StepMode.ON_EVERY_RANK
         try:
@@ -102,7 +102,7 @@ def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can step copies of its sharded parameters, and its state is sharded."""
+    """Whether the optimizer can step copies of the sharded parameters, with sharded state."""
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
         twin = copy_with_params(optimizer, groups)
@@ -112,9 +112,9 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
         step_unhooked(twin)
     except Exception:
         return False
-    # If the optimizer keeps state in an ordinary tensor of more than one element, it computes with
-    # whole parameters: examples are 8-bit states of all elements, and factors of rows and columns.
-    # On shards, it would compute this state from only this rank's elements.
+    # If the optimizer keeps state in an ordinary tensor of several elements, the optimizer computes
+    # with whole parameters: examples are 8-bit states of all elements, and factors of rows and
+    # columns. On shards, this state would be computed from only this rank's elements.
     return all(
         isinstance(value, FlatShardTensor | int | float | str | None)
         or (isinstance(value, Tensor) and value.numel() == 1)
@@ -140,10 +140,10 @@ def _copied(param: Tensor) -> Tensor:
 
 
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
-    """Return the ``StepMode`` that fits, after trials of steps of small full parameters.
+    """Find the ``StepMode`` by trial steps of small full parameters.
 
     Steps all of the small parameters together, and each half separately. If the results are equal,
-    the parameters do not depend on each other, so each may be stepped on its own owner.
+    the parameters do not depend on each other, and may be stepped by different owners.
     """
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     kinds = ((0, 1), (0,), (1,), ())
@@ -164,9 +164,9 @@ def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
 
 
 def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Return small shapes, two for each number of dimensions that the parameters have.
+    """Return small shapes, two for each number of dimensions among the parameters.
 
-    Each shape comes with the parameter from which it was derived.
+    Each shape is paired with a parameter of this number of dimensions.
     """
     found: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
     for param in params:
@@ -206,9 +206,9 @@ class _Trial:
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        # Use the same seed in all trials. If the optimizer draws random numbers, it draws others
-        # for the same parameter in a trial with fewer parameters. So the results differ, as they
-        # should: such an optimizer must step all parameters together.
+        # Use the same seed in all trials. If the optimizer draws random numbers, the numbers for a
+        # parameter depend on the number of parameters in a trial. So the results differ, rightly:
+        # the optimizer must step all parameters together.
         torch.manual_seed(1)
         step_unhooked(self._twin)
 

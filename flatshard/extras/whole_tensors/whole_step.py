@@ -1,10 +1,10 @@
-"""``WholeStep``: gathers sharded parameters, so that an optimizer can step full parameters.
+"""``WholeStep``: gathers sharded parameters, for optimizers to step full parameters.
 
 Some optimizers compute with a whole tensor: Newton-Schulz in Muon, rows and columns in Adafactor,
-the norm of a layer, blocks of 8-bit states. Such an optimizer steps each parameter on one rank, the
-parameter's owner. The owner gathers the parts, keeps the optimizer's state, and scatters the new
-values. Optimizers that compute with several parameters together (LBFGS) step all parameters on
-every rank. ``StepMode`` lists all modes.
+the norm of a layer, blocks of 8-bit states. Such an optimizer steps each parameter on a single
+rank, the parameter's owner. The owner gathers the parts, keeps the optimizer's state, and scatters
+the new values. Optimizers with computations on several parameters together (LBFGS) step all
+parameters on every rank. ``StepMode`` lists all modes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def swap_full_in(
 ) -> ExitStack:
     """Replace sharded parameters of an optimizer by full parameters, until the stack is closed.
 
-    The state of the sharded parameters moves to the full parameters. ``full`` maps the sharded
-    parameters to the full ones. All other parameters leave the optimizer, except ``others``.
+    The state of the sharded parameters moves to the full parameters. ``full`` maps sharded to full
+    parameters. All other parameters leave the optimizer, except ``others``.
 
     Returns a stack of actions that undo this when the stack is closed.
     """
@@ -97,13 +97,13 @@ class WholeStep:
     ) -> None:
         """Choose the owner of each parameter.
 
-        ``before`` is the optimizer's previous ``WholeStep``, if its parameters have changed since.
-        Parameters keep their owners from ``before``.
+        ``before`` is the optimizer's previous ``WholeStep``, if the parameters have changed since.
+        Parameters keep the owners from ``before``.
 
         Collective: all ranks of the optimizer's sharded parameters.
         """
         self.mode = mode
-        # Also keep the owner of a parameter that was removed: it may be added again later.
+        # Also keep the owner of a removed parameter: the parameter may be added again later.
         self._owners: MutableMapping[Tensor, int] = (
             WeakIdKeyDictionary() if before is None else before._owners
         )
@@ -140,9 +140,9 @@ class WholeStep:
         owned = [param for param, one in self.owned.items() if one.is_full_here]
         values = sum(param.local.element_size() * param.numel() for param in owned)
         # The owners step the parameters in parts, and gather the values and gradients of the next
-        # part during the step of a part. While a part is gathered, its data exist three times: in a
-        # send buffer, in a receive buffer and as full tensors. The part that is being stepped
-        # exists as full tensors. So there are four times the bytes of a part.
+        # part during the step of a part. While a part is gathered, the data exist three times: in a
+        # send buffer, in a receive buffer and as full tensors. The part in the step exists as full
+        # tensors. So there are four times the bytes of a part.
         part = 2 * values
         if self.mode is StepMode.IN_PARTS:
             largest = max(map(_gathered_bytes, self.owned), default=0)
@@ -315,9 +315,9 @@ class WholeStep:
     # ------------------------------------------------------------ state
 
     def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
-        """Return the state of all parameters, which the owners send to all ranks. Collective.
+        """Send the owners' state of all parameters to all ranks, and return the state. Collective.
 
-        State with one value per element is sharded; all other state is the same on all ranks.
+        State with a value per element is sharded; all other state is equal on all ranks.
         """
         shared: dict[FlatShardTensor, State] = {}
         for comm in self.comms:
@@ -331,8 +331,8 @@ class WholeStep:
             pieces: list[Piece] = []
             for number, param in enumerate(params):
                 owned = self.owned[param]
-                # Skip state that was loaded from a checkpoint: it is already sharded, until the
-                # next step gathers it on the owner.
+                # Skip state from a checkpoint: it is already sharded, until the next step gathers
+                # the state on the owner.
                 if _sharded_state(optimizer.state.get(param)):
                     continue
                 assert owned.owner is not None
@@ -350,7 +350,7 @@ class WholeStep:
 def _held_ranges(
     params: Sequence[FlatShardTensor], comm: Communicator
 ) -> list[dict[int, HeldRange]]:
-    """Return, for each parameter, a dict from each rank to the range that it holds. Collective."""
+    """Return, for each parameter, a dict from ranks to their ranges of elements. Collective."""
     specs = enumerate(param.spec for param in params)
     mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
     held: list[dict[int, HeldRange]] = [{} for _ in params]
@@ -361,14 +361,14 @@ def _held_ranges(
 
 
 def _gathered_bytes(param: FlatShardTensor) -> int:
-    """Return the number of bytes that the owner gathers: the parameter and its gradient."""
+    """Return the number of bytes to gather on the owner: the parameter and the gradient."""
     return param.nbytes + (0 if param.grad is None else param.grad.nbytes)
 
 
 def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return the owner's state, to send to other ranks, without the values of per-element state.
 
-    Meta tensors replace these values, which ``scatter_to_shards`` sends instead.
+    Meta tensors replace these values. ``scatter_to_shards`` sends the values instead.
     """
     return {
         key: value.to("meta")
@@ -380,9 +380,9 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
-    """Return this rank's parts of the tensors that the parameter's owner gathers.
+    """Return this rank's parts of the tensors to gather on the parameter's owner.
 
-    These are the parameter, its gradient if there is one, and state from a checkpoint.
+    These are the parameter, the gradient (unless None), and state from a checkpoint.
     """
     parts = [param.local.detach()]
     if param.grad is not None:
@@ -392,7 +392,7 @@ def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> li
 
 
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
-    """Return the entries of a parameter's state that are sharded: those from a checkpoint."""
+    """Return the sharded entries of a parameter's state. Such entries come from a checkpoint."""
     return {k: v for k, v in (state or {}).items() if isinstance(v, FlatShardTensor)}
 
 
