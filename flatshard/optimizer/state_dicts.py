@@ -104,7 +104,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Return a copy of a state dict in which state with one value per element is sharded tensors.
+    """Return a copy of a state dict, with sharded tensors for state with one value per element.
 
     The sharded tensors share memory with this rank's parts.
 
@@ -112,9 +112,10 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
         ValueError: state has neither one value per element nor one value per parameter.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
-    # State that is not per element must be equal on all ranks. This is checked only for an
-    # element-wise optimizer. For any other optimizer it is known: either all ranks step the full
-    # parameters, or `shared_state` has sent the state from the parameter's owner to all ranks.
+    # State without a value per element must be equal on all ranks. Check only the state of
+    # element-wise optimizers. With all other optimizers, equality is certain: either all ranks step
+    # the full parameters, or `shared_state` has sent the state from the parameter's owner to all
+    # ranks.
     is_alike = not is_elementwise(optimizer)
     for param, state in _sharded_params(optimizer, state_dict):
         for key, value in state.items():
@@ -269,8 +270,8 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
-            # Warn now. Users would otherwise notice only when they load the saved file that the
-            # parts of the other ranks were not saved.
+            # Warn now. Otherwise, users would notice the missing parts of the other ranks only when
+            # loading the saved file.
             warnings.warn(_ONE_RANKS, stacklevel=5)  # the caller of state_dict()
 
 

@@ -70,10 +70,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the optimizer's sharded parameters by plain ones, for the step that follows.
+    """Replace the optimizer's sharded parameters by plain parameters, for the next step.
 
     ``args`` and ``kwargs`` are the arguments of ``step()``: the optimizer, and perhaps a closure.
-    Returns the arguments with which torch shall call ``step()`` instead; None leaves them.
+    Returns new arguments for torch's call of ``step()``, or None to keep the arguments.
     """
     if unhooked:
         return None
@@ -246,8 +246,8 @@ def clip_grad_norm_(
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # The rounding of a sum depends on the order of its terms. So that the norm does not depend on
-    # the order of `params`, sort the sharded parameters as they are in `handles`.
+    # The rounding of a sum depends on the order of terms. For a norm independent of the order of
+    # `params`, sort the sharded parameters as in `handles`.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():
@@ -256,8 +256,8 @@ def clip_grad_norm_(
         grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     order = float(norm_type)
     norms = reduction_ops.norms(grads, order)
-    # Let torch combine the norms, so that dtypes and errors are as for plain tensors. torch first
-    # takes the norm of each tensor that it gets; here each tensor is a number, and stays the same.
+    # Let torch combine the norms, with dtypes and errors as for plain tensors. torch first takes
+    # the norm of each given tensor; here each tensor is a number, and stays the same.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
     # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations need no
     # dispatch in Python. torch reads only the attribute `grad` of each parameter.

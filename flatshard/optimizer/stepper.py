@@ -2,16 +2,15 @@
 
 An optimizer's operations give the right results on ``FlatShardTensor``s, but are slow, because each
 operation is dispatched in Python. During a step of an element-wise optimizer, ``BucketStepper``
-therefore puts ``ParamBucket``s into the parameter groups: plain 1-D parameters that share the
-shard's memory. Optimizers that are not element-wise have another stepper, in the extra
-``whole_tensors``.
+therefore puts ``ParamBucket``s into the parameter groups: plain 1-D parameters in the shard's
+memory. All other optimizers have another stepper, in the extra ``whole_tensors``.
 
 [Note: buckets]
 A bucket is a 1-D parameter that the optimizer steps in place of several sharded parameters, the
-bucket's members. The members belong to one parameter group, are neighbours in a shard, and their
-gradients are neighbours in one flat gradient. So one kernel steps a whole flat parameter, instead
-of one kernel per original parameter. Between steps, each member has its own optimizer state, which
-consists of views of the bucket's state.
+bucket's members. The members belong to the same parameter group, are neighbours in a shard, and
+their gradients are neighbours in a flat gradient. So a single kernel steps a whole flat parameter,
+instead of a kernel per original parameter. Between steps, each member has optimizer state of its
+own: views of the bucket's state.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
-# Optimizers that are in a step, or whose last step raised. Their groups may still hold parameters
-# that replace the sharded parameters.
+# Optimizers in a step, and optimizers whose last step raised. The groups may still hold
+# replacements of the sharded parameters.
 stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +66,7 @@ class OptimizerExtension:
         """Called before gradients are checked: when ``step()`` begins, and after each closure."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
-        """Step some of the parameters, and return their ids, so that ``step()`` omits them.
+        """Step some parameters, and return the ids of parameters for ``step()`` to omit.
 
         Called at the start of a step of an element-wise optimizer.
         """
@@ -152,10 +151,10 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
-    """Return the stepper of an optimizer, the same for all of its steps.
+    """Return the stepper of an optimizer, the same in all steps.
 
-    An element-wise optimizer gets its stepper at its first step. Any other optimizer gets a stepper
-    at its first step with sharded parameters.
+    An element-wise optimizer gets a stepper at the first step, any other optimizer at the first
+    step with sharded parameters.
 
     Raises:
         MissingExtraError: the optimizer is not element-wise, and the extra ``whole_tensors`` is not
@@ -182,9 +181,9 @@ def stepped_optimizers() -> list[Optimizer]:
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     """Return the state of each parameter whose state is only on one rank, the parameter's owner.
 
-    In the result, state with one value per element is sharded, and all other state is full, and the
-    same on all ranks. The result is empty if each rank already has the state of its shards, as with
-    element-wise optimizers.
+    In the result, state with one value per element is sharded, and all other state is full, and
+    equal on all ranks. The result is empty if each rank already has the state of this rank's
+    shards, as with element-wise optimizers.
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
@@ -209,9 +208,9 @@ class Closure:
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer) -> None:
         """Call ``run``, which calls the user's closure, and keep the loss.
 
-        To prepare the step, flatshard must know which parameters have gradients, so the closure
-        must run before the step. This changes no result, because every optimizer begins its step
-        with a call of the closure.
+        To prepare the step, flatshard must know the parameters with gradients, so the closure must
+        run before the step. This changes no result, because every optimizer begins a step with a
+        call of the closure.
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run()
@@ -303,12 +302,13 @@ class BucketStepper(Stepper):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move state to the buckets.
 
-        Also chooses the fused kernel where it is faster.
+        Also chooses the fused kernel for suitable groups.
 
         Args:
             optimizer: the optimizer.
             groups: groups to change; parameters are replaced in the groups' lists.
-            stepped: ids of parameters that are omitted, because they were stepped already.
+            stepped: ids of parameters to omit, because an extension has stepped the parameters
+                already.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for group in groups:
@@ -363,18 +363,16 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 State = dict[str, Any]
 
-# Names of optimizer state that consists of one number per parameter, such as the number of steps.
-# The names are needed for 0-d parameters: there, state with one number per element has the same
-# shape.
+# Names of optimizer state with one number per parameter, such as the number of steps. The names are
+# needed for 0-d parameters, for which state with one number per element has the same shape.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
     """Optimizer state of a bucket, or of a member, whose tensors are views of bucket state."""
 
-    # All members share one tensor with the number of steps. Other code must get a copy of this
-    # tensor (see `apart`): if other code increased the number of steps of one member, the number of
-    # all members would increase.
+    # All members share a tensor with the number of steps. Users must get a copy of this tensor (see
+    # `apart`): an increase of a member's number of steps would change the number of all members.
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
@@ -451,14 +449,15 @@ def find_buckets(
         first = params[position]
         if not isinstance(first, FlatShardTensor) or first.grad is None:
             # The optimizer does not step a parameter without a gradient, so the parameter needs no
-            # bucket. Its state, which may be views of an earlier bucket's state, stays as it is.
+            # bucket. The state of the parameter, perhaps views of an earlier bucket's state, stays
+            # as it is.
             yield first
             position += 1
             continue
         members = _neighbours(params, position)
         bucket = known.get(id(first))
-        # Reuse the bucket of the last step if possible: then the views of its state, which its
-        # members have, need not be created again.
+        # Reuse the bucket of the last step if possible: then the members' views of the bucket's
+        # state need not be created again.
         if bucket is None or not bucket.is_of(members):
             bucket = known[id(first)] = ParamBucket(members)
         yield bucket
@@ -466,7 +465,7 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """Return ``params[position]`` and the parameters after it that can join it in a bucket.
+    """Return ``params[position]`` with all later parameters that can join the bucket.
 
     The parameters are neighbours in a shard, and their gradients are neighbours in a flat gradient.
     """
@@ -688,12 +687,13 @@ def _local_state(param: FlatShardTensor, state: State) -> State:
 
 
 def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
-    """Return this rank's range of ``value``, as a 1-D tensor, if it has one value per element.
+    """Return this rank's range, 1-D, of state with one value per element.
 
     Returns None for other state. ``value`` may be full, sharded, or already this rank's range.
 
     Raises:
-        ValueError: the state is sharded, and this rank's range of it is not the parameter's range.
+        ValueError: the state is sharded, and this rank's range of the state is not the parameter's
+            range.
     """
     if not isinstance(value, Tensor) or key in ONE_PER_PARAMETER:
         return None

@@ -1,4 +1,4 @@
-"""``EXTRAS``: the table of extras, which are folders that can be deleted.
+"""``EXTRAS``: the table of extras. An extra is a folder that can be deleted.
 
 The core (all packages without which no model trains) imports no extra. The core looks an extra up
 in this table when a model is wrapped or an option is given, never in a step.
@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Maps the name of each extra's folder to what the extra does, a text for the error that a user
-# without the folder gets. If several extras act at the same event of a step, they act in the order
-# of this table.
+# Maps the name of each extra's folder to the purpose of the extra, a text for the error of a user
+# without the folder. At an event of a step, extras act in the order of this table.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
     "divergence": "lets ranks skip units, or run them in another order",

@@ -12,11 +12,11 @@ class OffloadError(RuntimeError):
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Where shards, gradients and optimizer state are kept while no code uses them.
+    """Where shards, gradients and optimizer state are kept between uses.
 
     Without ``path``, offloaded tensors are in host memory. If the model computes on the CPU, all
     tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors are in
-    files without names, which disappear when the process ends. Setting only ``path`` offloads
+    files without names. The files disappear when the process ends. Setting only ``path`` offloads
     everything. docs/precision-and-offload.md says how much time and memory each choice costs.
 
     Example:

@@ -163,7 +163,7 @@ class ParamPrecision:
     compute_dtype: torch.dtype | None = None
     # Dtype in which gradients are reduced and sent. None means `compute_dtype`.
     reduce_dtype: torch.dtype | None = None
-    # Float8 dtype in which an all-gather sends the shard. None means that it sends `compute_dtype`.
+    # Float8 dtype of the shard in an all-gather. None means `compute_dtype`.
     gather_dtype: torch.dtype | None = None
     # Whether reduced gradients stay in the dtype of the reduction. Otherwise they are cast to the
     # shard's dtype.
@@ -175,10 +175,10 @@ class ParamPrecision:
         return (self.compute_dtype or dtype) if dtype.is_floating_point else dtype
 
     def reduced_dtype(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of ``dtype`` are reduced.
+        """Return the dtype of the reduction of gradients, for parameters of ``dtype``.
 
-        ``of_hook``: the dtype in which a communication hook reduces, which has priority over the
-        policy's; None if there is no hook.
+        ``of_hook``: the dtype from a communication hook, which has priority over the policy, or
+        None if there is no hook.
         """
         reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
         return reduce_dtype if dtype.is_floating_point else dtype

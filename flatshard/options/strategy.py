@@ -1,7 +1,7 @@
 """The user's options ``ShardingStrategy`` and ``BackwardPrefetch``.
 
-A ``Placement`` has the properties of a strategy. All other code reads these properties, and does
-not ask which strategy it is.
+A ``Placement`` has the properties of a strategy. All other code reads these properties, never the
+name of the strategy.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ _PLACEMENTS = {
     ShardingStrategy.HYBRID_SHARD_OP: Placement(hybrid=True, over_all=True),
 }
 
-# Maps a strategy to the strategy that differs only in `reshard_after_forward=False`. Strategies
-# that are not in this table have no such counterpart.
+# Maps a strategy to the strategy that differs only in `reshard_after_forward=False`. The remaining
+# strategies have no such counterpart.
 _WITHOUT_RESHARDING = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
@@ -125,12 +125,10 @@ def resharding(
     """Apply the user's ``reshard_after_forward`` to a strategy.
 
     Args:
-        strategy: the strategy that the user chose.
+        strategy: the user's strategy.
         after_forward: True to reshard after forward, False not to reshard, None to do as the
             strategy does. An int k means that each rank keeps 1/k of the parameters after forward,
-            so that backward all-gathers from k ranks.
-
-    Returns:
+            so that backward all-gathers from k ranks. Returns:
         Two values: the resulting strategy (``FULL_SHARD`` without resharding after forward becomes
         ``SHARD_GRAD_OP``, for example), and its placement.
     """

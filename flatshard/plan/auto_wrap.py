@@ -2,9 +2,10 @@
 
 All parameters of a unit are unsharded together, so a unit should be a small part of the model. But
 each all-gather has a fixed cost, so a unit should not have too few elements. From the root
-downwards, the policy either *opens* a module and decides about its children, or makes the module a
-unit. If a module becomes no unit, its parameters are counted as parameters of the enclosing module.
-Parameters that are in no unit in the end belong to the root. docs/choosing.md describes the choice.
+downwards, the policy either *opens* a module and decides about the children, or makes the module a
+unit. If a module becomes no unit, all parameters of the module are counted as parameters of the
+enclosing module. In the end, parameters outside of all units belong to the root. docs/choosing.md
+describes the choice.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class AutoUnits:
         self._held[module] = self._left[module]
         for param in module.parameters():
             containers = self._containers.get(param, ())
-            # `containers` are the modules that contain all users of the weight. Skip a weight that
-            # a module outside of `module` also uses: it belongs to a module around both users.
+            # `containers` are the modules around all users of the weight. Skip a weight with a user
+            # outside of `module`: the weight belongs to a module around all users.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
                 for container in containers:
@@ -221,8 +222,8 @@ def _shapes(module: nn.Module) -> Shapes:
 
 def _is_expert(name: str, module: nn.Module) -> bool:
     # An expert of a mixture of experts must not be a unit. Each rank's data decides which experts
-    # run on the rank, and ranks that all-gather different experts would deadlock. The pattern
-    # matches the class name `Expert`, but not `MixtureOfExperts`, a module that always runs.
+    # run on the rank, and all-gathers of different experts would deadlock. The pattern matches the
+    # class name `Expert`, but not `MixtureOfExperts`, a module that always runs.
     return "expert" in name.lower() or bool(
         re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
     )

@@ -1,8 +1,8 @@
-"""Moves parameters in a flat parameter so that each row, block or parameter is on one rank.
+"""Moves parameters in a flat parameter, to keep each row, block or parameter on one rank.
 
 The option ``boundary`` asks for this. Only the positions of parameters in the flat parameter
 change. Every rank still holds one range, and all ranges have the same length, so collectives are
-unchanged. The cost is padding, which ``check_padding`` limits.
+unchanged. The cost is padding, limited by ``check_padding``.
 
     a:(2,3) b:(2,2) c:(4,) on 2 ranks, alignment 1     boundary "tensor", shard_numel 8
       rank 0 | a a a a a a . . |   rank 1 | b b b b c c c c |
@@ -63,16 +63,16 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
-    """Return a layout in which shards cut parameters only where ``boundary`` allows.
+    """Return a layout with cuts of parameters only where ``boundary`` allows.
 
     Args:
         layout: the layout without a boundary.
         boundary: where shards may cut a parameter.
         itemsize: bytes per element.
-        first: the rank that gets the largest parameter, if each parameter is put on one rank.
+        first: the rank for the largest parameter, if each parameter is put on one rank.
 
     Returns:
-        A layout of the same parameters, possibly in another order. Its spans are ascending.
+        A layout of the same parameters, possibly in another order. Spans are ascending.
     """
     spans, world_size, lower = layout.spans, layout.world_size, layout.shard_numel
     align = max(1, ALIGNMENT_BYTES // itemsize)

@@ -1,7 +1,7 @@
-"""Modules, parameters and buffers that ``ShardedWrapper`` ignores, by the user's choice.
+"""Modules, parameters and buffers ignored by ``ShardedWrapper``, by the user's choice.
 
-An ignored tensor is ignored in every module that holds it. So if an ignored module shares a
-parameter with another module (tied weights), the parameter is ignored in the other module, too.
+A tensor is ignored in all modules or in none. So if an ignored module shares a parameter with
+another module (tied weights), the parameter is ignored in both modules.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Ignored:
 
     # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Ignored parameters and buffers of modules that are not ignored. They are stored as module and
-    # attribute, and not as tensors, because a conversion such as `.to()` may replace the tensors.
+    # Ignored parameters and buffers of modules that are not ignored. Stored as module and
+    # attribute, and not as tensors, because a conversion (`.to()`, for example) may replace the
+    # tensors.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     # Names, in the unwrapped model, of the modules and tensors that the user chose.
     names: tuple[str, ...] = ()
@@ -58,17 +59,17 @@ def find_ignored(
     nested: Mapping[nn.Module, Ignored],
     sharded: Collection[int],
 ) -> Ignored:
-    """Return the modules and tensors that the wrapper of ``module`` ignores.
+    """Return the modules and tensors to be ignored by the wrapper of ``module``.
 
     The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
-    ``_ddp_params_and_buffers_to_ignore``, which DistributedDataParallel reads.
+    ``_ddp_params_and_buffers_to_ignore``, as for DistributedDataParallel.
 
     Args:
         module: the module to wrap.
         ignored_modules: modules from the user's keyword of this name, or None.
         ignored_states: modules and parameters from the user's keyword of this name, or None.
-        nested: maps each wrapper inside ``module`` to the objects that this wrapper ignores.
-        sharded: ids of the parameters that units inside ``module`` own.
+        nested: maps each wrapper inside ``module`` to the objects ignored by the inner wrapper.
+        sharded: ids of the parameters of units inside ``module``.
 
     Raises:
         TypeError: a keyword is not an iterable of modules (or parameters).

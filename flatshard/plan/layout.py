@@ -1,8 +1,8 @@
-"""``FlatLayout``: where each original parameter lies in a flat parameter, and which rank holds it.
+"""``FlatLayout``: where each original parameter lies in a flat parameter, and on which rank.
 
-A flat parameter is one padded 1-D range of elements. The layout is a pure function of names,
-shapes, memory orders, alignment and world size. So every rank computes the same layout, and knows
-without communication which rank holds an element.
+A flat parameter is a padded 1-D range of elements. The layout is a pure function of names, shapes,
+memory orders, alignment and world size. So every rank computes the same layout, and knows without
+communication which rank holds an element.
 
 The elements of a parameter stay in the parameter's memory order, so a view of the parameter's range
 has the same strides as the unwrapped parameter (channels_last, for example). ``start``, ``end`` and
@@ -133,7 +133,7 @@ class FlatLayout:
         itemsize: int,
         orders: Sequence[Sequence[int]] | None = None,
     ) -> FlatLayout:
-        """Return the layout of parameters that lie one after another, with padding for alignment.
+        """Return the layout of parameters in sequence, with padding for alignment.
 
         Args:
             named_shapes: names and shapes of the parameters.

@@ -1,4 +1,4 @@
-"""``ModuleTree``: the modules of a model that can be units, and the parameters in these modules.
+"""``ModuleTree``: the modules of a model that can be units, with the parameters in these modules.
 
 [Note: modules that are never units]
 A unit's parameters are unsharded only while the ``forward`` of the unit's module runs. If other
@@ -7,11 +7,11 @@ three kinds of modules are never units:
 
 - A module without ``forward`` (``ModuleList``, ``ParameterList``, ...). Nothing would unshard the
   module.
-- All modules inside a module that reads weights of its children instead of calling the children.
+- All modules inside a module that reads weights of children instead of calling the children.
   For example, ``MultiheadAttention`` passes ``out_proj.weight`` to a function. The outer module may
   be a unit.
-- The modules that ``torch.nn.utils.parametrize`` inserts. They run when code reads an attribute of
-  the parametrized module.
+- Modules inserted by ``torch.nn.utils.parametrize``. These modules run when code reads an attribute
+  of the parametrized module.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def numel(params: Iterable[nn.Parameter]) -> int:
 def paths(
     module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield every path from ``module`` to a module inside: its name, and the modules on the path.
+    """Yield every path from ``module`` to an inner module: the name, and the modules on the path.
 
-    A shared module has several paths. The last module on the path is the one to which it leads.
+    A shared module has several paths. The last module on the path is the inner module.
     """
     chain = (*above, module)
     yield name, chain
-    # A `ModuleProxy` takes the place of its wrapped module. So names do not contain its attribute
-    # `module`, which holds the wrapped module.
+    # A `ModuleProxy` takes the place of the wrapped module. So names do not contain the proxy's
+    # attribute `module`.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
         if child is not None and child not in chain:
@@ -118,12 +118,12 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter and all places that hold it. The first place gives it its name."""
+    """An original parameter, and all its places in the model, of which the first gives its name."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
-    # The modules that contain all places of the parameter, outermost first. Only one of these
-    # modules can own the parameter: a tied weight must belong to a module around all its users.
+    # The modules around all places of the parameter, outermost first. Only one of these modules can
+    # own the parameter: a tied weight must belong to a module around all users.
     containers: Sequence[nn.Module] = ()
 
     @property
@@ -156,9 +156,9 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
 def find_owners(
     module: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
 ) -> dict[nn.Module, list[ParamInfo]]:
-    """Return the parameters of each unit: a unit owns those whose users are all inside it.
+    """Return the parameters of each unit: a unit owns a parameter if all users are inside.
 
-    If several nested units contain all users of a parameter, the innermost unit owns it.
+    If several nested units contain all users of a parameter, the innermost unit owns the parameter.
 
     Returns:
         A dict from every unit's module, ``module`` first, to the list of parameters that the unit

@@ -1,16 +1,16 @@
-"""Wrap policies, and the units that a policy chooses in a model.
+"""Wrap policies, and the units chosen by a policy in a model.
 
 A policy has one of three forms:
 
-- The string ``"auto"``. Units are blocks that repeat, and large single modules; see
+- The string ``"auto"``. Units are repeated blocks and large single modules; see
   ``flatshard.plan.auto_wrap``.
 - A callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
-  With ``recurse=True``, the policy returns whether to visit the children of the module. If it
-  returns False, neither the module nor its children are units, and there is no second call. With
-  ``recurse=False``, the policy returns whether the module itself is a unit. In this second call,
-  ``nonwrapped_numel`` does not count elements of units below the module.
+  With ``recurse=True``, the policy returns whether to visit the children of the module. If the
+  policy returns False, neither the module nor any module inside is a unit, and there is no second
+  call. With ``recurse=False``, the policy returns whether the module is a unit. In this second
+  call, ``nonwrapped_numel`` does not count elements of units below the module.
 - An object with ``_run_policy(root_module, ignored_modules, root_kwargs)``. The method sees the
-  whole model and returns the chosen modules, each with its own keywords.
+  whole model and returns the chosen modules, each with keywords.
 
 The last two forms come from ``torch.distributed.fsdp.wrap``, so torch's policies work unchanged.
 Instead of a policy, ``wrap`` inside ``enable_wrap`` can make units while a model is built.
@@ -53,7 +53,7 @@ class UnitPlan:
     name: str  # the first FQN of the module in the root
     module: nn.Module = field(repr=False)
     overrides: Keywords = field(default_factory=dict)  # keywords that replace the root's keywords
-    # Text that names the policy that chose the module, and the reason for the choice.
+    # Text with the name of the policy and the reason for the choice.
     reason: str = field(default="", compare=False, repr=False)
 
 
@@ -155,7 +155,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 class ModuleWrapPolicy:
     """Make a unit of each instance of the given classes.
 
-    The policy can be called, so that another policy can combine it with other conditions.
+    The policy is a callable, so another policy can combine this policy with further conditions.
 
     Example:
         ```python
@@ -168,7 +168,7 @@ class ModuleWrapPolicy:
         module_classes: the classes; instances of subclasses are units, too.
 
     Raises:
-        TypeError: one of ``module_classes`` is not a class.
+        TypeError: ``module_classes`` contains an object that is not a class.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -277,9 +277,9 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
     """Return the modules that a callable policy chooses, each with an empty dict of keywords."""
     chosen: dict[nn.Module, Keywords] = {}
-    # Maps each visited module to the parameters of units that are the module or are inside it. A
-    # shared module is visited only once, but each of its parents must leave out these parameters
-    # when it counts its elements, so keep them.
+    # Maps each visited module to the parameters of the units in the module. A shared module is
+    # visited only once, but every parent must leave out these parameters in the count of elements,
+    # so keep the parameters.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:

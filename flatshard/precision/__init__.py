@@ -1,10 +1,10 @@
 """Mixed precision: casts of inputs, outputs and buffers, and gradients in another dtype.
 
 Each unit has a precision policy (a ``MixedPrecision``). ``PrecisionPlan`` decides, before anything
-is sharded, which parameters and modules inside a unit have another dtype than its policy says:
+is sharded, which parameters and modules inside a unit have another dtype than the policy says:
 modules of the classes in ``module_classes_to_ignore``, and with the extra ``overrides`` also
 modules and parameters chosen by name or by a function. Such parameters are flattened into a
-separate flat parameter. Such modules get hooks that cast their inputs and outputs.
+separate flat parameter. Such modules get hooks to cast inputs and outputs.
 
 [Note: modules in a dtype of their own]
 Example: a float32 norm inside a bfloat16 unit. The norm is not a unit, but its parameters lie in a
@@ -99,7 +99,7 @@ class UnitCasts:
 
 
 class ModuleCasts:
-    """Hooks on a module that computes in another dtype than its parent module.
+    """Hooks on a module that computes in another dtype than the parent module.
 
     See [Note: modules in a dtype of their own].
     """
@@ -193,8 +193,8 @@ def _give_own_dtypes(
             state_dict[prefix + name] = value.to(dtype)
 
 
-# With MixedPrecision(keep_low_precision_grads=True), gradients have another dtype than their
-# parameter. This table lists torch's optimizers that raise for such gradients or would keep state
+# With MixedPrecision(keep_low_precision_grads=True), gradients have another dtype than the
+# parameter. This table lists torch's optimizers that would raise for such gradients, or keep state
 # in the wrong dtype, with the reason for flatshard's error message.
 _NEEDS_SAME_DTYPE = "needs gradients in the parameters' dtype"
 _REFUSALS = {
@@ -223,7 +223,7 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 def check_dtype(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter, name: str | None
 ) -> None:
-    """Check that an optimizer can step a gradient whose dtype is not its parameter's.
+    """Check that an optimizer can step a gradient in another dtype than the parameter.
 
     Called before a step. ``name`` is the parameter's name for the error, or None if unknown.
 
@@ -283,7 +283,7 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """The dtype of modules or parameters that do not have the dtype of their unit's policy.
+    """The dtype of modules or parameters, if it is not the dtype of the unit's policy.
 
     If ``dtype`` is None, each parameter is unsharded in its own dtype.
     """
@@ -423,7 +423,7 @@ class PrecisionPlan:
         return replace(own, compute_dtype=override.dtype, reduce_dtype=reduce_dtype)
 
     def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
-        """Return the dtypes to which ``module``, which is a unit, casts its inputs and outputs."""
+        """Return the dtypes to which the unit of ``module`` casts inputs and outputs."""
         # If the module has the hooks of `ModuleCasts`, the unit must not cast the inputs first: the
         # hooks cast outputs back to the dtype of the caller's inputs, so they must see that dtype.
         override = self._override_of.get(module)
