@@ -1,7 +1,7 @@
 """Modules, parameters and buffers ignored by ``ShardedWrapper``, by the user's choice.
 
-A tensor is ignored in all modules or in none. So if an ignored module shares a parameter with
-another module (tied weights), the parameter is ignored in both modules.
+A tensor is ignored in all modules that hold it, or in none. So if an ignored module shares a
+parameter with another module (tied weights), the parameter is ignored in both modules.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A group is a module with all submodules, or a whole unit. ``MetaInit``, called by
 ``construction.wrap``, gives the modules of a group full plain tensors, and calls the modules' own
-functions (or the user's ``param_init_fn``) to initialise the tensors. Each rank copies a part of
-each tensor into the shard. Then the full tensors are freed before the next group gets tensors, so
+functions (or the user's ``param_init_fn``) to initialise the tensors. Each rank copies its part of
+each tensor into its shard. Then the full tensors are freed before the next group gets tensors, so
 the full model never has to fit in memory.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises

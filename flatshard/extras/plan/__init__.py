@@ -35,7 +35,7 @@ _ROWS = 24  # maximum number of units in a table; if there are more, the middle 
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """Memory of a unit on a rank, in bytes. Padding is included.
+    """Memory of one unit on one rank, in bytes. Padding is included.
 
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.

@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """Memory of a unit besides shards, from ``seconds`` until the unit's next sample."""
+    """Memory of a unit besides its shards, from ``seconds`` until the unit's next sample."""
 
     seconds: float  # since the step began
     unit: int
@@ -21,7 +21,7 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Memory of the units of a rank besides shards, over the time of a step."""
+    """Memory of the units of one rank besides their shards, over the time of a step."""
 
     units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
     seconds: float  # duration of the step

@@ -31,7 +31,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """Time and communication of a unit in a step, without nested units.
+    """Time and communication of one unit in a step, without the units nested in it.
 
     As in ``collectives.record``, bytes are the bytes of full tensors: the output of an all-gather,
     or the input of a reduce-scatter. A unit that is not sharded has no all-gathers.
@@ -62,11 +62,11 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a step of a rank. ``str(report)`` is a table.
+    """Report of one step on one rank. ``str(report)`` is a table.
 
-    A step here is an iteration: a forward, a backward, and the time until the next forward begins.
-    Under gradient accumulation, every micro-batch is a step. Several forwards before a backward
-    belong to the same step, and a forward in evaluation is a step.
+    A step here is an iteration: a forward, its backward, and the time until the next forward
+    begins. Under gradient accumulation, every micro-batch is a step. Several forwards before a
+    backward belong to the same step, and a forward in evaluation is a step.
 
     Times are measured on the host. On an accelerator, a range is therefore the time to launch
     kernels. The time of the kernels themselves is part of the range in which the host waits for the

@@ -4,7 +4,7 @@ Without this folder, ``ShardedWrapper.register_comm_hook()`` and
 ``MixedPrecision(gather_dtype=...)`` raise ``MissingExtraError``.
 
 [Note: float8]
-With ``gather_dtype``, each rank quantises the shard to float8 before an all-gather, with a scale
+With ``gather_dtype``, each rank quantises its shard to float8 before an all-gather, with a scale
 per block of elements. As in ZeRO++ (arXiv 2306.10209), a large element therefore reduces only the
 precision of the elements in the same block.
 

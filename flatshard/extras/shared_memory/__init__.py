@@ -1,4 +1,4 @@
-"""Extra: ranks on a host read each other's memory, and map each other's shards.
+"""Extra: ranks on one host read each other's memory, and map each other's shards.
 
 Used for ``collectives="auto"`` if this folder is installed and the system permits ranks to read
 each other's memory. Without this folder, ``collectives="auto"`` uses sockets.
@@ -7,11 +7,11 @@ In a collective of ``SharedMemoryTransport``, each rank publishes the address of
 ranks. The other ranks copy the data (in an all-gather) or add up the data piece by piece (in a
 reduce-scatter), and then publish that the data are read. Each byte is copied only once.
 
-Large shards are not copied at all. Each rank keeps the shard in a file in memory. Every rank maps
-all files, in rank order, onto a single range of addresses. This range is the unsharded buffer
-(``MappedShards``). An all-gather only waits until no rank writes a shard any more, and resharding
-drops the mapped pages. A rank must not write the shard until all other ranks have finished reading
-the shard: ``PendingSends`` waits until then.
+Large shards are not copied at all. Each rank keeps its shard in a file in memory. Every rank maps
+all of these files, in rank order, onto a single range of addresses. This range is the unsharded
+buffer (``MappedShards``). An all-gather only waits until no rank writes a shard any more, and
+resharding drops the mapped pages. A rank must not write its shard until all other ranks have
+finished reading the shard: ``PendingSends`` waits until then.
 
 The mapping is private, so writes of a module to unsharded parameters do not change the shards:
 resharding drops the written values, as with copied shards. If a rank cannot create a file, or
@@ -58,7 +58,7 @@ _PIECE_NUMEL = 1 << 16
 
 
 class SharedMemoryTransport(Transport):
-    """Collectives between ranks on a host, by reads of the other ranks' memory.
+    """Collectives between ranks on one host, in which each rank reads the other ranks' memory.
 
     Ranks may start collectives in different orders: collectives match by tag, not by order.
     """

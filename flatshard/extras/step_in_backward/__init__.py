@@ -213,11 +213,11 @@ class SteppedInBackward(StepExtension):
 
     def _may_step(self, unit: Unit) -> bool:
         # A unit may be stepped early only if the rest of this backward cannot use the unit. So (1)
-        # all parameters must have gradients: then all are used, whatever other ranks used; (2) no
-        # forward of the unit may still wait for a backward; and (3) the unit's inputs must have
-        # gradients, so backward computes nothing more in the unit. After the step, the unit must
-        # not be unsharded again in this backward, because some ranks would send old shards, and
-        # some ranks new shards. So prefetching skips units whose backward has begun.
+        # all its parameters must have gradients: then all are used, whatever other ranks used; (2)
+        # no forward of the unit may still wait for its backward; and (3) the unit's inputs must
+        # have gradients, so backward computes nothing more in the unit. After the step, the unit
+        # must not be unsharded again in this backward, because some ranks would send old shards,
+        # and some ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
             # After gradient accumulation, do not step a unit with a frozen parameter early: before

@@ -1,6 +1,6 @@
 """Extra: steps optimizers that need whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
-``WholeStepper`` tries copies of an optimizer to find the ``StepMode``: whether the optimizer can
+``WholeStepper`` tries copies of an optimizer to find its ``StepMode``: whether the optimizer can
 step sharded parameters, or needs full parameters, and on how many ranks. In each step,
 ``WholeStepper`` then gives the optimizer sharded or full parameters accordingly.
 
