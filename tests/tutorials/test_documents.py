@@ -519,6 +519,9 @@ def test_site(tmp_path: Path) -> None:
             page.read_text(),
         )
         assert not fetched, page
+    reference = re.sub(r"<[^>]+>", "", (tmp_path / "api.html").read_text())
+    # A signature longer than a line has each argument on a line of its own.
+    assert "no_sync(\n    *,\n    max_bytes: int | None = None,\n" in reference
     for page in tmp_path.glob("tutorials/*.html"):  # mkdocs does not look into notebooks
         for target in re.findall(r'href="([^"#:]+)[#"]', page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
