@@ -71,7 +71,10 @@ class TorchRequest:
 
 
 def torch_request() -> TorchRequest | None:
-    """Return the options of the call of torch that this thread is in, or None if it is in none."""
+    """Return the options of torch's function on this thread's stack, or None if there is none.
+
+    The functions are ``get_state_dict``, ``set_state_dict`` and similar functions.
+    """
     for frame in _frames():
         if "info" in frame.f_locals:
             info = frame.f_locals["info"]
@@ -167,7 +170,7 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
 def from_torch(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
 ) -> StateDict:
-    """Return a copy of a state dict that torch loads, with sharded state.
+    """Convert a state dict from torch's ``set_state_dict``. Returns a copy with sharded state.
 
     State with one value per element becomes sharded. ``asked``: the options of torch's function.
     """
@@ -245,7 +248,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Register hooks that stamp and check the optimizer's state dicts."""
+    """Register hooks that put the stamp into state dicts, and check the stamp at loading."""
     saving: Any = optimizer._optimizer_state_dict_post_hooks
     loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
     if _add_stamp not in saving.values():

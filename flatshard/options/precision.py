@@ -146,7 +146,7 @@ class MixedPrecision:
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """Return a text of the settings, which ranks compare.
+        """Return a text of the settings. Ranks compare their texts, and raise if they differ.
 
         If ``overrides`` is a function, the text does not contain the function's results.
         """

@@ -33,12 +33,12 @@ class TransportOptions:
     wire_dtype: torch.dtype | None = None
 
     def describe(self) -> str:
-        """Return a text of the settings, which ranks compare."""
+        """Return a text of the settings. Ranks compare their texts, and raise if they differ."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     @property
     def needs_gloo(self) -> str:
-        """Text of an option that works only with gloo, for a message; "" if no option is set."""
+        """The user's option that only gloo supports, as text for an error; "" if there is none."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""

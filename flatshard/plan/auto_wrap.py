@@ -114,7 +114,7 @@ class AutoUnits:
                     self._left[container] -= param.numel()
 
     def _take_small_blocks(self) -> None:
-        """Make the small blocks units, if all of them together are too large for the root."""
+        """Make units of small blocks, too, if all of them together are too large for the root."""
         # A block is in no unit yet if some of its elements are left.
         blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:

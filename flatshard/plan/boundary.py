@@ -51,7 +51,10 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Return the number of elements of a block of a parameter. A block must stay on one rank."""
+    """Return the number of elements that ``boundary`` keeps together, such as a row's elements.
+
+    Each such block of the parameter must stay on one rank.
+    """
     if isinstance(boundary, int):
         return boundary
     if boundary == "element" or not span.numel:
@@ -116,7 +119,7 @@ def _in_bins(
     """Put each parameter, largest first, on the rank that has the fewest elements so far.
 
     Returns two values: a list with the rank of each parameter and its position in the rank's shard,
-    and the largest number of elements on a rank.
+    and the largest number of elements on a rank, which is the shortest possible shard.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):

@@ -77,7 +77,7 @@ class ParamSpan:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Strides, in elements, of the parameter as a view of the range."""
+        """Strides, in elements, of the parameter as a view of the flat parameter."""
         return strides_of(self.shape, self.order)
 
     @cached_property

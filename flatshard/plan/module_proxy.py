@@ -50,7 +50,7 @@ class ModuleProxy(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute that the wrapper has on the wrapper, any other on the wrapped module.
+        """Set the attribute on the wrapper if the wrapper has it, otherwise on the wrapped module.
 
         Raises:
             RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.

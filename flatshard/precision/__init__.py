@@ -379,11 +379,11 @@ class PrecisionPlan:
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """Return the override of the parameter ``module.attribute``."""
+        """Return the override of ``param``, or None if the policy's dtypes apply to it."""
         return self._override_of[module]
 
     def describe(self) -> str:
-        """Return a text of choices that do not follow from the policies, for ranks to compare."""
+        """Return a text of dtypes that a function in ``overrides`` chose, for ranks to compare."""
         return ""
 
     def warnings(self) -> list[str]:

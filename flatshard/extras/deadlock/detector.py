@@ -281,7 +281,7 @@ class Deadlock:
         return report
 
     def _stuck(self, mine: _Report) -> _Reports:
-        """Return the reports of ranks that may be in a deadlock with this rank, or {}."""
+        """Return the reports of the ranks that may be in a deadlock with this rank, or {}."""
         me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
         new = {**self._heard, me: mine}

@@ -61,9 +61,9 @@ class OwnCollective(NamedTuple):
     group: dist.ProcessGroup
 
     def number(self) -> int | None:
-        """Return the collective's number in the group, which is the same on all ranks, or None.
+        """Return the collective's number in its group, which is the same on all ranks.
 
-        None: torch's flight recorder has no record of the collective.
+        Returns None if torch's flight recorder has not recorded the collective.
         """
         last = _last_of(_recorded(), self.group.group_name)
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors

@@ -190,7 +190,11 @@ class Join(StepExtension):
         self._begin()
 
     def _begin(self) -> None:
-        """Set the scale of gradients and the source of buffers for a forward of active ranks."""
+        """Prepare gradients and buffers for a forward in which only the active ranks have input.
+
+        Gradients will be averaged over the active ranks (or over all ranks, as the user chose), and
+        buffers will be broadcast from an active rank.
+        """
         size, num_active = self._comm.size, len(self._active)
         self._state.lacks_ranks = num_active < size
         for handle in self._handles:
@@ -249,7 +253,8 @@ class Join(StepExtension):
     def _key(self, optimizer: Optimizer) -> Any:
         """Return a key that identifies the optimizer, and is the same on all ranks.
 
-        The key consists of the name of the class and the number of each parameter.
+        The key consists of the name of the optimizer's class, and for each of its parameters the
+        index among the model's parameters (-1 if the parameter is not in the model).
         """
         groups = optimizer.param_groups
         numbers = tuple(

@@ -62,8 +62,8 @@ def _initialises(start: InitialValues) -> bool:
 def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
     """Return the functions that initialise each module of the model. Collective: all ranks.
 
-    Raises ValueError, on every rank, if a module has no function, or if a function would overwrite
-    parameters with values.
+    Raises ValueError, on every rank, if a module has no such function, or if the function would
+    overwrite parameters that already have values.
     """
     resets: Resets = {}
 
@@ -415,7 +415,7 @@ class MetaInit:
         return f"module {self._names[module]!r} ({type(module).__name__})"
 
     def _check_made(self, slot: _Slot) -> None:
-        """Raise if an initialiser has changed a tensor's shape, or gave the tensor no values.
+        """Raise if initialisation changed the shape of a tensor, or left the tensor without values.
 
         A tensor of a module from ``leave_empty`` needs no values.
         """

@@ -50,7 +50,7 @@ class OverridesPlan(PrecisionPlan):
         policies: Mapping[nn.Module, MixedPrecision],
         left_alone: Collection[int],
     ) -> None:
-        """Choose dtypes for all modules and parameters; raise the errors of ``PrecisionPlan``."""
+        """Choose dtypes for all modules and parameters. Raises as ``PrecisionPlan`` does."""
         # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
         self._dtype_by_function: dict[str, torch.dtype] = {}
         self._matched_patterns: set[str] = set()

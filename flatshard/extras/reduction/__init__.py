@@ -152,7 +152,7 @@ def _check_can_register(unit: Unit) -> None:
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Find out whether ``hook`` is a function of torch for plain averages of gradients.
+    """Find out whether ``hook`` is a function of torch that only averages gradients.
 
     Returns two values: the answer, and the dtype in which the hook reduces. The dtype is None if
     the hook reduces in the dtype of the gradients.
@@ -184,7 +184,7 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
 
     Raises:
         NotImplementedError: the hook expects buckets, or the unit has a HYBRID strategy.
-        TypeError: the hook does not take the arguments of a call by flatshard.
+        TypeError: the hook takes other arguments than flatshard would pass.
     """
     arguments, kind = "state, grad", "not sharded: it averages grad over the ranks, in place"
     if unit.placement.sharded:

@@ -236,7 +236,7 @@ class SharedMemoryTransport(Transport):
 
 @dataclass(eq=False)
 class Publication(AsyncWork):
-    """A collective under way: this rank has published memory, and awaits all ranks' memory."""
+    """A collective in flight: this rank has published memory, and waits for the other ranks."""
 
     _: KW_ONLY
     records: dict[int, Awaited]  # the publications of the other ranks, keyed by rank
@@ -329,7 +329,10 @@ class MappedShards(BufferMemory):
         return file
 
     def _map(self, rank: int, file: int) -> None:
-        """Map a rank's open file at the rank's place in the buffer, unless the system refuses."""
+        """Map the open file with a rank's shard at the rank's place in the buffer.
+
+        If the system refuses, ``_fill`` will copy the shard.
+        """
         place = self.buffer.data_ptr() + rank * self._nbytes
         with contextlib.suppress(OSError):
             mapped_files.map_at(file, place, self._nbytes, private=True)

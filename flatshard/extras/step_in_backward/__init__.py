@@ -187,7 +187,10 @@ class SteppedInBackward(StepExtension):
             self._reduced.append(unit)
 
     def between_units(self) -> None:
-        """Step the reduced units whose parameters this backward does not need any more."""
+        """Step the units with reduced gradients that this backward does not need any more.
+
+        Called during backward, after the backward of each unit.
+        """
         # If another backward runs inside this backward, the inner backward may add gradients to any
         # unit. Then step no unit before the end of this backward.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:

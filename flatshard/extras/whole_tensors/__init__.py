@@ -90,7 +90,7 @@ class WholeStepper(Stepper):
         )
 
     def _find_mode(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set ``mode`` to the ``StepMode`` of the optimizer for the parameters that have gradients.
+        """Set ``mode`` to the ``StepMode`` that the optimizer needs for parameters with gradients.
 
         Collective: all ranks of the optimizer's sharded parameters.
         """

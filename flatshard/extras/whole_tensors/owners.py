@@ -36,16 +36,23 @@ def choose_owners(
     size: int,
     known: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """Choose the owner of each parameter: a rank below ``size``.
+    """Choose for each parameter its owner, the rank that will step it. Returns a list of ranks.
 
-    ``held[i]`` maps ranks to the number of elements of parameter i on the rank. The result depends
-    only on the arguments, so all ranks get the same result.
+    The choice gives each rank about an equal share of the work and memory, and sends few elements.
+    It depends only on the arguments, so all ranks choose the same owners.
 
-    A parameter with an owner in ``known`` keeps the owner, and a parameter on a single rank goes to
-    this rank. All other parameters are assigned in order of decreasing cost. Candidates are the
-    ranks with elements of the parameter, and the rank with the smallest share. Among the candidates
-    within an equal share, the rank with most of the parameter becomes the owner. If there is no
-    candidate within an equal share, the rank with the smallest share becomes the owner.
+    A parameter with an owner in ``known`` keeps this owner, and a parameter whose elements are all
+    on one rank goes to that rank. The remaining parameters are assigned in order of decreasing
+    cost. Candidates are the ranks with elements of the parameter, and the rank with the smallest
+    share so far. Among the candidates that stay within an equal share, the rank with most elements
+    of the parameter becomes the owner. If no candidate does, the rank with the smallest share
+    becomes the owner.
+
+    Args:
+        shapes: the shape of each parameter.
+        held: for each parameter, the number of its elements on each rank that has any.
+        size: number of ranks.
+        known: for each parameter, its owner, or None if it has none yet.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]

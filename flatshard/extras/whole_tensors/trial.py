@@ -24,7 +24,10 @@ Params = Sequence[Any]
 
 
 class StepMode(enum.Enum):
-    """How an optimizer that is not known to be element-wise steps sharded parameters."""
+    """In which form, and on which ranks, an optimizer gets the parameters to step.
+
+    For optimizers that are not known to be element-wise.
+    """
 
     ON_SHARDS = "on the sharded parameters"
     IN_PARTS = "some full parameters at a time, each on one rank"
@@ -176,9 +179,10 @@ def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 class _Trial:
-    """A copy of an optimizer over small full parameters.
+    """A copy of an optimizer over small full parameters, for trial steps.
 
-    Each group has only the parameters whose index modulo 2 is in ``parities``.
+    Each group has only the parameters whose index modulo 2 is in ``parities``: with (0, 1) all,
+    with (0,) or (1,) half of the parameters.
     """
 
     def __init__(
