@@ -105,11 +105,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         param_init_fn: gives modules on the meta device memory and values. The function is called
             with every module of a unit that has tensors on the meta device, from the unit's root
             down, but never with ignored modules. It initialises the module's own parameters and
-            buffers (``module.to_empty(device=..., recurse=False)``, then values). Or
-            ``flatshard.leave_empty``. None: calls the modules' ``reset_parameters()``, in the order
-            in which constructors call it, and then ``_init_weights(module)`` of a module around
-            them, if there is one (transformers). In each case, at most one unit has full parameters
-            at any time.
+            buffers (``module.to_empty(device=..., recurse=False)``, then values). Pass
+            ``flatshard.leave_empty`` if a checkpoint is loaded afterwards. None: call the modules'
+            ``reset_parameters()``, in the order in which constructors call it, and then
+            ``_init_weights(module)`` of an outer module with this method (transformers). At any
+            time, at most one unit has full parameters.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
             group, replicate group). A module inside may be wrapped by hand with a subset of these
             ranks: then only these ranks train the module, as their expert. Every rank needs a group

@@ -1,4 +1,4 @@
-"""``convert``: reads a model's weights from files of one library, and writes another format."""
+"""``convert``: converts files with a model's weights from one format into another."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def convert(
     first: dict[Any, str] = {}
     for name, names in model.items():
         one = found.tensors[names]
-        # In files of torch.save, tied tensors share memory.
+        # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
         place = name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
         if first.setdefault(place, name) != name:
             ties[name] = first[place]
@@ -189,4 +189,4 @@ def _write_dcp(
         try:
             save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            raise error.failures[0][0] from error  # the error of "rank 0", this process
+            raise error.failures[0][0] from error  # key 0: the rank of this only process

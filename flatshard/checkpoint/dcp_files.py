@@ -80,7 +80,7 @@ def incomplete_tensors(metadata: Any) -> list[str]:
     entries = metadata.state_dict_metadata
     incomplete = [key for key in metadata.planner_data or () if key not in entries]
     for key, entry in entries.items():
-        chunks = getattr(entry, "chunks", None)  # None: the entry is no tensor
+        chunks = getattr(entry, "chunks", None)  # None if the entry is not a tensor
         if chunks is not None:
             saved = sum(math.prod(chunk.sizes) for chunk in chunks)
             incomplete += [key] if saved < math.prod(entry.size) else []

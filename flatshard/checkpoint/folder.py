@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, the file that marks it complete, and the removal of old folders.
+"""The folder of a checkpoint: how a save completes it, and how old folders are deleted.
 
 [Note: a checkpoint is either complete or absent]
 Ranks write files into ``NAME.incomplete`` and sync the files to the disk. Then rank 0 writes the
@@ -39,7 +39,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Marker:
-    """Content of ``flatshard.json``, which rank 0 writes last: the checkpoint is complete."""
+    """Content of ``flatshard.json``. Rank 0 writes this file last, into a complete folder."""
 
     world_size: int
     step: int | None
@@ -76,7 +76,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The most recent complete checkpoint in ``directory``; None if the directory has none.
+    """Return the most recent complete checkpoint in ``directory``, or None if there is none.
 
     No communication. All ranks get the same answer, as long as no rank is saving.
 
@@ -154,7 +154,7 @@ def own_file(rank: int) -> str:
 
 
 def incomplete(path: Path) -> Path:
-    """Return the folder into which ranks write, until it is renamed to ``path``."""
+    """Return the folder into which ranks write the files, before it is renamed to ``path``."""
     return path.with_name(path.name + INCOMPLETE)
 
 
@@ -164,8 +164,8 @@ def incomplete(path: Path) -> Path:
 def begin(path: Path, keep: int | None) -> None:
     """Make the folder for a save, and delete incomplete folders of earlier saves that were killed.
 
-    Only folders whose names differ from ``path``'s name in nothing but numbers are deleted, because
-    other folders may belong to another training.
+    An incomplete folder is deleted only if its name equals ``path``'s name up to numbers: other
+    folders may belong to another training.
 
     Raises:
         FileExistsError: ``path`` exists.
@@ -191,7 +191,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     ``keep`` is None, all stay.
     """
     folder = incomplete(path)
-    # Wait, because a network file system may show the files of another host with a delay.
+    # Wait up to 10 s: a network file system may show the files of another host with a delay.
     remedy = "Save on a file system that all hosts share."
     check_lengths(folder, marker.lengths, remedy, wait=10)
     with (folder / MARKER).open("w") as file:

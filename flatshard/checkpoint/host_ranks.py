@@ -1,4 +1,4 @@
-"""``Training``: a model, an optimizer and their ranks. ``HostRanks``: ranks that exchange objects.
+"""``Training``: what a call saves or loads. ``HostRanks``: the ranks, which exchange objects.
 
 The exchanges use a separate process group, so a thread may exchange while training continues.
 """
@@ -49,9 +49,9 @@ class HostRanks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Exchange over the ranks of ``group``; None means only this rank.
+        """Prepare exchanges between the ranks of ``group``. None: this rank only.
 
-        Collective: all ranks of the group, at the first call for this group.
+        Collective at the first call for a group: all ranks of the group.
         """
         self.rank, self.size, self.global_rank, self.ranks = 0, 1, 0, [0]
         self.group: dist.ProcessGroup | None = None

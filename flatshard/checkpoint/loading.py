@@ -171,7 +171,7 @@ def _targets(
         if part == "optimizer" and wanted["optimizer"] is None:
             continue
         saved: Any = found.state_dict_metadata[key]
-        size = getattr(saved, "size", None)  # None: the entry is no tensor
+        size = getattr(saved, "size", None)  # None if the entry is not a tensor
         missing.discard("the optimizer" if part == "optimizer" else rest[0])
         fqn = rest[0] if part == "model" else rest[1]
         held, param = _held(names, wanted), wanted["model"].get(fqn)

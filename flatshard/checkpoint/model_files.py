@@ -120,7 +120,8 @@ def _write(entries: Entries, plan: Plan, is_first: bool, progress: Progress) -> 
         for name, place in plan.places.items():
             one = entries[name]
             low, high = 0, one.local.numel()
-            if one.replicas is not None:  # each replica writes a part of the elements
+            # The ranks in `replicas` all hold these elements. Each of these ranks writes a part.
+            if one.replicas is not None:
                 rank, size = one.replicas.rank, one.replicas.size
                 low, high = high * rank // size, high * (rank + 1) // size
             if low < high and (one.replicas is not None or is_first):

@@ -124,7 +124,7 @@ def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, 
 
 
 class OpenFiles:
-    """Open files, keyed by path. A file is opened at the first use, with the given flags."""
+    """Open files, keyed by path. A file is opened at its first use, with the flags of os.open."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
@@ -155,7 +155,7 @@ class OpenFiles:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of a contiguous CPU tensor's bytes. Works without numpy."""
+    """Return a contiguous CPU tensor's bytes, without a copy. Numpy may not be installed."""
     array = ctypes.c_char * tensor.nbytes
     return memoryview(array.from_address(tensor.data_ptr())).cast("B")
 

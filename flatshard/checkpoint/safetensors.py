@@ -28,7 +28,7 @@ DTYPES = {
     name: getattr(torch, dtype) for name, dtype in zip(_WORDS[::2], _WORDS[1::2], strict=True)
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # limit of the format
+_MAX_HEADER_BYTES = 100_000_000  # limit in the safetensors format
 _NAME, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -42,12 +42,12 @@ class Plan:
 
     folder: Path
     headers: dict[str, bytes] = field(default_factory=dict)  # keyed by file name
-    places: dict[str, Place] = field(default_factory=dict)  # by tensor name, in the temporary files
+    places: dict[str, Place] = field(default_factory=dict)  # of each tensor, in temporary files
     index: str = ""  # text of the index; empty for a single file
-    replaces: str = ""  # pattern of file names that `commit` deletes
+    replaces: str = ""  # regular expression for files that `commit` deletes
 
     def temporary(self, name: str) -> Path:
-        """The temporary path of a file, the same on all ranks."""
+        """Return the temporary path of a file, which is the same on all ranks."""
         return self.folder / f"{name}.incomplete"
 
     def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -240,7 +240,7 @@ class PendingSave:
         thread.shutdown(wait=False)  # the thread ends when the save ends
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether the save has ended, so that ``wait`` would return at once."""
         return self._written.done()
 
     def wait(self) -> None:
@@ -258,7 +258,7 @@ _pending: PendingSave | None = None
 
 
 def wait_for_pending() -> None:
-    """Wait for an unfinished save; raises the save's error if ``wait()`` has not raised it."""
+    """Wait for an unfinished save. Raises the save's error, unless ``wait()`` has raised it."""
     if _pending is not None:
         if not _pending.done():
             logger.info("waiting until %s is saved", _pending.path)
@@ -356,7 +356,7 @@ class Save:
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
-        except api.CheckpointException as raised:  # DCP raises on all ranks
+        except api.CheckpointException as raised:  # DCP raises this error on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))
             raise ranks.told_by(rank, error, self.op_name) from raised
 

@@ -39,7 +39,7 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 
 @dataclass
 class Source:
-    """A checkpoint, with its format ``kind``, its tensors, and ``read``, which loads a tensor."""
+    """A checkpoint: its format (``kind``), its tensors, and ``read``, which loads one tensor."""
 
     kind: str
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
@@ -150,7 +150,7 @@ def _torch(path: Path) -> Source:
 
 
 class _Inert:
-    """Replaces objects of a library that need not be installed. Has no behaviour."""
+    """Stands for an object of a library, such as DeepSpeed, that may not be installed."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

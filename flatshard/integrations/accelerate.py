@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def adopt(
         cls, accelerator: accelerate.Accelerator, sharding: Mapping[str, Any] | None = None
     ) -> None:
-        """Turn an accelerator that a framework has made into this class, before ``prepare``."""
+        """Turn ``accelerator``, which a framework has made, into this class. Before ``prepare``."""
         if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "Accelerator: dynamo_backend and dynamo_plugin would compile the whole model. "
@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Let the next backward reduce gradients, although its forward ran under ``no_sync``."""
+        """Let the next backward reduce gradients, even if its forward ran under ``no_sync``."""
         plan_backward(model, reduces=True)
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
@@ -139,7 +139,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Enter ``ShardedWrapper.join`` of sharded models, accelerate's method for other models."""
+        """Enter ``join()`` of each ShardedWrapper, and accelerate's method for other models."""
         others = [one for one in joinables if not isinstance(one, ShardedWrapper)]
         with contextlib.ExitStack() as stack:
             for one in joinables:
@@ -191,7 +191,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Load a folder of ``save_state``, on any number of ranks. Collective.
 
         Raises:
-            FileNotFoundError: accelerate's own class saved the folder. Nothing has been loaded.
+            FileNotFoundError: accelerate's own ``Accelerator`` saved the folder. Nothing is loaded.
         """
         found: list[str] = []
 

@@ -134,7 +134,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write a file on rank 0 (full), or a folder on all ranks (sharded). Collective."""
+        """Write a full checkpoint (a file) or a sharded checkpoint (a folder). Collective."""
         if self._state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -155,7 +155,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             return super().load_checkpoint(checkpoint_path, weights_only)
         for number, optimizer in enumerate(self.optimizers or [None]):
             files.load(folder / f"{_FOLDER}_{number}", self.model, optimizer)
-        # Load Lightning's part of the checkpoint, which contains other objects than tensors, too.
+        # The rest of the checkpoint is Lightning's own state. It contains objects that are not
+        # tensors, so `weights_only` is off by default.
         rest = torch.load(folder / _REST, weights_only=bool(weights_only), map_location="cpu")
         return {**rest, "state_dict": None, "optimizer_states": []}
 

@@ -26,7 +26,7 @@ _FOLDER = "flatshard"  # folder with model and optimizer in a checkpoint of Trai
 
 
 def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module], None]:
-    """Return a ``param_init_fn`` for a model on the meta device; it calls ``_init_weights``.
+    """Return a ``param_init_fn`` that calls ``_init_weights``, for a model on the meta device.
 
     Buffers that no checkpoint contains (``rotary_emb.inv_freq``) are initialized too. Weights that
     the model's configuration ties are tied again, because accelerate's ``init_empty_weights``
@@ -149,6 +149,6 @@ class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: igno
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside accelerate's wrapper, which torch's functions do not know."""
+    """Return the torch optimizer inside accelerate's wrapper."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found

@@ -1,1 +1,1 @@
-"""Turns an unwrapped module into units, and looks after the sharded model."""
+"""Shards an unwrapped module; checks, converts and copies the sharded model."""

@@ -36,10 +36,10 @@ _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta dev
 def local_parts(
     module: nn.Module, ignored: Ignored, settings: Settings
 ) -> AbstractContextManager[None]:
-    """Return a context in which the local tensor of each DTensor parameter is the parameter.
+    """Return a context that replaces each DTensor parameter by a parameter with its local tensor.
 
-    The extra ``tensor_parallel`` implements the context. For a model without DTensors, the context
-    does nothing.
+    So construction shards the local tensors. The extra ``tensor_parallel`` implements the context.
+    For a model without DTensors, the context does nothing.
     """
     if not any(hasattr(param, "_spec") for param in module.parameters()):
         return nullcontext()
@@ -84,7 +84,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
     plan.precision.install()
     for sharding in shardings_in(root):
-        if sharding.wrapper.module in plan.divergent:  # also modules wrapped before this call
+        if sharding.wrapper.module in plan.divergent:  # includes modules that were wrapped earlier
             sharding.unit.placement = sharding.unit.placement.diverging()
     start_run(sharding_of(root))
     optimizer_step.install()
@@ -169,9 +169,9 @@ def _make_unit(
     initial_values: InitialValues,
     offload: OffloadTargets,
 ) -> Unit:
-    """Make one unit, and put the unit's modules into their wrappers. Collective: all ranks.
+    """Make one unit, and put the unit's modules into wrappers. Collective: all ranks.
 
-    ``wrappers`` maps each module to the module's wrapper, which has no module yet.
+    ``wrappers`` maps each module to its wrapper, which has no module yet.
     """
     settings, precision = planned.settings, plan.precision
     topology = settings.topology

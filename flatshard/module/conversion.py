@@ -92,7 +92,7 @@ def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) 
 def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
     """Replace the shard and the gradients of ``handle`` with the tensors that ``fn`` returns.
 
-    ``fn`` is the function of a tensor that ``Module._apply`` was called with.
+    ``fn`` takes a tensor; ``model.to()`` passes this function to ``Module._apply``.
     """
     handle.reshard()
     # Wait for the all-gather that refreshes the secondary shard. Until this all-gather is complete,

@@ -47,6 +47,7 @@ class InitialValues:
     world: Communicator
     sync: bool | None  # `sync_module_states`
     sends: bool  # whether every rank takes rank 0's values
+
     # Ids of the tensors that are on the meta device: on rank 0 if `sends`, otherwise on this rank.
     missing: set[int]
     any_missing: bool  # whether some rank must initialise tensors
@@ -54,7 +55,7 @@ class InitialValues:
 
     @property
     def source(self) -> Communicator | None:
-        """Communicator to broadcast rank 0's values; None if each rank keeps its own values."""
+        """The ranks to which rank 0 broadcasts values; None if each rank keeps its own values."""
         return self.world if self.sends else None
 
     def shard(self, params: Sequence[OriginalParam], numel: int, device: torch.device) -> Tensor:
@@ -105,8 +106,8 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     different = names_of_different([name for name, _ in named], mine, world)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
     marks = bytes(value is None for value in mine)
-    # If all ranks take rank 0's values, a tensor is missing only if rank 0 lacks the values. So the
-    # other ranks send zeros, and the maxima are rank 0's marks.
+    # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, only the
+    # marks of rank 0 count. So the other ranks send zeros, and the maxima are rank 0's marks.
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     marks = everywhere if sends else marks

@@ -136,7 +136,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an element in common. Their address ranges overlap."""
+    """Whether two tensors, whose ranges of addresses overlap, have an element in common."""
     unit = min(one.element_size(), other.element_size())
     start = min(one.data_ptr(), other.data_ptr())
 

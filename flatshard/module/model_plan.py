@@ -44,12 +44,13 @@ class FlatParamKind(NamedTuple):
 
 @dataclass
 class PlannedUnit:
-    """A unit to make: its modules (several if coalesced), and the parameters that it will own."""
+    """A unit to make: one module, or several small modules, and the parameters of the unit."""
 
     members: Sequence[UnitPlan]
     settings: Settings
     owned: Sequence[ParamInfo]
     number: int  # index of the unit in `ModelPlan.units`
+
     # The parameters of each flat parameter. `lay_out` puts the parameters in the layout's order.
     flat_params: dict[FlatParamKind, list[ParamInfo]] = field(default_factory=dict)
     layouts: dict[FlatParamKind, FlatLayout] = field(default_factory=dict)  # set by `lay_out`
@@ -137,7 +138,7 @@ class ModelPlan:
         self.chosen: list[UnitPlan] = []  # modules that the policy chose, in order
         if settings.policy is not None:
             self.chosen = find_units(module, settings.policy, self.ignored)
-        # The settings of the root, then the settings of each chosen module.
+        # For each module that becomes a unit, its settings. The root comes first.
         self.settings_of = {
             plan.module: settings.override(plan, may_diverge=plan.module in self.divergent)
             for plan in (root, *self.chosen)

@@ -1,4 +1,7 @@
-"""Starts the run of a model, and checks it before forwards; ``no_sync`` and ``summon``."""
+"""Starts a model's run (the state of its steps), and checks the model before each forward.
+
+Also implements ``no_sync`` and ``summon_full_params``.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ def _check_ranks(units: Sequence[Unit]) -> None:
 
 
 class RootChecks(RootModule):
-    """The outermost module: checks the module before each forward, and lists its buffers."""
+    """Checks the outermost module before each forward, and lists the buffers to broadcast."""
 
     def __init__(self, root: Sharding) -> None:
         self._root, self.writes = root, WriteThrough()
@@ -209,7 +212,7 @@ def _install() -> None:
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
-    """Called by torch before it registers ``value``, a module or parameter, in any module."""
+    """Count an assignment to a watched module. Torch calls this before any assignment."""
     global _num_registered
     # Skip the lookup in the set while Dynamo traces, because Dynamo cannot trace the lookup. Traced
     # code adds no parameters.

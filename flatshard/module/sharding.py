@@ -35,6 +35,7 @@ class Sharding:
     settings: Settings
     ignored: Ignored
     reason: str = ""  # why a policy chose the module; empty for a module that was wrapped by hand
+
     # Raises before the first forward if `leave_empty` left a tensor empty and no state dict filled
     # the tensor. None: no tensor was left empty.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
@@ -44,7 +45,7 @@ class Sharding:
     context: RunContext = dataclasses.field(init=False)  # the model's run, set by `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Copy the state for a copied wrapper, which shares the run until ``start_run``."""
+        """Copy the state for a copied wrapper. ``start_run`` must give the copy its own run."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
         twin.hooks = memo[id(self.hooks)]
@@ -53,7 +54,7 @@ class Sharding:
         return twin
 
     def check_between_steps(self, caller: str) -> RunContext:
-        """Return the model's run. Raises RuntimeError while a forward or backward is running."""
+        """Return the model's ``RunContext``. Raises RuntimeError inside a forward or backward."""
         context = self.context
         context.recover()
         if context.is_running:
@@ -76,7 +77,7 @@ class Sharding:
                 )
 
     def check_has_all_modules(self, action: str) -> None:
-        """Raise RuntimeError if a coalesced unit has modules outside of this wrapper."""
+        """Raise RuntimeError if modules outside of this wrapper share a unit with its modules."""
         inside = set(self.wrapper.modules())
         for unit in units_in(self.wrapper):
             if not inside.issuperset(unit.modules):

@@ -1,4 +1,4 @@
-"""``report`` tabulates a model's units; ``one_unit_warning`` finds models that need more units."""
+"""``report`` tabulates a model's units; ``one_unit_warning`` warns if units are missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADER = (
 def report(root: Sharding) -> str:
     """Return a table of the units in a wrapper, with totals.
 
-    Lines below the table give the reason for each transport, and report on optimizers.
+    Lines below the table give the reason for each transport, and say how optimizers step.
     """
     inside = shardings_in(root.wrapper)
     # One row per unit: if several wrappers share a unit, the row describes the first wrapper.

@@ -31,7 +31,7 @@ def gather_full(
     Collective: all ranks of the shard group, unless the unsharded buffer has the values already.
 
     Args:
-        handle: the flat parameter.
+        handle: the owner of the flat parameter.
         shard: the handle's shard, or a tensor of the same shape, such as the shard of the gradient.
         device: device of the copies; None: the device of the all-gathered values.
         is_kept: whether to return the copies. If False, this rank only takes part in the
@@ -63,7 +63,10 @@ def gather_full(
 def shard_of_parts(
     handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """Copy this rank's 1-D parts of original parameters into a new shard; the rest is zero."""
+    """Return a new shard with the given parts of original parameters; other elements are zero.
+
+    Each part is 1-D, and has this rank's elements of the parameter.
+    """
     shard = torch.zeros_like(handle.flat_param, dtype=dtype)
     for param, part in parts:
         shard[param.local.start : param.local.end].copy_(part)
@@ -71,10 +74,13 @@ def shard_of_parts(
 
 
 def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None:
-    """Return the parameter of ``handle`` whose sharded or full tensor is ``tensor``, or None."""
+    """Return the original parameter to which ``tensor`` belongs, or None.
+
+    ``tensor`` may be the sharded parameter, or a view of the unsharded buffer of ``handle``.
+    """
     if isinstance(tensor, FlatShardTensor):
         return next((param for param in handle.params if param.spec is tensor.spec), None)
-    tensor = getattr(tensor, "_local_tensor", tensor)  # the local tensor of a DTensor
+    tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, its local tensor
     if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
     place = tensor.storage_offset(), tuple(tensor.shape)
@@ -99,7 +105,10 @@ def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """Return this rank's shard of all ``.grad``, ``(shard_numel,)``; absent gradients are zero."""
+    """Return this rank's shard of the flat gradient, ``(shard_numel,)``, from all ``.grad``.
+
+    Elements of parameters without a gradient are zero.
+    """
     parts = (
         # The engine assigns a FlatShardTensor to `.grad`. A plain tensor was assigned by the user
         # and is a full gradient, so take this rank's part.
@@ -168,10 +177,11 @@ def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
 
 @contextlib.contextmanager
 def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
-    """Let the modules of ``handles`` hold plain full parameters inside the context.
+    """Let modules hold plain full parameters inside the context, instead of sharded parameters.
 
-    Collective at entry: one all-gather per flat parameter. Raises before the first all-gather if
-    the request cannot be met, and at exit if edits cannot be kept.
+    ``handles`` own the flat parameters to unshard. Collective at entry: one all-gather per flat
+    parameter. Raises before the first all-gather if the request cannot be met, and at the end of
+    the context if edits cannot be kept.
     """
     for handle in handles:
         _check_can_show(handle)
@@ -201,7 +211,7 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
 
 
 class Summoned:
-    """The full parameters of one handle inside a ``summon_full_params`` context.
+    """The full parameters from one flat parameter, inside a ``summon_full_params`` context.
 
     The modules hold the full parameters until ``close``.
     """
@@ -219,8 +229,9 @@ class Summoned:
         self._handle, self._holds_copies = handle, False
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            # Make no copies if the sharded parameters are plain full parameters, and the user wants
-            # edits to be kept: then the user edits the sharded parameters directly.
+            # If one rank holds the whole flat parameter (NO_SHARD), the sharded parameters may be
+            # plain full parameters. If edits are kept, let the user edit these parameters directly,
+            # without copies.
             if moves or not (handle.is_aliased and request.writeback):
                 self._gather()
         self._version = handle.version
@@ -293,8 +304,9 @@ class Summoned:
         handle, request = self._handle, self.request
         # Reset this field first, so that the handle can be used even if the code below raises.
         handle.summoned = None
-        # If the modules held the sharded parameters themselves, remove the hooks from them. Do not
-        # remove hooks from copies: a backward that reaches a copy after the context must raise.
+        # If the modules held the sharded parameters themselves, remove the hooks from these
+        # parameters. Leave the hooks on copies: a backward that reaches a copy after the context
+        # must raise.
         if not self._holds_copies:
             for guard in self._guards:
                 guard.remove()
@@ -337,7 +349,7 @@ class Summoned:
         ]
 
     def _misfits(self) -> list[str]:
-        """Reasons why edited full parameters cannot be written into the shard."""
+        """Return the reasons why edited full parameters cannot be written into the shard."""
         problems = []
         handle = self._handle
         for original in handle.params:

@@ -116,7 +116,7 @@ class ModelShards:
         return entries
 
     def mark_written(self) -> None:
-        """Record that this rank has written new values into the memory of its shards."""
+        """Call after writing into the memory of shards: marks unsharded copies as out of date."""
         for unit in self._units:
             unit.num_loads += 1
         for handle in self._handles:

@@ -85,7 +85,7 @@ class UnitStateDict:
             _treat_rest(state_dict, key, options, is_saving)
 
     def check_names(self) -> None:
-        """Raise NotImplementedError if some ranks may hold other parameters of the same names."""
+        """Raise NotImplementedError if other ranks may hold different parameters of these names."""
         if self.is_apart:
             raise NotImplementedError(
                 f"{unit_text(self.unit.name)} trains only on ranks "
@@ -135,8 +135,8 @@ class UnitStateDict:
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
             # The unit's own modules are the outermost modules with these hooks, so the depth must
-            # be 0 here. Reset the depth, because an earlier call that raised may have left it at
-            # another value.
+            # be 0 here. Reset the depth, because an earlier call that raised may have left a
+            # wrong depth.
             self._depth = 0
         self.writes.check()
         self._depth += 1
@@ -149,9 +149,10 @@ class UnitStateDict:
 def _replace_by_full(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
 ) -> dict[OriginalParam, Tensor]:
-    """Replace the original parameters of ``handle`` in ``state_dict`` by full copies.
+    """Replace sharded parameters in ``state_dict`` by full copies, and return the copies.
 
-    If ``is_saving`` is False, remove the parameters from ``state_dict`` instead. Return the copies.
+    Only parameters that ``handle`` owns are replaced. If ``is_saving`` is False, the parameters are
+    removed from ``state_dict`` instead.
 
     Collective: all ranks of the shard group, even ranks that save nothing. For tensor-parallel
     parameters, all ranks of the mesh.
@@ -182,7 +183,7 @@ def _replace_by_full(
 def _keep_sharded(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions
 ) -> None:
-    """Replace original parameters by shards that ``torch.distributed.checkpoint`` can use.
+    """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts.
 
     The shards share memory with the model, so that a load in place changes the model.
     """
@@ -210,8 +211,8 @@ def _treat_rest(
     # With keep_vars=True, the value may be the parameter that the module holds.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        # Keep the entry, even on ranks that save nothing: it is a parameter of another unit, whose
-        # hooks run later. A rank without the entry would not take part in that unit's all-gather.
+        # Keep the entry, even on ranks that save nothing: the entry is a parameter of another unit,
+        # whose hooks run later. A rank without the entry would miss the all-gather of that unit.
         return
     if not is_saving:
         del state_dict[key]

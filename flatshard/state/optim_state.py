@@ -362,7 +362,7 @@ class OptimParam:
 
 
 class OptimParams:
-    """The parameters of an optimizer, found in a model."""
+    """The parameters of an optimizer, by group, with their names in a model."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
@@ -391,13 +391,13 @@ class OptimParams:
         return chain.from_iterable(self.groups)
 
     def fqns(self, group: int) -> list[str]:
-        """The names of the parameters in group number ``group``."""
+        """Return the names of the parameters in the optimizer's group number ``group``."""
         return [param.fqn for param in self.groups[group]]
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
-        """Map the keys of parameters in ``state_dict`` to the parameters.
+        """Return a dict from parameters' keys in ``state_dict`` to the parameters.
 
-        ``state_dict`` is a state dict of the same optimizer.
+        ``state_dict`` must be a state dict of the same optimizer.
         """
         keys = [list(group["params"]) for group in state_dict["param_groups"]]
         expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
@@ -412,7 +412,7 @@ class OptimParams:
 def _params_of_units(
     prefixes: dict[nn.Module, str], units: Sequence[Unit]
 ) -> Iterable[tuple[int, OptimParam]]:
-    """Yield each parameter that a unit owns, with the id of its sharded tensor as key."""
+    """Yield, for each parameter that a unit owns, the sharded tensor's id and the parameter."""
     for handle in chain.from_iterable(unit.handles for unit in units):
         for param in handle.params:
             # A tied parameter has several places. Use the first place inside of the given model,
@@ -426,5 +426,5 @@ def _params_of_units(
 
 
 def unwrapped(name: str) -> str:
-    """The name of a parameter without the prefix of torch's ``checkpoint_wrapper``."""
+    """Return a parameter's name without the prefix that torch's ``checkpoint_wrapper`` adds."""
     return name.replace(_CHECKPOINT_PREFIX, "")

@@ -38,6 +38,7 @@ class WriteThrough:
 
     def __init__(self) -> None:
         self.given: dict[int, _Given] = {}  # keyed by the id of the weak reference
+
         # Name of a parameter whose copy was written after the shard had changed, so that the
         # written values are lost. "": no values are lost.
         self.lost = ""
@@ -98,7 +99,7 @@ class WriteThrough:
         with torch.inference_mode(False), torch.no_grad():
             param.sharded.copy_(param.spec.split(given.copy))
         handle.page_out()
-        given.unit.num_loads += 1  # if only some ranks write, the next backward raises
+        given.unit.num_loads += 1  # if ranks count differently, the next backward raises
         given.shard = after = _identity(handle)
         for other in self.given.values():
             if other.handle is handle and other.shard == before:
