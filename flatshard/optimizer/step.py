@@ -181,8 +181,8 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
                 extension.after_part(optimizer, part.params)
     if changed is not None:
         raise NotImplementedError(
-            f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, and "
-            "would do so for each part that it steps. Step all parameters at once, after backward."
+            f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, which "
+            "step_in_backward() would repeat for each unit. Step this optimizer after backward."
         )
 
 

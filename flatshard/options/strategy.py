@@ -204,7 +204,10 @@ def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
 
 
 def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
-    """Convert the user's ``backward_prefetch``: a member of either enum, its name, or None."""
+    """Convert the user's ``backward_prefetch`` to a ``BackwardPrefetch``, or None for no prefetch.
+
+    ``value``: a member of flatshard's or torch's enum, a member's name, or None.
+    """
     return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
 
 

@@ -182,7 +182,10 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Return the name of a unit. ``names`` are the FQNs of its modules (several if coalesced)."""
+    """Return the name of a unit from ``names``, the FQNs of its modules.
+
+    A unit has several modules if small neighbouring units were joined (``coalesce_bytes``).
+    """
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 

@@ -87,7 +87,7 @@ class BlockedWait:
     """A wait of a thread of this process for a collective."""
 
     describe: Callable[[], str]  # returns a text that names the collective, for logs and errors
-    need: WaitCondition  # the awaited collective, and the ranks by which it must be begun
+    need: WaitCondition  # the awaited collective, and the ranks that must begin it, too
     number: int = 0  # identifies the wait to other ranks; 0: not published yet
     thread: int = 0  # id of the waiting thread
     verdict: str | None = None  # why the wait will never end; None if the wait may still end
@@ -397,6 +397,7 @@ def _ids(reports: _Reports) -> dict[int, int]:
 def _circle(reports: _Reports) -> _Reports:
     """Return the largest subset of ``reports`` in which each rank waits for a rank of the subset.
 
+    If all ranks of the subset wait at the same moment, they are deadlocked (see [Note: proof]).
     Returns {} if this rank is not in the subset.
     """
     # Repeatedly drop the ranks that wait for no remaining rank, until no more ranks are dropped.

@@ -322,7 +322,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
     stepped, if the disk is full.
     """
-    # An optimizer from another library may count calls of `step`, so call `step` only once.
+    # Do not step an optimizer from another library in parts: its `step` may count its calls.
     if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
         return False
 

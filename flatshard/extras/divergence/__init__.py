@@ -89,8 +89,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Finish the all-gather even if no forward used the unit on this rank. The other
-                # ranks must not write shards until this rank has read the shards.
+                # Finish the all-gather even if no forward used the unit on this rank: the other
+                # ranks do not write their shards until this rank has read the shards.
                 handle.wait_unshard()
                 handle.show_sharded()
                 if stays:

@@ -129,7 +129,7 @@ class Join(StepExtension):
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank has input while other ranks follow."""
+        """Whether other ranks follow this rank, which has input and must announce its actions."""
         return len(self._active) < self._comm.size and not self._is_following
 
     def _exchange(self, mine: Doing | None) -> Doing | None:

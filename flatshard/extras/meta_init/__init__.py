@@ -294,12 +294,14 @@ class MetaInit:
         A group is a module that needs values, with all submodules in the same unit. With a
         ``param_init_fn`` or an ``_init_weights``, a group is a whole unit.
         """
-        # `reset_parameters`: initialise children first, in registration order, as constructors do.
-        # Then a seed gives the same values as for a model built on the device, whatever the units
-        # are. A group also contains the submodules of a module, because the module may initialise
-        # parameters of submodules, as nn.MultiheadAttention does. `param_init_fn`: parents first
-        # within a unit, as in FullyShardedDataParallel. `_init_weights`: children first, as in
-        # `apply`. A group is a whole unit, because the function may set tensors of any submodule.
+        # The order and the groups depend on the function that initialises the modules:
+        # - `reset_parameters`: children first, in registration order, as constructors do. Then a
+        #   seed gives the same values as for a model built on its device, whatever the units are. A
+        #   group contains all submodules of a module, because the module may initialise parameters
+        #   of submodules, as nn.MultiheadAttention does.
+        # - `param_init_fn`: parents first within a unit, as in FullyShardedDataParallel.
+        # - `_init_weights`: children first, as in `apply`. A group is a whole unit, because the
+        #   function may set tensors of any submodule.
         root_first = self._init_fn is not None
         by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []

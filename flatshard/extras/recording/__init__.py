@@ -91,8 +91,8 @@ class StepRecorder(StepObserver):
         self._held: dict[int, tuple[int, int]] = {}
         # Drop collectives that were started between two steps.
         self._events.clear()
-        # True from the begin of backward on (in evaluation, of forward): then the next forward
-        # begins a new step.
+        # Whether the next forward begins a new step. Set when backward begins, or, in evaluation,
+        # when a forward begins.
         self._is_over = False
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

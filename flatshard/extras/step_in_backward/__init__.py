@@ -138,7 +138,10 @@ class SteppedInBackward(StepExtension):
     # ------------------------------------------------------------ a backward
 
     def recover(self) -> None:
-        """Forget a failed backward, and set the ``.grad`` of stepped parameters to None."""
+        """Forget a failed backward, and set ``.grad`` of parameters with a placeholder to None.
+
+        Called before new gradients are computed, which autograd could not add to a placeholder.
+        """
         if torch._C._current_graph_task_id() == -1:
             self._drop_failed()
         showing, self._showing = self._showing, []

@@ -46,7 +46,7 @@ IGNORED = {
     "shard_placement_fn": Keyword("flat parameters are split into equal ranges"),
 }
 
-# Keywords of torch's wrappers that raise.
+# Keywords of torch's wrappers that raise NotImplementedError, unless their value is the default.
 REFUSED = {
     "dim": Keyword("inputs are not scattered, so dim can only be 0", 0),
     "delay_all_reduce_named_params": Keyword(
