@@ -142,7 +142,7 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
         is_kept: whether this rank gets the full tensors. If False, the rank takes part in the
             collectives, but gets empty tensors.
     """
-    for name in sorted(states, key=str):  # in the same order on all ranks
+    for name in sorted(states, key=str):  # sorted, as ranks must start collectives in one order
         for key, value in sorted(states[name].items()):
             if isinstance(value, StateShard):
                 tensor = value.spec.unsplit(value.of_local_shape().full_tensor())
@@ -244,7 +244,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
-            del group[STAMP]  # after the check, so that a failed check raises in the next step, too
+            del group[STAMP]  # not before the check, so that the next step raises again
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
@@ -275,7 +275,7 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         if stamp["rank"] == 0:
             # Warn now. Otherwise, users would notice the missing parts of the other ranks only when
             # loading the saved file.
-            warnings.warn(_ONE_RANKS, stacklevel=5)  # the caller of state_dict()
+            warnings.warn(_ONE_RANKS, stacklevel=5)  # shows the line that called state_dict()
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

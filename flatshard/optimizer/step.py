@@ -128,7 +128,7 @@ def _check_params(optimizer: Optimizer) -> None:
                     continue
                 if grad.dtype is not param.dtype:
                     check_dtype(optimizer, group, param, _name_of(param))
-                # UNREDUCED contains gradients that are not reduced, or only in part.
+                # UNREDUCED contains all gradients in `.grad` that are not yet reduced completely.
                 if UNREDUCED and grad in UNREDUCED:
                     raise RuntimeError(
                         f"{unit_text(UNREDUCED[grad])}: step() got gradients that were accumulated "

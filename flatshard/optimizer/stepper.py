@@ -402,7 +402,7 @@ class BucketView(Tensor):
     state once per member.
     """
 
-    # Results of operations are plain tensors.
+    # Operations on a view return plain tensors, not views of this class.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -25,8 +25,8 @@ Kind: TypeAlias = type[nn.Module] | Shapes
 # Minimum number of elements of a unit: 1 MB of float32. For fewer elements, the fixed cost of an
 # all-gather (Python, latency, filling the pipeline) exceeds the time to send the bytes.
 MIN_UNIT_NUMEL = 250_000
-# Minimum number of elements of a module that is opened. The children of such a module are mostly
-# large enough to be units.
+# Minimum number of elements of a module that is opened, so that its children may become units. In a
+# module of this size, most children are large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
 # If the root has too few elements, small units are dissolved, and the root owns their parameters.
 # Maximum number of elements of such a unit. The root stays unsharded throughout a step, so a
@@ -115,7 +115,7 @@ class AutoUnits:
 
     def _take_small_blocks(self) -> None:
         """Make units of small blocks, too, if all of them together are too large for the root."""
-        # A block is in no unit yet if some of its elements are left.
+        # `_left` counts the elements that are in no unit yet.
         blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
             for module in blocks:

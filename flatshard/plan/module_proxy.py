@@ -142,14 +142,16 @@ class ModuleProxy(nn.Module):
         def clean(*_: Any) -> None:
             for names in lists_of_names:
                 names[:] = [name.replace(inner, prefix) for name in names]
-            hook.remove()  # the hook refers to the lists of this load only
+            hook.remove()  # the hook is for this call only: its lists belong to this call
 
         hook = self.register_load_state_dict_post_hook(clean)
 
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module."""
-    from torch._dynamo.decorators import skip  # slow to import; torch's optimizers import it anyway
+    # Import only here, because the import is slow. In a training, it costs no additional time:
+    # torch's optimizers import the same module.
+    from torch._dynamo.decorators import skip
 
     proxy.module, proxy.training = module, module.training
 

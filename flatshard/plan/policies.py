@@ -53,6 +53,7 @@ class UnitPlan:
     name: str  # the first FQN of the module in the root
     module: nn.Module = field(repr=False)
     overrides: Keywords = field(default_factory=dict)  # keywords that replace the root's keywords
+
     # Text with the name of the policy and the reason for the choice.
     reason: str = field(default="", compare=False, repr=False)
 
