@@ -85,9 +85,9 @@ class Watchdog(CollectiveWatch):
         self._thread.start()
 
     def stop(self) -> None:
-        # Take the lock and never release the lock, so the thread calls no backend any more. When
-        # the program ends, Python unwinds running threads. If a thread is unwound inside a
-        # backend's C++ code, the process aborts with SIGABRT, whatever the program's exit code is.
+        # Take the lock and keep it, so that the thread calls no backend any more. When the program
+        # ends, Python unwinds all running threads. If a thread is unwound inside a backend's C++
+        # code, the process aborts with SIGABRT, whatever the program's exit code is.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
 

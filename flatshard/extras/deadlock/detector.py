@@ -72,7 +72,7 @@ AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
-# Histories of this process's groups, keyed by name.
+# For each process group of flatshard, by name: the history of the collectives that this rank began.
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 

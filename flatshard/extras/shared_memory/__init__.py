@@ -240,7 +240,7 @@ class Publication(AsyncWork):
 
     _: KW_ONLY
     records: dict[int, Awaited]  # the publications of the other ranks, keyed by rank
-    take: Callable[[], None]  # tells the other ranks that this rank has read all memory
+    take: Callable[[], None]  # tells the other ranks that this rank has read their memory
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -363,7 +363,7 @@ class MappedShards(BufferMemory):
 
     def free(self) -> None:
         # This rank does not read shards through the buffer any more. Tell the other ranks, which
-        # may then write shards.
+        # may then write their shards.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
