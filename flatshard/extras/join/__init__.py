@@ -355,9 +355,9 @@ class Join(StepExtension):
         found = [one for one in self._optimizers if self._key(one) == key]
         if len(found) != 1:
             raise RuntimeError(
-                f"join(): ranks with input stepped {key[0]}. This rank must step the same one, but "
-                f"knows {len(found)} optimizers of the class with the same parameters. If a rank "
-                "may have no input at all, pass the optimizer to join(optimizers=[optimizer])."
+                f"join(): ranks with input stepped {key[0]}. This rank must step it, too, but has "
+                f"{len(found)} optimizers of this class with the same parameters. If a rank may "
+                "have no input at all, name the optimizer: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
         # The optimizer may also hold parameters outside of the model, without new gradients on a
