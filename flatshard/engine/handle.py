@@ -5,12 +5,12 @@ a step: ``Unit`` decides when to call the handle. ``module.construction`` makes 
 ``module.conversion`` converts and copies handles.
 
 [Note: who owns what]
-    FlatParamHandle  the unsharded buffer; fills the buffer from the shards, and frees the buffer
+    FlatParamHandle  the unsharded buffer: allocates, fills and frees the buffer
     FlatParameter    ``flat_param``: the padded 1-D parameter; each rank holds a chunk
     OriginalParam    ``params``: the flattened parameters, as users and modules hold them
-    GradientBuffer, GradReduce, GradPublish: collect the gradients from autograd, reduce the
-                     gradients, and put the results into ``.grad``. `Backward` calls the three in
-                     this order.
+    GradientBuffer   collects the gradients from autograd
+    GradReduce       reduces the gradients over the ranks
+    GradPublish      puts the reduced gradients into ``.grad``
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ShardState(enum.Enum):
 
 _MOVES = {
     ShardState.SHARDED: {ShardState.UNSHARDING},
-    # Back to SHARDED if the all-gather fails.
+    # UNSHARDING -> SHARDED: the all-gather has failed.
     ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
-    # Back to UNSHARDING if the shard was written after the all-gather, so that the buffer is stale.
+    # UNSHARDED -> UNSHARDING: the shard was written after the all-gather, so the buffer is stale.
     ShardState.UNSHARDED: {ShardState.UNSHARDING, ShardState.SHARDED},
 }
 
@@ -65,7 +65,7 @@ class FlatParamHandle:
         unit_name: str,
         options: HandleOptions,
         layout: FlatLayout,
-        shard: Tensor,  # (layout.shard_numel,), on the device that computes, with initial values
+        shard: Tensor,  # (layout.shard_numel,), with initial values, on the compute device
     ) -> None:
         """Turn ``params`` into sharded parameters over ``shard``, in place."""
         self.link, self.options, self.layout = RunLink(unit_name), options, layout
@@ -81,7 +81,8 @@ class FlatParamHandle:
             for place in param.locations
         ]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        self.summoned: Any = None  # the open ``state.full_params.Summoned``, if any
+        # The open `state.full_params.Summoned`, if the program is inside of `summon_full_params`.
+        self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
@@ -123,9 +124,9 @@ class FlatParamHandle:
         """
         gather, padded_numel = self.gather, self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # If the buffer's memory may contain the shard, allocate the memory first, so that the
-            # shard is kept there. Allocate any other buffer only after the parameters have freed
-            # their previous memory.
+            # If `reads_shard`, the transport may map this rank's shard into the buffer: then
+            # allocate the buffer first, and keep the shard in the buffer's memory. Otherwise
+            # allocate the buffer last, after the parameters have freed their previous memory.
             memory = gather.allocate(padded_numel) if gather.reads_shard else None
             shown = None if memory is None else memory.shard
             # Move the values to the memory in which the shard stays: the optimizer will update the
@@ -135,9 +136,9 @@ class FlatParamHandle:
             for param in self.params:
                 param.show_chunk(self.flat_param, is_whole=self.is_whole)
             self.memory = memory or gather.allocate(padded_numel, self.flat_param)
-            # The buffer, ``(layout.padded_numel,)``, keeps its storage object for life, because
-            # autograd saves views of the buffer (`weight.t()`, for example). While sharded, the
-            # storage has zero bytes, or its address range has no pages.
+            # The buffer, `(layout.padded_numel,)`, keeps its storage object for life, because
+            # autograd saves views of the buffer (`weight.t()`, for example). While the unit is
+            # sharded, the storage has zero bytes, or has addresses without memory.
             self.buffer, self.is_aliased = self.memory.buffer, gather.is_aliased
             for param in self.params:
                 param.make_full(None if self.is_aliased else view_of(self.buffer, param.span))
@@ -192,14 +193,17 @@ class FlatParamHandle:
             # exhausted for example, the buffer is still stale and must not count as current.
             self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
-        # Code that still holds a view of the buffer may read the view without calling
-        # `wait_unshard`. So finish the all-gather now.
+        # If the buffer lingers, some code holds a view of the buffer, and may read the view without
+        # a call of `wait_unshard`. So finish the all-gather now.
         if lingers:
             self.wait_unshard()
         return True
 
     def wait_unshard(self) -> None:
-        """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""
+        """UNSHARDING -> UNSHARDED: wait for the all-gather.
+
+        Raises CollectiveError, and moves to SHARDED, if the all-gather failed.
+        """
         if self.state is not ShardState.UNSHARDING:
             return
         try:
@@ -229,17 +233,18 @@ class FlatParamHandle:
     def reshard(self, *, though_held: bool = True) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if it has memory. No communication.
 
-        With ``though_held=False``, a buffer whose views are still in use keeps its memory
-        (``lingers``) until a later call.
+        With ``though_held=False``, a buffer whose views are still in use keeps its memory until a
+        later call. Meanwhile, ``lingers`` is True.
         """
         if self.state is not ShardState.SHARDED:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
             self._move_to(ShardState.SHARDED)
             self.lingers = not self.is_aliased
             self.page_out()
-        # Unless `though_held` is set, keep memory that views still use: the recomputed forward of
+        # With `though_held=False`, keep memory that views still use: the recomputed forward of
         # activation checkpointing saves views of the buffer without flatshard's saved-tensor hooks.
-        # Freeing needs no communication, so ranks may decide differently.
+        # Some ranks may free the buffer now and other ranks later, because freeing needs no
+        # communication.
         if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
 
@@ -257,7 +262,10 @@ class FlatParamHandle:
         unsharded.set_accessible([param.full for param in self.params], False)
 
     def snapshot(self) -> None:
-        """Keep the buffer's present values, even if other ranks write shards that it maps."""
+        """Keep the buffer's present values, even if other ranks write to their shards next.
+
+        If the transport maps shards of other ranks into the buffer, copy these shards.
+        """
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.memory.snapshot()
@@ -276,8 +284,8 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # Use new memory for the shard, because the user may keep the previous data, in order to
-        # assign the previous data to `p.data` again later.
+        # Use new memory for the shard: the user may have kept the previous `p.data`, to assign it
+        # again later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:
@@ -347,7 +355,7 @@ class FlatParamHandle:
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:
-        """Put ``shown`` into the modules: a full parameter for each original parameter."""
+        """Put ``shown`` into the modules: one full parameter for each original parameter."""
         for param in self.params:
             held, split = shown[param.index], param.spec.tensor_parallel
             param.held = held if split is None else split.as_dtensor(held)
@@ -362,7 +370,7 @@ class FlatParamHandle:
             self.put_back()
 
     def put_back(self) -> None:
-        """Put the sharded parameters into the modules, in any case."""
+        """Put the sharded parameters into the modules, whatever the modules hold now."""
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.sharded
             param.held = None
@@ -380,7 +388,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ gradients
 
     def _plan_gradients(self, dtype: torch.dtype) -> GradientBuffer:
-        """Set ``reduce_plan``, and return a gradient buffer, for a shard of this dtype."""
+        """Set ``reduce_plan`` and return a new gradient buffer, for a shard of ``dtype``."""
         hook, precision = self.comm_hook or CommHook(), self._precision
         reduce_dtype = precision.reduced_dtype(dtype, hook.reduce_dtype)
         self.reduce_plan = ReducePlan(
@@ -398,8 +406,8 @@ class FlatParamHandle:
             self.layout,
             dtypes=GradDtypes(
                 reduce_dtype=reduce_dtype,
-                # Accumulate in the shard's dtype if that is wider than the reduce dtype: a sum in
-                # the narrower dtype would lose small gradients.
+                # Accumulate in the shard's dtype if the shard's dtype is wider than the reduce
+                # dtype: a sum in the narrower dtype would lose small gradients.
                 accum_dtype=dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype,
                 grad_dtype=reduce_dtype if precision.keeps_reduce_dtype else dtype,
             ),
@@ -410,12 +418,18 @@ class FlatParamHandle:
         )
 
     def replan_gradients(self) -> None:
-        """Plan reductions again for the present hook and dtype. Keeps accumulated gradients."""
+        """Set ``reduce_plan`` again, after the communication hook or the dtype has changed.
+
+        Accumulated gradients are kept.
+        """
         self.grad_buffer = self._plan_gradients(self.flat_param.dtype)
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def set_comm_hook(self, hook: CommHook) -> None:
-        """Reduce with ``hook`` from now on. No gradients may be accumulated at the call."""
+        """From now on, reduce gradients with the communication hook ``hook``.
+
+        At the call, no gradients may be accumulated.
+        """
         assert not self.grad_publish.holds_gradients, "they have another dtype"
         self.comm_hook = hook
         self.replan_gradients()
@@ -436,15 +450,15 @@ class FlatParamHandle:
         """Drop unpublished gradients, after a failed backward."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
-            # Wait for a running collective first: it may still write into the memory that `drop`
-            # frees next.
+            # Wait for a running collective first: the collective may still write into the memory
+            # that `drop` frees next.
             reduce.abandon()
         self.grad_publish.drop()
         if self.is_aliased:
             self.give_hooks_back()
 
     def give_hooks_back(self) -> None:
-        """Put users' hooks back on the parameters; ``GradPublish.hold_earlier`` took them off."""
+        """Put back the users' hooks that ``GradPublish.hold_earlier`` took off the parameters."""
         for param in self.params:
             param.give_hooks_back()
 

@@ -37,7 +37,7 @@ class UnitHooks:
         self._forward, self._backward = forward, backward
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Let the unit own ``handles``, and hook the gradients of their parameters."""
+        """Make ``handles`` the unit's flat parameters, and register hooks for their gradients."""
         self.unit.own(handles)
         for handle in self.unit.handles:
             with torch.inference_mode(False):
@@ -51,15 +51,15 @@ class UnitHooks:
         unit: Unit,
         handles: Iterable[FlatParamHandle],
     ) -> None:
-        """Let ``twin`` be the hooks of ``unit``, which becomes a copy of this object's unit.
+        """Copy this object's unit into ``unit``, and connect ``unit`` to ``twin``.
 
         Called when the wrapper is copied. The copied modules already call ``twin``.
 
         Args:
             memo: maps ids of modules to copied modules.
             twin: the copy of this object.
-            unit: the copy of this object's unit.
-            handles: the flat parameters of the copy.
+            unit: the copy of this object's unit, still empty.
+            handles: the flat parameters of the copied unit.
         """
         self.unit.copy_into(memo, unit)
         twin.unit = unit
@@ -82,9 +82,9 @@ class UnitHooks:
         return changed
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Cast the output, replace views of unsharded buffers in it, and leave the forward.
+        """Cast the output, copy views of unsharded buffers in the output, and end the forward.
 
-        If the forward raises, torch calls this hook with ``output`` None.
+        If the forward raised an exception, torch calls this hook with ``output=None``.
         """
         unit = self.unit
         if not unit.running:  # `pre_forward` raised before it recorded a call
@@ -95,7 +95,7 @@ class UnitHooks:
             if output is not None:
                 self._forward.check(unit, module)
                 # Cast before `protect` copies views of unsharded buffers: the result of a cast is
-                # not a view, so `protect` need not copy it.
+                # not a view of a buffer, so `protect` need not copy the result.
                 changed = unit.casts[module].cast_output(output)
                 changed = self._forward.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():
@@ -114,8 +114,8 @@ class UnitHooks:
         """
         receive = partial(self._backward.receive_of_input, self.unit, weakref.ref(call))
         for tensor in tensors_in(value):
-            # Skip parameters that are passed as inputs: autograd accumulates their gradients long
-            # after this unit's backward is over.
+            # Skip parameters that are passed as inputs: autograd accumulates gradients of
+            # parameters long after this unit's backward is over.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
@@ -129,8 +129,8 @@ class UnitHooks:
     ) -> Callable[[Tensor], None]:
         """Make the hook that autograd calls after it has filled ``.grad`` of a full parameter."""
         # Let the hook keep only weak references. Python's garbage collector does not see the
-        # references from autograd to the hook, so it could never free a reference cycle through
-        # the hook.
+        # references from autograd to the hook. So the collector could never free a reference cycle
+        # through the hook.
         this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)
 
         @untraced
@@ -144,21 +144,24 @@ class UnitHooks:
 
 
 def surround(hooks: UnitHooks, module: nn.Module) -> None:
-    """Let ``module`` call ``hooks`` before and after its forward. Call this again after a compile.
+    """Let ``module`` call ``hooks`` before and after its forward.
 
-    Dynamo cannot trace all-gathers, so a compiled graph ends at each of flatshard's hooks.
-    ``module.compile()`` compiles the call of a module together with the module's hooks. So the
-    hooks of a compiled module go around the compiled call, which stays one graph. If the caller is
-    compiled, too, the caller's graph ends before the unit, and a new graph begins after the unit.
+    ``module.compile()`` compiles the call of a module together with the module's hooks. But Dynamo
+    cannot trace all-gathers, so a compiled graph would end at each of flatshard's hooks. So for a
+    compiled module, this function calls the hooks around the compiled call, which stays one graph.
+    If the caller of the module is compiled, too, the caller's graph ends before the unit, and a new
+    graph begins after the unit.
+
+    Must be called again after each ``module.compile()``.
     """
     before, after = _ModuleHook(hooks, "pre_forward"), _ModuleHook(hooks, "post_forward")
     compiled = module._compiled_call_impl
     if compiled is not None:
         _remove(module)
         module._compiled_call_impl = _compiled_call(module, before, after, compiled)
-        # Copying a unit's module without the wrapper must raise an error. Usually the registered
-        # hook raises when it is copied. A compiled module has no registered hook, so store the hook
-        # in an attribute of the module, which is copied with the module.
+        # A copy of a unit's module without the wrapper must raise an error. Usually the registered
+        # hook raises the error when the hook is copied. A compiled module has no registered hook,
+        # so store the hook in an attribute: a copy of the module also copies its attributes.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
         # Run before users' pre-hooks (`prepend`), so that users' hooks see unsharded parameters.
@@ -178,9 +181,10 @@ def _remove(module: nn.Module) -> None:
 
 
 class _ModuleHook:
-    """A module's hook, which calls a method of ``UnitHooks``.
+    """A module hook that calls a method of ``UnitHooks``.
 
-    The hook can be copied only together with the wrapper, which also copies the ``UnitHooks``.
+    To copy the hook raises an error, unless the whole wrapper is copied: only then is there a copy
+    of the ``UnitHooks`` for the copied hook to call.
     """
 
     def __init__(self, hooks: UnitHooks, method: str) -> None:
@@ -202,7 +206,7 @@ class _ModuleHook:
 def _compiled_call(
     module: nn.Module, before: _ModuleHook, after: _ModuleHook, compiled: Callable[..., Any]
 ) -> Any:
-    """Return a function that calls the compiled module between ``before`` and ``after``."""
+    """Return a function that calls ``before``, the compiled module, and ``after``."""
 
     @untraced
     def call(*args: Any, **kwargs: Any) -> Any:

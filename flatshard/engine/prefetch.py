@@ -1,4 +1,4 @@
-"""``Prefetch``: starts all-gathers before the units run, in the order of the last forward."""
+"""``Prefetch``: starts the all-gathers of units early, in the order of the last forward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class ExecutionOrder:
         self._current.append(unit)
 
     def next_forward(self) -> list[int]:
-        """The units expected after the latest recorded unit, in order. Empty: no prediction."""
+        """Return the units expected after the latest recorded unit, in order.
+
+        Empty if nothing can be predicted: no unit is recorded yet, or this forward has departed
+        from the order of the last forward.
+        """
         position = len(self._current)
         # If this forward has departed from the order of the last forward, predict nothing. The next
         # forward will be predicted from the order of this forward.
@@ -37,14 +41,14 @@ class ExecutionOrder:
         return self._previous[position:]
 
     def next_backward(self, unit: int) -> list[int]:
-        """The units whose backward is expected after the backward of ``unit``, in order."""
+        """Return the units whose backward is expected after the backward of ``unit``, in order."""
         after = _after(unit, (self._current or self._previous)[::-1])
-        # If the unit ran twice, stop at the unit's second backward: this method is called again
-        # then, and predicts the later units.
+        # If the unit ran twice, return only the units before the unit's second backward. The second
+        # backward calls this method again, to predict the later units.
         return after[: after.index(unit)] if unit in after else after
 
     def next_recomputed(self, unit: int) -> list[int]:
-        """The units expected after ``unit`` when a checkpoint recomputes this forward, in order."""
+        """Return the units expected after ``unit`` in a recomputation of this forward, in order."""
         return _after(unit, self._current)
 
     @property
@@ -53,7 +57,10 @@ class ExecutionOrder:
         return bool(self._current) and self._current == self._previous
 
     def first_backward(self) -> list[int]:
-        """The units in the expected order of backward. Empty until the forward is complete."""
+        """Return the units in the expected order of backward.
+
+        Empty until the forward has run all units.
+        """
         return self._current[::-1] if self.is_complete else []
 
 
@@ -72,8 +79,8 @@ class Prefetch:
         self.recomputes_whole = False
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        # Units whose all-gather was started by a prefetch. Some of the units may have been used
-        # since; `_under_way` leaves them out.
+        # Units whose all-gather was started by a prefetch. Some of these units may have run since;
+        # `_under_way` leaves these units out.
         self._prefetched: list[Unit] = []
 
     def refresh(self) -> None:
@@ -111,7 +118,7 @@ class Prefetch:
             self._start_expected(self.order.first_backward()[1:], "backward")
 
     def in_recomputation(self, unit: Unit) -> None:
-        """Start all-gathers of units after ``unit``, if the full model is recomputed."""
+        """If the full model is recomputed, start all-gathers of the units after ``unit``."""
         if self._forward and self.recomputes_whole:
             self._start_expected(self.order.next_recomputed(unit.index), "backward")
 
@@ -121,12 +128,15 @@ class Prefetch:
             self._start_expected(self.order.next_backward(unit.index), "backward")
 
     def after_backward(self, unit: Unit) -> None:
-        """With ``BACKWARD_POST``, start the all-gather for the next backward only now."""
+        """Start the all-gather of the unit whose backward is next, only with ``BACKWARD_POST``.
+
+        The other settings have started the all-gather before the backward of ``unit``.
+        """
         if self._backward is BackwardPrefetch.BACKWARD_POST:
             self._start_expected(self.order.next_backward(unit.index)[:1], "backward")
 
     def _start_expected(self, expected: Sequence[int], purpose: str) -> None:
-        """Start the all-gather of the first unit in ``expected``, and of more units if they fit."""
+        """Start the all-gather of the first unit in ``expected``, and of more units if possible."""
         # If the transport sends while this rank computes, prefetch more than one unit: otherwise
         # the network would be idle from the end of one all-gather to the start of the next. All
         # prefetched units together may take at most as much memory as the largest unit.
@@ -139,15 +149,19 @@ class Prefetch:
                 first = index
             elif index != first and not self._fits_ahead(unit):
                 return
-            # In backward, skip units whose backward has begun. Such a unit may be resharded on this
-            # rank but still unsharded on other ranks, which would not take part in an all-gather.
-            # An optimizer that steps in backward may also have updated the unit already.
+            # In backward, skip units whose backward has begun. On some ranks, such a unit may still
+            # be unsharded, and these ranks would not take part in an all-gather. An optimizer that
+            # steps in backward may also have updated the unit already.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
                 self._prefetched = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
-        """Whether to start the all-gather of a unit that does not run next."""
+        """Whether a second or later unit of the predicted order may be prefetched now.
+
+        The transport must work in the background, and all prefetched units must fit into the
+        budget.
+        """
         if not unit.topology.intra_group.transport_for().gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget

@@ -1,11 +1,14 @@
 """``ReduceQueue``: starts and finishes the reductions of a backward, in one order on all ranks.
 
+A bucket is a set of flat parameters whose gradients are reduced together.
+
 [Note: hooks]
 A user's communication hook blocks this rank's backward until the hook runs on all other ranks. So
-all ranks must call the hook at the same place of the step. All ranks take part in the all-gather of
-a unit for backward, so hooks are called just before it. There the ranks exchange how many buckets
-each rank has ready, and call the hooks of the buckets that are ready on all ranks. Once one rank
-has reached the end of its backward, all ranks call the remaining hooks at the end of backward.
+all ranks must call the hook at the same place of the step. A good place is just before the
+all-gather of a unit for backward, because all ranks take part in this all-gather. There the ranks
+exchange how many buckets each rank has ready, and call the hooks of the buckets that are ready on
+all ranks. Once one rank has reached the end of its backward, all ranks call the remaining hooks at
+the end of backward.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# Number of backwards for which a bucket is remembered as uneven (`ReduceQueue._uneven`).
+# Number of backwards for which a bucket counts as uneven, after some rank lacked a gradient of the
+# bucket (`ReduceQueue._uneven`).
 _REMEMBERED = 100
 
 
@@ -46,11 +50,11 @@ class ReduceOrder:
     def __init__(self, num_buckets: int) -> None:
         # For the first backward, guess the reverse of the order in which modules were registered.
         # After the first backward, the ranks adopt the real order. The root's bucket has the last
-        # index and stays last, because forward uses some parameters of the root (embeddings, for
-        # example) first, so their gradients come last.
+        # index and stays last: forward uses some parameters of the root (embeddings, for example)
+        # first, so backward computes the gradients of these parameters last.
         self.sequence: list[int] = [*range(num_buckets - 1)[::-1], num_buckets - 1]
         self.num_taken = 0  # number of buckets whose reduction was started
-        self._ready: dict[int, None] = {}  # the complete buckets, in the order of completion
+        self._ready: dict[int, None] = {}  # buckets with all gradients, in the order of completion
 
     def adopt(self, sequence: list[int]) -> None:
         """Use ``sequence`` from the next backward on. All ranks must pass the same sequence."""
@@ -65,10 +69,11 @@ class ReduceOrder:
         self._ready[bucket] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """Yield the buckets whose turn has come, in order, until ``allows`` returns False.
+        """Yield the buckets that may start now, in order, until ``allows`` returns False.
 
-        The caller starts each bucket before it asks for the next, so ``allows(bucket)`` runs after
-        all earlier buckets were started.
+        A bucket may start if it is complete, and all earlier buckets have started. The caller
+        starts each bucket before it asks for the next, so ``allows(bucket)`` runs after all earlier
+        buckets were started.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -78,16 +83,22 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Number of buckets before the first bucket in the order that is not ready."""
+        """Return the number of complete buckets at the beginning of the order.
+
+        The first incomplete bucket ends the count.
+        """
         rest = (n for n, bucket in enumerate(self.sequence) if bucket not in self._ready)
         return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
-        """The buckets whose reduction was not started, in order."""
+        """Return the buckets whose reduction has not started yet, in order."""
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """All buckets: first those that became ready on this rank, in that order, then the rest."""
+        """Return the order in which buckets became complete on this rank, as an order to adopt.
+
+        Buckets that did not become complete come last.
+        """
         return [*self._ready, *(bucket for bucket in self.sequence if bucket not in self._ready)]
 
 
@@ -109,7 +120,8 @@ class ReduceBucket:
 
     def is_complete(self) -> bool:
         """Whether all gradients of the bucket have arrived in this backward."""
-        # A plain loop is faster than `all()` with a generator, and this runs for every gradient.
+        # A plain loop is faster than `all()` with a generator, and backward calls this method for
+        # every gradient.
         for handle in self.handles:
             if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
                 return False
@@ -121,7 +133,7 @@ class ReduceBucket:
         A gradient that this rank has not computed counts as zero. Collective: all ranks that train
         the unit.
         """
-        # A handle keeps only one reduction, so a second start would lose the result of the first.
+        # A handle has room for one reduction, so a second start would lose the result of the first.
         assert not self.under_way, "the earlier reduction is not finished"
         sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
@@ -143,14 +155,17 @@ class ReduceBucket:
         return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
-        """Start later stages that can start now. Returns False if a second stage cannot start."""
+        """Start the later stages of the reductions (``GradReduce``) that need no wait.
+
+        Returns False if a second stage cannot start yet.
+        """
         return all(reduce.advance() for _, reduce in self.under_way)
 
     def wait_until_reduced(self) -> bool:
-        """Wait for the reductions for a limited time, and return whether they are over.
+        """Wait for the reductions for a limited time, and return whether all are finished.
 
-        If not, the reason may be a peer that takes part only at the end of its backward, because
-        the peer lacks a gradient. So a wait without a limit could be a deadlock.
+        A reduction may be unfinished because a peer lacks a gradient, and takes part only at the
+        end of its backward. So a wait without a limit could be a deadlock.
         """
         if not all(reduce.tells_when_done() for _, reduce in self.under_way):
             return False
@@ -179,7 +194,7 @@ class ReduceBucket:
 
 
 class ReduceQueue:
-    """The reductions of a model. All ranks start the reductions in the same order."""
+    """Starts and finishes the reductions of a model, in the same order on all ranks."""
 
     def __init__(self, state: RunState) -> None:
         self._state, self._observers = state, state.observers
@@ -189,9 +204,9 @@ class ReduceQueue:
         self._adopt(self._order.sequence)
         self._is_order_agreed = False
         # Uneven buckets: in a recent backward, some ranks started the bucket's reduction during
-        # backward, and other ranks only at the end, because they lacked a gradient. So do not wait
-        # for such a bucket before the end of backward. Maps the index of each uneven bucket to the
-        # number of further backwards for which the bucket is treated as uneven.
+        # backward, and other ranks only at the end, because these ranks lacked a gradient. So do
+        # not wait for such a bucket before the end of backward. Maps the index of each uneven
+        # bucket to the number of further backwards for which the bucket is treated as uneven.
         self._uneven: dict[int, int] = {}
         self._in_flight: list[ReduceBucket] = []
         # For each unit, the number of buckets that are not reduced yet in this backward.
@@ -208,19 +223,19 @@ class ReduceQueue:
     def refresh(self) -> None:
         """Recompute cached sizes after the units' buffers were reallocated."""
         units = self._state.units
-        # Limit the memory of unfinished reductions to twice the gradients of the largest unit. The
-        # host runs far ahead of an accelerator, so there the unfinished reductions always reach the
-        # limit. So on an accelerator, use a smaller limit: twice the gradients of the largest
-        # bucket.
+        # Limit the memory of unfinished reductions to twice the gradients of the largest unit. On
+        # an accelerator, the limit is smaller: twice the gradients of the largest bucket. The host
+        # runs far ahead of an accelerator, so the unfinished reductions always reach the limit.
         on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         together = [one.handles for one in (self.buckets if on_accelerator else units)]
         sizes = (sum(h.reduce_plan.full_bytes for h in handles) for handles in together)
         self.max_bytes_in_flight = 2 * max(sizes, default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
-        """Forget the last backward, and count the buckets that this backward reduces.
+        """Reset the queue for a new backward, and count the buckets that the backward reduces.
 
-        ``must_wait``: all reductions start at the end of backward (``Backward._may_reduce_early``).
+        ``must_wait``: whether all reductions start only at the end of backward (see
+        ``Backward._may_reduce_early``).
         """
         self._must_wait = must_wait
         self._order.begin_backward()
@@ -236,8 +251,7 @@ class ReduceQueue:
         self._num_agreed = 0
         for bucket in self.buckets:
             if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
-                # Nothing reduces this bucket in this backward, so later buckets must not wait for
-                # the bucket.
+                # This backward does not reduce the bucket, so later buckets must not wait for it.
                 self._order.ready(bucket.index)
             else:
                 self._num_unreduced[bucket.unit] += 1
@@ -245,16 +259,16 @@ class ReduceQueue:
     def add(self, bucket: ReduceBucket) -> None:
         """Mark a bucket as complete, start the buckets whose turn has come, finish old reductions.
 
-        May wait for the oldest reduction, see ``_finish_old``.
+        May wait for the oldest reduction, to limit memory (``_finish_old``).
         """
         self._order.ready(bucket.index)
         self._start_ready()
         self._finish_old()
 
     def call_hooks(self) -> None:
-        """Call the communication hooks of the buckets that are ready on all ranks.
+        """Call the communication hooks of the buckets that are ready on all ranks. Collective.
 
-        Collective while ``asks_hooks`` is True.
+        Must be called only if ``asks_hooks`` is True. All ranks have the same ``asks_hooks``.
         """
         self._agree_on_hooks()
         self._start_ready()
@@ -276,8 +290,8 @@ class ReduceQueue:
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
         world.reduce_scalars(values, "MIN", op_name=op_name)
-        # Take the minimum over the ranks: a hook that one rank cannot call yet would block all
-        # ranks that do call it.
+        # Use the minimum over the ranks: if some rank cannot call a hook yet, the ranks that call
+        # the hook would wait for that rank.
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
@@ -342,12 +356,16 @@ class ReduceQueue:
     # ------------------------------------------------------------ the end of backward
 
     def reduce_rest(self) -> Agreement:
-        """Exchange the used parameters with the other ranks, and reduce the rest. Collective."""
+        """Reduce all remaining gradients, at the end of backward. Collective.
+
+        Before, the ranks exchange which parameters each rank used (``agreement``). Returns the
+        result of the exchange.
+        """
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        # Gradients of these flat parameters are reduced below with their bucket, if any rank used
-        # the bucket. So they are not left over.
+        # `to_come`: flat parameters in the buckets of `rest`, which are reduced below if any rank
+        # used the bucket. So their gradients do not count as left over.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
@@ -383,8 +401,9 @@ class ReduceQueue:
         self._is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # Move units that some ranks may skip to the end of the order. Their reductions start only
-        # at the end of backward, and all later reductions in the order would have to wait for them.
+        # Move units that some ranks may skip to the end of the order. The reductions of these units
+        # start only at the end of backward, and all later reductions in the order would have to
+        # wait.
         self._order.adopt(sorted(sequence, key=lambda i: self.buckets[i].unit.may_diverge))
 
     def drop(self) -> None:

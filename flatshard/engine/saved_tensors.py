@@ -43,14 +43,15 @@ class SavedView(NamedTuple):
 
 
 class SavedDTensor(NamedTuple):
-    """A DTensor whose local tensor is a view of an unsharded buffer."""
+    """The tuple that autograd saves for a DTensor whose local tensor is a view of a buffer."""
 
     kind: Any  # the DTensor class; stored because importing the class is slow
-    local: Any  # the local tensor of this rank, packed
+    # This rank's local tensor, as a `SavedView` or as the user's saved-tensor hook packed it.
+    local: Any
     layout: Any
 
     def around(self, local: Tensor) -> Tensor:
-        """Rebuild the DTensor over ``local``."""
+        """Return the DTensor again, with ``local`` as the local tensor of this rank."""
         return self.kind(local, self.layout, requires_grad=False)  # type: ignore[no-any-return]
 
 
@@ -93,21 +94,21 @@ class SavedTensors:
         return output
 
     def push(self) -> None:
-        """Put this module's saved-tensor hooks on top, unless they are on top already.
+        """Install this model's saved-tensor hooks, unless they are on top of autograd's stack.
 
-        Each call needs a call of ``pop``.
+        Each call needs a later call of ``pop``.
         """
         # Every unit's forward calls `push`, not only the outermost forward, because a checkpoint
-        # may be between an outer and an inner unit. The checkpoint puts its hooks on top, and the
-        # same tensors must reach its hooks in forward and in recomputation. The outer unit does not
-        # run in recomputation, so the inner unit must put hooks on top of the checkpoint's hooks,
-        # and so keep views of buffers from the checkpoint in both.
+        # may be between an outer and an inner unit. The checkpoint installs its own hooks, and
+        # needs the same tensors in forward and in recomputation. In recomputation, the outer unit
+        # does not run. So the inner unit must put flatshard's hooks on top of the checkpoint's
+        # hooks. Then the checkpoint never sees views of buffers, in forward or in recomputation.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = next((one for one in reversed(self._active) if one is not None), None)
         if outer is not None and ours is not None and outer[0] is ours.pack_hook:
             self._active.append(None)
             return
-        # Torch calls only the topmost pair of hooks. So this module's pair passes all tensors that
+        # Torch calls only the topmost pair of hooks. So flatshard's pair passes all tensors that
         # are not views of buffers to the pair below.
         hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair(outer))
         hooks.__enter__()
@@ -132,7 +133,8 @@ class SavedTensors:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             unit, handle = found
             # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
-            # another dtype, or a lazily conjugated or negated view.
+            # another dtype, or a lazily conjugated or negated view. Such views are rare, so the
+            # memory of the copies is small.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or unit.copies_saved(handle):
                 return outer_pack(tensor.clone())  # rare, so the memory of the copies is small
@@ -148,7 +150,8 @@ class SavedTensors:
             # Unshard if the unit was resharded, or if an optimizer step made the buffer stale.
             if not handle.is_current:
                 backward.unshard_again(unit)
-            # Check the version here, because autograd does not check tensors that hooks pack.
+            # Autograd does not check the version of tensors that hooks pack, so check the version
+            # here.
             if handle.version != version:
                 raise RuntimeError(
                     f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
@@ -163,9 +166,9 @@ class SavedTensors:
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    # Save a detached tensor. If a node saved its own output with the graph attached, the output and
-    # the node would refer to each other, and only a backward would free them. Autograd reconnects
-    # the unpacked tensor to its node.
+    # Save a detached tensor. If a node of the graph saved its own output without detaching, the
+    # output and the node would refer to each other, and only a backward would free the two.
+    # Autograd reconnects the unpacked tensor to its node.
     return tensor.detach(), tensor._version
 
 

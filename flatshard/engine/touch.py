@@ -1,4 +1,4 @@
-"""``Touch``: operations on sharded parameters outside of their unit's forward.
+"""``Touch``: runs operations on sharded parameters outside of their unit's forward.
 
 Some code uses a unit's parameters without calling the unit: a module reads a weight of a child
 module or iterates over a ``Sequential``, or a user calls ``model.encoder(...)``. Outside of their
@@ -43,24 +43,27 @@ class Touch(ParamOwner):
     """Runs operations on the sharded parameters of one model."""
 
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
-        """Become the ``ParamOwner`` of all parameters of the model, and run their operations."""
+        """Become the ``ParamOwner`` of the model's parameters, which runs their operations."""
         self._state, self._forward, self._backward = state, forward, backward
-        # For the spec of each parameter: the unit, the flat parameter and the original parameter.
+        # Where each sharded parameter is, by the parameter's `ShardSpec`: its unit, flat parameter
+        # and original parameter.
         self._places = {
             param.spec: (unit, handle, param)
             for unit, handle in state.handles
             for param in handle.params
         }
-        # State of a loop over parameters, see `_full`. `_loop_flat`: the handle, the version of the
-        # shard, and the all-gathered flat parameter. `_loop_last`: the parameter read last.
+        # State of a loop that reads all parameters in order, see `_full`. `_loop_flat`: the handle,
+        # the version of the shard, and the all-gathered flat parameter. `_loop_last`: the parameter
+        # that was read last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
-        # Units for which a warning was given. None: the warning about averages of weights.
+        # Units for which a warning was given. The warning about averages of weights is given once
+        # for all units; the entry None stands for this warning.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
-            # This makes no reference cycle, because a `ShardSpec` keeps only a weak reference to
-            # its owner. A cycle would never be freed: the parameters are referenced by autograd,
-            # and the garbage collector does not see references from autograd.
+            # `spec.owner` makes no reference cycle, because a `ShardSpec` keeps only a weak
+            # reference to its owner. A cycle would never be freed: autograd references the
+            # parameters, and the garbage collector does not see references from autograd.
             spec.owner = self
 
     def start_backward(self) -> None:
@@ -75,14 +78,14 @@ class Touch(ParamOwner):
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]
-        # A forward that a checkpoint recomputes in backward counts, too.
+        # Also True in a forward that a checkpoint recomputes in backward.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` with full tensors in place of sharded tensors. Collective.
 
-        Returns NotImplemented if an argument is a gradient, optimizer state, or belongs to another
-        model.
+        Returns NotImplemented if a sharded argument is a gradient or optimizer state, or belongs to
+        another model. Then the caller runs ``func``.
 
         Raises:
             RuntimeError: ``func`` writes to one of the full tensors.
@@ -90,7 +93,8 @@ class Touch(ParamOwner):
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
         # Run the operation only if all sharded arguments are parameters of this model, or were
-        # computed from them. The caller handles gradients, optimizer state and other models.
+        # computed from parameters of this model. The caller handles gradients, optimizer state and
+        # other models.
         if _writes(func, args) or not all(t.is_alike and t.spec in self._places for t in sharded):
             return NotImplemented
         name = torch.overrides.resolve_name(func) or func.__name__
@@ -123,8 +127,9 @@ class Touch(ParamOwner):
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
-            # Between forwards, the unit is resharded when this context ends, so return copies of
-            # views of its memory. Inside of a forward, views stay valid until the forward ends.
+            # Between forwards, the unit is resharded when this context ends, so return copies
+            # instead of views of the unit's memory. Inside of a forward, views stay valid until the
+            # forward ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
@@ -155,8 +160,8 @@ class Touch(ParamOwner):
 
         A loop may read all parameters in order, for example to update an average of weights that
         was copied before wrapping. To all-gather less often in such a loop, the read of a second
-        parameter in a row all-gathers the whole flat parameter. The next reads use this tensor,
-        which is freed after the last parameter is read.
+        parameter in a row all-gathers the whole flat parameter. Later reads use this all-gathered
+        tensor, until the last parameter is read.
         """
         _, handle, param = self._places[tensor.spec]
         last, self._loop_last = self._loop_last, param

@@ -45,10 +45,10 @@ class Phase(enum.Enum):
 
 _MOVES = {
     Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    # To BACKWARD: a backward may run inside a forward (to compute forces, for example).
+    # FORWARD -> BACKWARD: a backward may run inside a forward (to compute forces, for example).
     Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
-    # Not to FORWARD: a forward inside a backward is a recomputation, and the unit stays in phase
-    # BACKWARD.
+    # BACKWARD -> FORWARD is not allowed: a forward inside a backward is a recomputation, and the
+    # unit stays in phase BACKWARD.
     Phase.BACKWARD: {Phase.IDLE},
 }
 
@@ -110,18 +110,23 @@ class Unit:
         self.num_loads = 0  # number of state dicts loaded into the unit; must be equal on all ranks
         self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
-        # Number of calls since the latest outermost forward began whose backward has not begun. The
+
+        # Number of calls in the latest outermost forward whose own backward has not begun yet. The
         # count restarts with each outermost forward, so that the count is the same on all ranks
         # even after a forward that failed on only some ranks.
         self.outstanding_backwards = 0
-        self._outstanding_before = 0  # the same count for earlier iterations
+        self._outstanding_before = 0  # the same count for all earlier outermost forwards
+
         # Whether the unit cannot see the end of some call's backward. Gradients of the call's
         # inputs would show the end, but no input of the call requires a gradient.
         self._ends_unseen = False
-        self._num_calls = 0  # number of calls in this outermost forward, or in the last
-        # Number of calls still expected in this outermost forward, if it repeats the last forward.
+        self._num_calls = 0  # number of calls in the present or latest outermost forward
+
+        # Number of calls still expected in this outermost forward, if the forward calls the unit as
+        # often as the last forward did.
         self._calls_to_come = 0
-        self.backward_follows = False  # whether a backward follows the latest call or other use
+        self.backward_follows = False  # whether a backward follows the latest use of the unit
+
         # Whether the rest of the forward, or the beginning of backward, uses the unit.
         self.is_needed_soon = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
@@ -180,7 +185,11 @@ class Unit:
         }
 
     def plan_sync(self, wanted: Sync) -> None:
-        """Set ``sync`` to ``wanted``, or to an equivalent if one of the groups has one rank."""
+        """Set ``sync`` to ``wanted``, or to a value with the same effect.
+
+        A group of one rank needs no reduction, so then ``NONE`` or ``ALL`` have the effect of
+        ``INTRA``.
+        """
         if wanted is Sync.INTRA:
             if self.topology.across.size == 1:
                 wanted = Sync.ALL
@@ -193,7 +202,7 @@ class Unit:
         return sum(handle.buffer_bytes for handle in self.handles)
 
     def enter(self, phase: Phase) -> None:
-        """Move to ``phase``. It is a bug in the engine if ``_MOVES`` does not allow the move."""
+        """Move to ``phase``. A move that ``_MOVES`` does not allow is a bug in the engine."""
         moves = phase is self.phase or phase in _MOVES[self.phase]
         assert moves, f"{unit_text(self.name)}: {self.phase.name} to {phase.name}"
         self.phase = phase
@@ -202,7 +211,7 @@ class Unit:
 
     @property
     def is_current(self) -> bool:
-        """Whether all parameters are unsharded and equal the present shards."""
+        """Whether all parameters are unsharded, with the present values of the shards."""
         return all(handle.is_current for handle in self.handles)
 
     @property
@@ -221,7 +230,7 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no backward that may still run needs the parameters."""
+        """Whether no later backward can need the parameters."""
         return (
             self.phase is Phase.IDLE
             and self.outstanding_backwards + self._outstanding_before <= 0
@@ -230,7 +239,7 @@ class Unit:
         )
 
     def stick(self) -> None:
-        """Keep the unsharded buffers until the parameters change."""
+        """Keep the unsharded buffers until the shards change."""
         # A backward with create_graph adds nodes to the graph. Saved-tensor hooks do not run for
         # these nodes, so these nodes save plain views of the unsharded buffers, which must stay
         # valid.
@@ -257,8 +266,8 @@ class Unit:
         """Wait for the all-gathers; then let the modules hold the unsharded parameters."""
         for handle in self.handles:
             handle.wait_unshard()
-        # Let the modules hold all unsharded parameters, even if only the parameters that backward
-        # reads were all-gathered: a recomputed forward uses the modules.
+        # Let the modules hold all unsharded parameters, although backward may have all-gathered
+        # only a part of them: a recomputed forward reads its parameters from the modules.
         for handle in self.handles:
             handle.show_unsharded()
 
@@ -266,7 +275,7 @@ class Unit:
         """Decide whether to free the unsharded buffer of ``handle``. Only this method decides."""
         if moment is Moment.STEP_LEFT:
             return Fate.FREE
-        if self._is_sticky:  # a graph with create_graph may hold raw views of the buffer
+        if self._is_sticky:  # the graph of a create_graph backward may read the buffer
             return Fate.SNAPSHOT
         shows_shards = handle.memory.shows_shards
         if moment is Moment.AFTER_BACKWARD:
@@ -276,13 +285,14 @@ class Unit:
             is_alone = self.topology.shard.size == 1
             frees = self.placement.reshard_after_backward or is_alone or shows_shards
             return Fate.FREE if frees else Fate.KEEP
-        # Do not reshard a unit that is needed soon: its all-gather would only have to be repeated.
+        # Do not reshard a unit that is needed soon: the unit would have to be all-gathered again.
         stays = self.is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return Fate.FREE
         if self.sync is Sync.NONE:
-            # A backward under ``no_sync`` may run on this rank only. So the backward must not start
-            # an all-gather, and must not read mapped shards that other ranks may be writing.
+            # A backward under no_sync may run on this rank only. So the backward must not start an
+            # all-gather, and must not read shards of other ranks from shared memory, because the
+            # other ranks may be writing to their shards.
             return Fate.SNAPSHOT
         return Fate.FREE if shows_shards or self._is_spare(handle) else Fate.KEEP
 
@@ -295,16 +305,20 @@ class Unit:
         return reshards and handle not in self.for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd saves a copy of parameters of ``handle`` instead of a ``SavedView``.
+        """Whether autograd saves copies of the parameters of ``handle`` for backward.
 
-        A ``SavedView`` unshards the unit again in backward.
+        Otherwise autograd saves a ``SavedView``, a position in the unsharded buffer. To read the
+        position, backward unshards the unit again.
         """
-        # Different ranks may use a parameter of the root in different operations. A ``SavedView``
-        # could then start an all-gather in backward that other ranks do not start.
+        # Different ranks may use a parameter of the root in different operations. With a
+        # `SavedView`, one rank could start an all-gather in backward that other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
     def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
-        """Let the modules hold sharded parameters; free buffers as ``fate`` says. Any -> IDLE."""
+        """Let the modules hold sharded parameters, and free or keep buffers as ``fate`` decides.
+
+        State: any phase -> IDLE.
+        """
         is_after_forward = moment is Moment.AFTER_FORWARD
         for handle in self.handles:
             handle.show_sharded()
@@ -326,12 +340,12 @@ class Unit:
                 if self.backward_follows and handle.is_current:
                     secondary.cut(handle.buffer, handle.version)
             if fate is Fate.FREE:
-                # In backward, nodes of a recomputed forward may still need views of the buffer. So
-                # then `though_held` is False: the buffer keeps its memory while views exist.
+                # In backward, nodes of a recomputed forward may still need views of the buffer.
+                # With `though_held=False`, the buffer keeps its memory while views exist.
                 handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
             else:
-                # Wait for an all-gather under way, which reads the shard: the optimizer may write
-                # the shard next.
+                # Wait for an unfinished all-gather, which reads the shard: the optimizer may write
+                # to the shard next.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
@@ -355,7 +369,10 @@ class Unit:
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
-        """Count a finished call. Returns whether it was the last expected call in this forward."""
+        """Count a finished call of a module of the unit.
+
+        Returns True after the last call that this forward is expected to make.
+        """
         self.backward_follows = backward_follows
         self._num_calls += 1
         self._calls_to_come -= 1
@@ -374,7 +391,10 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
-        """Forget the last backward, and remove gradients to which autograd would add in place."""
+        """Reset the counts of the last backward, and remove gradients from ``.grad``.
+
+        Otherwise autograd would add new gradients to the removed gradients in place.
+        """
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
@@ -385,7 +405,7 @@ class Unit:
                 handle.grad_publish.hold_earlier()
 
     def begin_call_backward(self, call: Call) -> None:
-        """Count the beginning of the backward of ``call``: the gradient of an output arrived."""
+        """Count the beginning of the backward of ``call``, when an output's gradient arrives."""
         if not call.has_begun:
             call.has_begun = True
             self.outstanding_backwards -= 1
@@ -395,7 +415,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """Count a gradient of an input of ``call``. Returns whether it was the last such input."""
+        """Count a gradient of an input of ``call``, and return whether it was the last gradient."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1
@@ -410,9 +430,10 @@ class Unit:
             and not self.may_diverge
             and not self._outstanding_inputs
             and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
-            # Frozen parameters get no gradient, so backward may still need them after the last
-            # gradient of a trained parameter has arrived. So if some parameters are frozen, also
-            # require that gradients of inputs have shown the end of every call's backward.
+            # Frozen parameters get no gradient, so backward may still need frozen parameters after
+            # the last gradient of a trained parameter has arrived. So if some parameters are
+            # frozen, also require that gradients of inputs have shown the end of every call's
+            # backward.
             and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
         )
 
