@@ -193,8 +193,8 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks all-gathered units in different orders.
 
     ``maxima``: for each byte of ``_order``, the maximum over the ranks. If the orders differ, this
-    function is collective: before the ranks raise, they exchange their recent all-gathers, so that
-    the message can name the first difference. Otherwise this function does not communicate.
+    function is collective: before all ranks raise, the ranks exchange their recent all-gathers, so
+    that the message can name the first difference. Otherwise this function does not communicate.
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return

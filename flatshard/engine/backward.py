@@ -68,10 +68,12 @@ class Backward:
         # Whether a backward has begun, but not ended: it is running, or has failed.
         self._is_active = False
         self._graph_task = -1  # autograd's number of this backward
+
         # Weak reference to the callback that autograd holds. The reference returns None once
         # autograd has dropped the callback, because the backward is over or has failed.
         self._end_callback: Callable[[], object] = lambda: None
         self._had_accumulated = False  # whether a failure would lose accumulated gradients
+
         # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
         # because views of the buffer still exist.
         self._lingering: list[FlatParamHandle] = []
@@ -88,7 +90,7 @@ class Backward:
     def begin(self) -> bool:
         """Begin this model's backward, unless this model's backward has begun already.
 
-        Returns True in a backward of autograd. Otherwise does nothing and returns False.
+        Returns whether autograd is running a backward. If not, this method does nothing.
         """
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
@@ -126,7 +128,7 @@ class Backward:
         One backward may compute gradients of two models. If a transport matches reductions by
         order, the second model's reductions must not start between the first model's reductions: a
         rank that lacks a gradient starts the first model's reductions only at the end of the
-        backward, so that one model's reductions would meet the other model's reductions. So all
+        backward, and reductions of different models would be matched with each other. So all
         reductions of the second model start in the second model's ``_end``, which runs after the
         first model's ``_end``.
         """
@@ -136,7 +138,7 @@ class Backward:
 
     # ------------------------------------------------------------ a unit's backward
 
-    @untraced  # autograd may call this inside of a compiled function
+    @untraced  # keep Dynamo from tracing this hook, which may run in a compiled function
     def enter(self, unit: Unit, call: Call, _: Tensor) -> None:
         """Unshard a unit at the beginning of the backward of ``call``. Collective.
 

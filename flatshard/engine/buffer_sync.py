@@ -38,6 +38,7 @@ class BufferSync(Voter):
         self._world, self._observers, self._buffers = world, observers, buffers
         self.is_due = True
         self.source = 0  # source rank of the broadcast
+
         # The buffers of the last exchange in which all ranks had equal dtypes, shapes and devices.
         self._agreed = buffers()
         self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
@@ -47,7 +48,8 @@ class BufferSync(Voter):
     def before_forward(self, name: str, recomputes: bool, under_no_sync: bool) -> None:
         """Broadcast the buffers before the forward of the root ``name``, if ``is_due``.
 
-        If a checkpoint ``recomputes`` the forward, nothing is broadcast. Otherwise collective.
+        ``is_due`` is False after a forward that no reduction followed. If a checkpoint
+        ``recomputes`` the forward, nothing is broadcast. Otherwise this method is collective.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._observers.span(Kind.RANKS_WAIT):

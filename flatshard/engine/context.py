@@ -69,8 +69,8 @@ class RunContext(RunState):
 
     def refresh(self) -> None:
         """Recompute cached sizes and storages after the units' buffers were reallocated."""
-        # Skip the units that never communicate: units without an unsharded buffer on a single rank.
-        # If all units are skipped, `device` is None.
+        # `device`: the device of the units that communicate. A unit without an unsharded buffer on
+        # a single rank never communicates, so skip such units. None: no unit communicates.
         is_alone = self.world.size == 1
         devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)

@@ -2,8 +2,8 @@
 
 - An observer, such as a report, receives the events of a step and changes nothing.
 - An extension is an optional feature (a folder of ``flatshard.extras``) that acts in a step.
-  ``forward`` and ``backward`` call the extensions, and ``reduce_queue`` calls them at the end of a
-  reduction. If several extensions act at the same moment, their order is the order of the table
+  ``forward`` and ``backward`` call the extensions; at the end of a reduction, ``reduce_queue``
+  calls the extensions. If several extensions act at the same moment, their order is the order of the table
   ``EXTRAS`` in ``flatshard.options.extras``.
 - A voter compares bytes between ranks at the end of each backward.
 
@@ -187,8 +187,8 @@ class Voter:
 class StepExtension(Voter):
     """Acts in the steps of a model. A subclass overrides the methods at which the subclass acts.
 
-    If a method raises, it must raise on all ranks. Otherwise the other ranks would wait forever for
-    the rank that raised.
+    A method that raises an error must raise on all ranks. Otherwise the other ranks would wait
+    forever for the rank that raised.
     """
 
     name: str
@@ -197,7 +197,7 @@ class StepExtension(Voter):
     is_made_anew = False
     """Whether a model that is wrapped again, inside a larger module, gets a new extension."""
 
-    # A forward, or an operation between steps, begins. The last step may have failed.
+    # A forward, or an operation between steps, begins. Clean up here if the last step failed.
     def recover(self) -> None: ...
     # The outermost forward begins. `of_root`: whether the root module was called, or only a part of
     # the model. May raise.

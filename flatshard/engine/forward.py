@@ -121,6 +121,7 @@ class Forward:
         for observer in self._observers.all:
             observer.begin_forward()
         state.has_run = True  # set after the checks: some checks run only in the first forward
+
         # Restart the counts of calls, and the recording of the order of units.
         for unit in state.units:
             unit.begin_iteration()
@@ -195,7 +196,7 @@ class Forward:
         """Unshard a unit for an operation outside of the unit's own forward.
 
         The unit stays unsharded until the forward around the operation ends. Collective, unless the
-        unit is unsharded.
+        unit is unsharded already.
         """
         if unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.running:

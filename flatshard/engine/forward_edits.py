@@ -11,8 +11,8 @@ units are compared only in the 1st, 2nd, 10th, 100th, ... forward; forwards with
 gradients are counted separately. The 2nd forward is compared because the first update of a momentum
 encoder may change nothing. After the first edit is found, every unit is compared in every forward.
 Frozen parameters that were written after the unit's first forward are also compared in every
-forward: they probably belong to a momentum encoder, and the program may run the encoder's update
-inside of the forward in any step.
+forward: such parameters probably belong to a momentum encoder, and the program may run the
+encoder's update inside of the forward in any step.
 """
 
 from __future__ import annotations

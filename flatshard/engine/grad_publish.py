@@ -79,12 +79,12 @@ class UnreducedGrads:
             return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
-        """Return the gradient ``grad``, which autograd left in ``.grad``, for the buffer.
+        """Take ``grad``, which autograd left in ``.grad``; return a tensor for the buffer.
 
         Between backwards, ``.grad`` may show the gradient that the buffer has accumulated. If
         autograd added the new gradient to the shown gradient in place, the returned tensor already
         contains the accumulated gradient. Then this method drops the buffer's accumulated gradient,
-        and returns a copy, which no other code can reach.
+        and returns a copy, which the buffer can keep because no other code can reach the copy.
         """
         if param not in self._shown or self._shown[param][0] is not grad:
             return grad
@@ -101,7 +101,7 @@ class UnreducedGrads:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self._shown.items():
                 # The user may have kept a reference to the tensor. Outside of `.grad`, the tensor
-                # is an ordinary tensor, so operations on it no longer raise.
+                # is an ordinary tensor, so operations on the tensor no longer raise an error.
                 UNREDUCED.pop(shown, None)
                 param, local = original.sharded, local_range(shown)
                 is_dropped = param.grad is None
@@ -273,7 +273,7 @@ class GradPublish:
         set_grad(param, grad)
 
     def drop(self) -> None:
-        """After a backward that failed, drop all gradients that are not published."""
+        """After a backward that failed, drop all gradients that are not published in ``.grad``."""
         self._buffer.drop()
         self._reduced = None
         for param in self._params:

@@ -58,7 +58,7 @@ class ReducePlan:
     reduce_dtype: torch.dtype
     device: torch.device
     tags: tuple[int, int, int]  # of the intra, the inter and the replicate group
-    fixed_order: bool  # whether flatshard itself adds up, in rank order, and not the backend
+    fixed_order: bool  # whether flatshard, and not the backend, adds up gradients, in rank order
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
 
     # Cache that reuses the memory of published gradients once users have dropped the gradients.
@@ -261,8 +261,8 @@ class GradReduce:
     def _across(self) -> AsyncWork:
         """Start the second stage: average over the ranks of the group ``across``.
 
-        If the backend adds up replicas, an all-reduce. Otherwise a reduce-scatter, which leaves a
-        part of the average on each rank.
+        Starts an all-reduce if the backend adds up the averages of the replicas. Otherwise starts a
+        reduce-scatter, which leaves a part of the average on each rank.
         """
         plan, across = self._plan, self._plan.across
         self._turns.popleft()
@@ -322,7 +322,7 @@ class GradReduce:
         return self._computed is None or self._computed.query()
 
     def finish(self) -> Tensor:
-        """Wait for the last stage and return its result.
+        """Wait for the last stage, and return the result of the reduction.
 
         Starts all stages that were not started yet. So this method is collective, and all ranks
         must finish their reductions in the same order.
@@ -335,14 +335,14 @@ class GradReduce:
             self._work.wait(self._plan.link.pending_sends)
         self._read_on_side_stream = []  # the current stream has waited for the side stream
         out = self._out
-        del self._out  # the caller may copy the result to the host, and then frees this memory
+        del self._out  # so that the caller can free this memory, after a copy to the host
         return out
 
     def abandon(self) -> None:
         """After a backward that failed, wait until no collective writes to the gradients."""
         if not self.is_finished:
-            # Suppress errors of the collectives: they would hide the error that made the backward
-            # fail.
+            # Suppress errors of the collectives: such an error would hide the error that made the
+            # backward fail.
             with contextlib.suppress(CollectiveError):
                 self.finish()
 

@@ -81,7 +81,8 @@ class FlatParamHandle:
             for place in param.locations
         ]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        # The open `state.full_params.Summoned`, if the program is inside of `summon_full_params`.
+        # The `state.full_params.Summoned` that shows full parameters in the modules now. None: the
+        # program is outside of `summon_full_params`.
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
@@ -117,7 +118,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Move ``shard``, ``(layout.shard_numel,)``, to the offload target, and use it from now on.
+        """Move ``shard``, ``(layout.shard_numel,)``, to the offload target, and use it there.
 
         The sharded parameters become views of the shard. The full parameters become views of a new
         unsharded buffer, which has memory only while the parameters are unsharded.
@@ -208,7 +209,7 @@ class FlatParamHandle:
             return
         try:
             # Preserve the buffer's version. Otherwise autograd would treat the all-gather as an
-            # in-place edit of the views that it saved, and raise in backward.
+            # in-place edit of saved views of the buffer, and raise an error in backward.
             with _unsafe_preserve_version_counter(self.buffer):
                 self.gather.finish(self.buffer)
         except Exception:

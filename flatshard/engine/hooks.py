@@ -183,7 +183,7 @@ def _remove(module: nn.Module) -> None:
 class _ModuleHook:
     """A module hook that calls a method of ``UnitHooks``.
 
-    To copy the hook raises an error, unless the whole wrapper is copied: only then is there a copy
+    Copying the hook raises an error, unless the whole wrapper is copied: only then is there a copy
     of the ``UnitHooks`` for the copied hook to call.
     """
 

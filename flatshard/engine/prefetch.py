@@ -69,7 +69,7 @@ def _after(unit: int, units: list[int]) -> list[int]:
 
 
 class Prefetch:
-    """Starts all-gathers of one model early, so that they overlap with computation."""
+    """Starts all-gathers of one model early, so that communication overlaps with computation."""
 
     def __init__(
         self, state: RunState, *, forward: bool, backward: BackwardPrefetch | None
@@ -86,8 +86,8 @@ class Prefetch:
     def refresh(self) -> None:
         """Recompute cached sizes and costs after the units' buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # AUTO treats all-gathers in backward as slow if the transport sends in the background
-        # (sockets), unless backward all-gathers in a smaller group (`regather_size`).
+        # With `AUTO`, all-gathers in backward count as slow if the transport sends in the
+        # background (sockets), unless backward all-gathers in a smaller group (`regather_size`).
         backward_is_slow = any(
             unit.topology.intra_group.transport_for().gathers_in_background
             and unit.placement.regather_size is None
@@ -128,9 +128,9 @@ class Prefetch:
             self._start_expected(self.order.next_backward(unit.index), "backward")
 
     def after_backward(self, unit: Unit) -> None:
-        """Start the all-gather of the unit whose backward is next, only with ``BACKWARD_POST``.
+        """With ``BACKWARD_POST``, start the next unit's all-gather after the backward of ``unit``.
 
-        The other settings have started the all-gather before the backward of ``unit``.
+        With other settings, the all-gather has started already.
         """
         if self._backward is BackwardPrefetch.BACKWARD_POST:
             self._start_expected(self.order.next_backward(unit.index)[:1], "backward")

@@ -104,7 +104,7 @@ class ReduceOrder:
 
 @dataclass(eq=False, slots=True)
 class ReduceBucket:
-    """Flat parameters of a unit that are reduced together: usually all of the unit."""
+    """Flat parameters of a unit that are reduced together: usually all of the unit's."""
 
     unit: Unit
     handles: list[FlatParamHandle]
@@ -212,6 +212,7 @@ class ReduceQueue:
         # For each unit, the number of buckets that are not reduced yet in this backward.
         self._num_unreduced: Counter[Unit] = Counter()
         self._must_wait = False  # whether all reductions start at the end of backward
+
         # Units that a user's communication hook reduces in this backward.
         self._hooked_units: set[Unit] = set()
         # Whether to call communication hooks before the end of backward. False once a rank is at
@@ -319,7 +320,7 @@ class ReduceQueue:
         """Finish the reductions that are over.
 
         If the unfinished reductions take more memory than ``max_bytes_in_flight``, wait for the
-        oldest, for a limited time.
+        oldest reduction, for a limited time.
         """
         self._state.pending_sends.drop_sent()
         with self._observers.span(Kind.STARTING, purpose="reduce"):
@@ -358,14 +359,14 @@ class ReduceQueue:
     def reduce_rest(self) -> Agreement:
         """Reduce all remaining gradients, at the end of backward. Collective.
 
-        Before, the ranks exchange which parameters each rank used (``agreement``). Returns the
+        First, the ranks exchange which parameters each rank used (``agreement``). Returns the
         result of the exchange.
         """
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
         # `to_come`: flat parameters in the buckets of `rest`, which are reduced below if any rank
-        # used the bucket. So their gradients do not count as left over.
+        # used the bucket. So the gradients of these flat parameters do not count as left over.
         to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
@@ -383,7 +384,7 @@ class ReduceQueue:
 
     def _finish_all(self) -> None:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
-        # Start all second stages first, so that they overlap. Then wait for each reduction.
+        # Start all second stages first, so that the stages overlap. Then wait for each reduction.
         for bucket in self._in_flight:
             with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                 for _, reduce in bucket.under_way:

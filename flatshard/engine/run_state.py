@@ -57,6 +57,7 @@ class RunState:
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
         self.depth = 0  # number of units' forwards under way, each nested in the one before
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
+
         # Whether another backward, such as a checkpoint's, ran inside the present backward.
         self.has_inner_backward = False
 

@@ -29,7 +29,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class SavedView(NamedTuple):
-    """Where a view is in an unsharded buffer, and the version of the shard at the time of saving.
+    """The position of a view in an unsharded buffer, and the version of the shard when saved.
 
     Autograd saves this tuple instead of the view.
     """
@@ -46,6 +46,7 @@ class SavedDTensor(NamedTuple):
     """The tuple that autograd saves for a DTensor whose local tensor is a view of a buffer."""
 
     kind: Any  # the DTensor class; stored because importing the class is slow
+
     # This rank's local tensor, as a `SavedView` or as the user's saved-tensor hook packed it.
     local: Any
     layout: Any
@@ -94,7 +95,7 @@ class SavedTensors:
         return output
 
     def push(self) -> None:
-        """Install this model's saved-tensor hooks, unless they are on top of autograd's stack.
+        """Put this model's saved-tensor hooks on top of autograd's stack, if not there already.
 
         Each call needs a later call of ``pop``.
         """
@@ -133,8 +134,7 @@ class SavedTensors:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             unit, handle = found
             # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
-            # another dtype, or a lazily conjugated or negated view. Such views are rare, so the
-            # memory of the copies is small.
+            # another dtype, or a lazily conjugated or negated view.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or unit.copies_saved(handle):
                 return outer_pack(tensor.clone())  # rare, so the memory of the copies is small

@@ -45,8 +45,8 @@ class Touch(ParamOwner):
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
         """Become the ``ParamOwner`` of the model's parameters, which runs their operations."""
         self._state, self._forward, self._backward = state, forward, backward
-        # Where each sharded parameter is, by the parameter's `ShardSpec`: its unit, flat parameter
-        # and original parameter.
+        # Maps the `ShardSpec` of each sharded parameter to the unit, the flat parameter and the
+        # original parameter.
         self._places = {
             param.spec: (unit, handle, param)
             for unit, handle in state.handles
@@ -183,8 +183,8 @@ class Touch(ParamOwner):
     def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
         """Unshard ``units`` inside the context. Collective.
 
-        Yields True if the units are resharded at the end of the context, and False if they stay
-        unsharded until the forward around the context ends.
+        Yields True if the units are resharded at the end of the context, and False if the units
+        stay unsharded until the forward around the context ends.
         """
         state, forward = self._state, self._forward
         is_outermost = not (self.is_in_forward or forward.begins_recomputation())
@@ -218,9 +218,9 @@ class Touch(ParamOwner):
 
     def _warn(self, spec: ShardSpec, name: str) -> None:
         unit = self._places[spec][0]
-        # If an in-place operation on a plain tensor reads a parameter, it usually updates an
-        # average of weights, in a loop over the parameters of all units. So warn only once for all
-        # units, and not once per unit.
+        # An in-place operation on a plain tensor that reads a parameter usually updates an average
+        # of weights, in a loop over the parameters of all units. So warn only once for all units,
+        # and not once per unit.
         is_average = name.endswith("_")
         what = None if is_average else unit
         if what in self._warned or unit.topology.world.rank != 0:

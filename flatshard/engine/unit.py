@@ -133,8 +133,9 @@ class Unit:
         self.is_touched = False
         # For calls whose backward runs: number of input gradients that have not arrived.
         self._outstanding_inputs: dict[Call | None, int] = {}
-        # Sum of the shards' versions in the latest backward with create_graph. -1: there was no
-        # such backward.
+        # Sum of the shards' versions in the latest backward with create_graph. While the sum stays
+        # the same, the unit keeps its buffers (`stick`). -1: there was no backward with
+        # create_graph.
         self._sticky_version = -1
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
