@@ -2,8 +2,8 @@
 
 - An observer, such as a report, receives the events of a step and changes nothing.
 - An extension is an optional feature (a folder of ``flatshard.extras``) that acts in a step.
-  ``forward`` and ``backward`` call the extensions; at the end of a reduction, ``reduce_queue``
-  calls the extensions. If several extensions act at the same moment, their order is the order of the table
+  ``forward`` and ``backward`` call the extensions, and so does ``reduce_queue`` at the end of a
+  reduction. If several extensions act at the same moment, their order is the order of the table
   ``EXTRAS`` in ``flatshard.options.extras``.
 - A voter compares bytes between ranks at the end of each backward.
 

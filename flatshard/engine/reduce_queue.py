@@ -104,7 +104,7 @@ class ReduceOrder:
 
 @dataclass(eq=False, slots=True)
 class ReduceBucket:
-    """Flat parameters of a unit that are reduced together: usually all of the unit's."""
+    """Flat parameters of a unit that are reduced together: usually the whole unit."""
 
     unit: Unit
     handles: list[FlatParamHandle]
