@@ -4,8 +4,8 @@ At the end of a backward, ranks may differ: a parameter may be used on one rank 
 another. So all ranks take part in one all-reduce of bytes. The bytes say which parameters each rank
 used, and which reductions each rank still has to do. The bytes also show whether all ranks run the
 same program, and whether the ranks all-gathered the same units in the same order. The order matters
-because some transports match all-gathers only by order. With these transports, ranks with different
-orders would receive parameters of other units.
+because some transports (the classes that move bytes between ranks) match all-gathers only by order.
+With these transports, ranks with different orders would receive parameters of other units.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Agreement:
     # trains the unit used the original parameter.
     used: dict[FlatParamHandle, list[bool]]
     # Flat parameters that still have unreduced gradients on at least one rank, although this
-    # backward plans no further reduction of them: the gradients arrived after the reduction, or
-    # were accumulated before the user froze the parameters.
+    # backward plans no further reduction: the gradients arrived after the reduction, or were
+    # accumulated before the user froze the parameters.
     left_over: list[tuple[Unit, FlatParamHandle]]
     # Indices of the buckets (flat parameters that are reduced together) whose reduction some ranks,
     # but not all, started before the end of backward.
@@ -173,8 +173,9 @@ def gathering_groups(state: RunState) -> list[Communicator]:
 def _order(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if the ranks all-gathered units in the same order.
 
-    Returns no bytes if the transport matches all-gathers by tag, because then the order does not
-    matter. Collective in each smaller group in which units all-gather.
+    Returns no bytes if the transport (native backend or sockets, for example) matches all-gathers
+    by tag, because then the order does not matter. Collective in each smaller group in which units
+    all-gather.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:

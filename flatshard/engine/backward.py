@@ -125,12 +125,12 @@ class Backward:
     def _may_reduce_early(self) -> bool:
         """Whether this model may start reductions before the end of its backward.
 
-        One backward may compute gradients of two models. If a transport matches reductions by
-        order, the second model's reductions must not start between the first model's reductions: a
-        rank that lacks a gradient starts the first model's reductions only at the end of the
-        backward, and reductions of different models would be matched with each other. So all
-        reductions of the second model start in the second model's ``_end``, which runs after the
-        first model's ``_end``.
+        One backward may compute gradients of two models. If a transport (native backend or sockets,
+        for example) matches reductions by order, the second model's reductions must not start
+        between the first model's reductions: a rank that lacks a gradient starts the first model's
+        reductions only at the end of the backward, and reductions of different models would be
+        matched with each other. So all reductions of the second model start in the second model's
+        ``_end``, which runs after the first model's ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for _, handle in self._state.handles
@@ -281,7 +281,7 @@ class Backward:
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(Moment.AFTER_BACKWARD)
             # No computation of this backward is left, so free the buffers that kept their memory
-            # only because views of them existed.
+            # only because views of the buffers existed.
             for _, handle in state.handles:
                 if handle.lingers:
                     handle.reshard()

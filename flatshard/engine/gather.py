@@ -63,7 +63,8 @@ class ParamGather:
         self._precision, self._targets = options.precision, options.targets
         topology, gather_dtype = options.topology, options.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
-        # Transports match the collectives of ranks by tag. Reductions use the same tags.
+        # The transport (sockets, for example) matches collectives of different ranks by tag.
+        # Reductions use the same tags.
         self.tags = intra_group.new_tag(), inter_group.new_tag()
         # Separate tags for all-gathers outside of a step, such as for state_dict(). If by mistake
         # only one rank calls state_dict(), that rank's all-gather must not match the all-gather of
@@ -100,7 +101,7 @@ class ParamGather:
         is_cast = self.compute_dtype != dtype
         self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
         # Whether the shard is the unsharded buffer. Then modules compute with the sharded
-        # parameters, and no full parameters exist beside them.
+        # parameters, and no separate full parameters exist.
         self.is_aliased = is_alone and not (is_cast or self._is_offloaded)
         # Copy of an offloaded shard that stays on the device, and the version of the copied shard.
         self._device_copy: tuple[Tensor, int] | None = None
@@ -110,8 +111,9 @@ class ParamGather:
     def allocate(self, numel: int, shard: Tensor | None = None) -> BufferMemory:
         """Allocate memory for the unsharded buffer, ``(numel,)``.
 
-        If ``is_aliased``, return the memory of ``shard`` itself. If ``reads_shard``, the transport
-        may map this rank's shard into the buffer: then the result also has memory for the shard.
+        If ``is_aliased``, return the memory of ``shard`` itself. If ``reads_shard``, a transport
+        that uses shared memory may map this rank's shard into the buffer: then the result also has
+        memory for the shard.
         """
         if shard is not None and self.is_aliased:
             return ShardItself(shard)
@@ -187,9 +189,9 @@ class ParamGather:
         packed, self._packed = self._packed, None
         work.wait(self._link.pending_sends)
         if self._is_offloaded:
-            # The compute stream must not read the buffer before the copy stream has filled it. Make
-            # the compute stream wait only here, and not in `start`: until here, kernels that do not
-            # need the parameters can run.
+            # The compute stream must not read the buffer before the copy stream has filled the
+            # buffer. Make the compute stream wait only here, and not in `start`: until here,
+            # kernels that do not need the parameters can run.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if packed is not None:
             assert self._float8 is not None, "float8 values were packed"

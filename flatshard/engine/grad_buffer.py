@@ -1,4 +1,4 @@
-"""``GradientBuffer``: adds up the gradients of one flat parameter until they are reduced.
+"""``GradientBuffer``: adds up the gradients of one flat parameter until the next reduction.
 
 The buffer starts no collective. ``take_chunks`` returns the gradients for a reduction as
 ``FlatChunks``. If a reduction covers only the intra group (``Sync.INTRA``), the buffer keeps the
@@ -21,12 +21,12 @@ from flatshard.plan.layout import FlatLayout, part_of, view_of
 
 # Gradients smaller than this are copied together, by one kernel after the last gradient has
 # arrived, because starting one copy per small gradient takes longer than the copies. If the whole
-# flat parameter is smaller than this, the transport does not read the gradients in place: a
-# transport sends or reads one block faster than many small blocks.
+# flat parameter is smaller than this, the transport (the class that moves bytes between ranks) does
+# not read the gradients in place: to send or read one block is faster than many small blocks.
 _SMALL_BYTES = 1 << 20
 
-# Minimum mean size of the gradients for which the transport reads each gradient in place. For
-# smaller gradients, copying all gradients to one buffer first is faster.
+# Minimum mean size of the gradients for which the transport (sockets, for example) reads each
+# gradient in place. For smaller gradients, copying all gradients to one buffer first is faster.
 _MEAN_IN_PLACE_BYTES = 1 << 16
 
 
@@ -43,7 +43,7 @@ class Sync(enum.Enum):
 
 
 class GradientBuffer:
-    """Receives the gradients of a flat parameter from autograd, and adds them up."""
+    """Receives and adds up the gradients that autograd computes for one flat parameter."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class GradientBuffer:
         rank: int,  # index of this rank's shard
         intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
         dtypes: GradDtypes,
-        # Minimum size of a gradient that the transport reads in place. None: the transport reads
-        # all gradients from one buffer.
+        # Minimum size of a gradient that the transport (sockets, for example) reads in place. None:
+        # the transport reads all gradients from one buffer.
         min_chunk_bytes: int | None = None,
     ) -> None:
         self.dtypes = dtypes

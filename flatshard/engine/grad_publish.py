@@ -129,7 +129,7 @@ def edited(unit_name: str) -> RuntimeError:
 
 
 class GradPublish:
-    """Collects the reduced gradients of one flat parameter, and publishes them in ``.grad``."""
+    """Collects the reduced gradients of one flat parameter, and sets ``.grad`` at the end."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class ReducePlan:
 
     @property
     def min_chunk_bytes(self) -> int | None:
-        """Minimum size, in bytes, of a gradient that the transport reads in place.
+        """Minimum size in bytes of a gradient that the transport reads in place.
 
         None: the transport needs all gradients in one buffer.
         """
@@ -268,7 +268,7 @@ class GradReduce:
         self._turns.popleft()
         if self._intra_reduced is not None:
             # Add before the cast to the reduce dtype: the sums in `_out` and `_intra_reduced` may
-            # have a wider dtype, and would lose precision if they were rounded first.
+            # have a wider dtype, and would lose precision if the sums were rounded first.
             self._out.add_(self._intra_reduced)
             self._intra_reduced = None
         self._out = values = self._out.to(plan.reduce_dtype)
@@ -281,7 +281,7 @@ class GradReduce:
         return self._reduce_scatter(across, chunks, plan.tags[1])
 
     def _gather_replicas(self) -> AsyncWork:
-        """Start the third stage: all-gather the average over the replicas from its parts."""
+        """Start the third stage: all-gather the parts of the average over the replicas."""
         plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # leaves out the zeros that `_padded` appended
@@ -313,7 +313,7 @@ class GradReduce:
     def tells_when_done(self) -> bool:
         """Whether ``done`` can become True before anything waits for the stage under way.
 
-        Some transports notice the end of a collective only in a wait.
+        Some transports (gloo, for example) notice the end of a collective only in a wait.
         """
         return self._work.reports_end
 

@@ -125,9 +125,10 @@ class FlatParamHandle:
         """
         gather, padded_numel = self.gather, self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # If `reads_shard`, the transport may map this rank's shard into the buffer: then
-            # allocate the buffer first, and keep the shard in the buffer's memory. Otherwise
-            # allocate the buffer last, after the parameters have freed their previous memory.
+            # If `reads_shard`, a transport that uses shared memory may map this rank's shard into
+            # the buffer: then allocate the buffer first, and keep the shard in the buffer's memory.
+            # Otherwise allocate the buffer last, after the parameters have freed their previous
+            # memory.
             memory = gather.allocate(padded_numel) if gather.reads_shard else None
             shown = None if memory is None else memory.shard
             # Move the values to the memory in which the shard stays: the optimizer will update the
@@ -265,7 +266,8 @@ class FlatParamHandle:
     def snapshot(self) -> None:
         """Keep the buffer's present values, even if other ranks write to their shards next.
 
-        If the transport maps shards of other ranks into the buffer, copy these shards.
+        A transport that uses shared memory may map shards of other ranks into the buffer. Then this
+        method copies these shards.
         """
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
@@ -285,8 +287,8 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # Use new memory for the shard: the user may have kept the previous `p.data`, to assign it
-        # again later.
+        # Use new memory for the shard: the user may have kept the previous `p.data`, to assign the
+        # same tensor again later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:

@@ -87,7 +87,7 @@ class UnitHooks:
         If the forward raised an exception, torch calls this hook with ``output=None``.
         """
         unit = self.unit
-        if not unit.running:  # `pre_forward` raised before it recorded a call
+        if not unit.running:  # `pre_forward` raised before recording a call
             return None
         call = unit.running.pop()
         changed = output

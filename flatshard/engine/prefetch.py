@@ -137,9 +137,10 @@ class Prefetch:
 
     def _start_expected(self, expected: Sequence[int], purpose: str) -> None:
         """Start the all-gather of the first unit in ``expected``, and of more units if possible."""
-        # If the transport sends while this rank computes, prefetch more than one unit: otherwise
-        # the network would be idle from the end of one all-gather to the start of the next. All
-        # prefetched units together may take at most as much memory as the largest unit.
+        # If the transport (sockets, for example) sends while this rank computes, prefetch more than
+        # one unit: otherwise the network would be idle from the end of one all-gather to the start
+        # of the next. All prefetched units together may take at most as much memory as the largest
+        # unit.
         first = None
         for index in expected:
             unit = self._units[index]
@@ -159,8 +160,8 @@ class Prefetch:
     def _fits_ahead(self, unit: Unit) -> bool:
         """Whether a second or later unit of the predicted order may be prefetched now.
 
-        The transport must work in the background, and all prefetched units must fit into the
-        budget.
+        The transport must send in the background, as sockets do, and all prefetched units must fit
+        into the budget.
         """
         if not unit.topology.intra_group.transport_for().gathers_in_background:
             return False

@@ -133,7 +133,8 @@ class ReduceBucket:
         A gradient that this rank has not computed counts as zero. Collective: all ranks that train
         the unit.
         """
-        # A handle has room for one reduction, so a second start would lose the result of the first.
+        # The handle of a flat parameter has room for one reduction, so a second start would lose
+        # the result of the first.
         assert not self.under_way, "the earlier reduction is not finished"
         sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:

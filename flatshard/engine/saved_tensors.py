@@ -61,9 +61,9 @@ class SavedTensors:
 
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
-        # For each storage of an unsharded buffer, the unit and the handle. The storage's address is
-        # a valid key, because a buffer keeps its storage object: freeing the buffer only resizes
-        # the storage to zero bytes.
+        # For each storage of an unsharded buffer, the unit and the flat parameter's handle. The
+        # storage's address is a valid key, because a buffer keeps its storage object: freeing the
+        # buffer only resizes the storage to zero bytes.
         self._owners = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
             for unit, handle in handles

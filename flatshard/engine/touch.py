@@ -73,7 +73,7 @@ class Touch(ParamOwner):
         unit, handle, _ = self._places[spec]
         # Backward does not unshard embedding tables, because the backward of a lookup does not read
         # the table. If this table was used by another operation, backward does read the table, so
-        # unshard it now.
+        # unshard the table now.
         return handle not in unit.for_backward and self._backward.bring_back(unit)
 
     @property

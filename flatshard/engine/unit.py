@@ -217,7 +217,7 @@ class Unit:
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether an all-gather of the unit was started, and nothing has waited for it yet."""
+        """Whether an all-gather of the unit was started, but not awaited yet."""
         return any(handle.state is ShardState.UNSHARDING for handle in self.handles)
 
     @property
@@ -399,7 +399,7 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            if handle.is_aliased:  # for other handles, `show_unsharded` checks in each forward
+            if handle.is_aliased:  # otherwise, `show_unsharded` checks in each forward
                 handle.check_places()
             handle.grad_publish.begin_backward()
             if handle.is_aliased:
