@@ -96,7 +96,10 @@ def copying() -> Iterator[None]:
 
 
 class Communicator(Members):
-    """The collectives of one process group. A group of one rank sends nothing."""
+    """Runs the collectives of one process group, each tensor by its fastest transport.
+
+    With a group of one rank, collectives send nothing.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
         """Make the process groups for flatshard's collectives, and connect the transports.
@@ -128,7 +131,7 @@ class Communicator(Members):
         # and has not begun yet. The second stages begin in the order of this queue, which is the
         # same on all ranks.
         self.second_stages: deque[Any] = deque()
-        # How many tags `new_tag` has returned: outside and inside of `copying`.
+        # Numbers of tags that `new_tag` has returned: outside of the context `copying`, and inside.
         self._num_tags = [0, 0]
         self._num_models = 0
         # Device of the tensors in which `host` sends small values: the CPU if gloo is available.

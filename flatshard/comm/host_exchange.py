@@ -34,8 +34,8 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-# Maximum number of bytes of a value that is sent in the frame. The frame begins with the digest and
-# the complements of the digest's bytes, which take the rest of the frame.
+# Maximum number of bytes of a value that is sent in the frame. The rest of the frame contains the
+# digest and the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
 _DETAIL = re.compile(r"\(|: ")  # begin of the part of a name that ranks do not compare

@@ -178,7 +178,7 @@ class PagePool:
 
     def _find_chunk(self) -> int | None:
         with contextlib.suppress(IndexError):
-            return self._idle.pop()  # the chunk that was returned last, which surely has pages
+            return self._idle.pop()  # from the back, because chunks without pages lie at the front
         if len(self._chunks) < _MAX_CHUNKS:
             with contextlib.suppress(OSError):
                 self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))
@@ -400,7 +400,7 @@ class BufferCache:
         if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
             if fits and _is_unused(kept):
-                return kept.detach()  # an alias, so that `_is_unused` sees while it is in use
+                return kept.detach()  # an alias; while it lives, the storage counts as used
         self.give_back()
         if self._new is not None:
             new, is_worth_it = self._new(numel, dtype), True

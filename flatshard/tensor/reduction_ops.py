@@ -160,7 +160,8 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
     # If this rank holds no elements of a tensor, its norm must not change the reduction over the
-    # ranks. So its norm is 0, or infinity for negative orders, whose norms are minima.
+    # ranks. So its norm is 0. For negative orders its norm is infinity, which changes neither a sum
+    # of powers nor a minimum.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
     for dtype in {part.dtype for part in parts}:

@@ -61,7 +61,8 @@ class ParamOwner:
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` with full tensors in place of sharded tensors, and return its result.
 
-        Returns NotImplemented if the model cannot do so.
+        Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor is neither a
+        parameter of the model nor computed from its parameters.
         """
         return NotImplemented
 
@@ -113,7 +114,8 @@ class ShardSpec:
     # Where optimizer state with one value per element lies. None: where the shard lies.
     state_target: OffloadTarget | None = None
     # Weak references to the model, behind the properties `owner` and `original`. Gradients and
-    # optimizer state refer to this object, may outlive the model, and must not keep it alive.
+    # optimizer state refer to this object, may outlive the model, and must not keep the model
+    # alive.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None
     # The following fields repeat values of `span` and `local`. They are plain attributes instead of
