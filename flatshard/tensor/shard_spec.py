@@ -61,8 +61,8 @@ class ParamOwner:
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` with full tensors in place of sharded tensors, and return its result.
 
-        Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor is neither a
-        parameter of the model nor computed from its parameters.
+        Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor does not
+        come from parameters of the model.
         """
         return NotImplemented
 
