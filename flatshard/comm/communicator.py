@@ -450,6 +450,7 @@ class Topology:
     world: Communicator  # all ranks of the model
     shard: Communicator  # the ranks that split the flat parameter
     replicate: Communicator  # the ranks that hold the same shard
+
     # The ranks that all-gather parameters: `shard`, or with HYBRID_SHARD_OP the ranks of one node.
     intra_group: Communicator
     # With HYBRID_SHARD_OP, one rank of each node. These ranks reduce-scatter gradients after the

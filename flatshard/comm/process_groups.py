@@ -200,6 +200,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 # `come_to_rest` waits for this.
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
+
 # Texts in Linux's `/proc/self/task/*/status`, one file per thread: the first line of the file of a
 # gloo thread, and the lines that count how often a thread was given a core.
 _GLOO_THREADS = "Name:\tpt_gloo"

@@ -32,11 +32,13 @@ class Ranks:
     """The ranks that train a model, and how HYBRID strategies divide them into groups."""
 
     world: Communicator  # all ranks that train the model
+
     # The user's shard group and replicate group. None: the user passed only one group, so HYBRID
     # strategies divide the ranks by node.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None  # None: unknown
     mode: TransportOptions  # the user's choice of transport
+
     # The results of `resolve`.
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 

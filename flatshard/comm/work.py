@@ -107,6 +107,7 @@ class History:
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
+
         # Message of the error that every later collective of this process group raises, because
         # ranks began different collectives. "": no error.
         self.problem = ""
@@ -115,11 +116,13 @@ class History:
         self.announces = True
         self.described: Hashable = None  # kind of the collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
+
         # Time at which the first collective began that ranks have not compared yet. 0: ranks have
         # compared all collectives.
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
+
         # For each pair of consecutive descriptions, the description of the collective that has
         # always followed the pair. "": different collectives have followed the pair.
         self._next: dict[tuple[str, str], str] = {}
@@ -502,6 +505,7 @@ class RunLink:
     """
 
     unit_name: str  # name of the unit, for errors
+
     # Collectives whose sent tensors other ranks may still be reading. All flat parameters of a
     # model share this object.
     pending_sends: PendingSends = field(default_factory=PendingSends)

@@ -147,6 +147,7 @@ def own_pages(values: Tensor) -> None:
 
 class PageLease(NamedTuple):
     chunk: int  # the chunk's own address, at which its pages lie while the chunk is idle
+
     # Address in a buffer to which the first ``nbytes`` of the chunk's pages were moved.
     place: int
     nbytes: int
@@ -157,6 +158,7 @@ class PagePool:
 
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []  # the address ranges of all chunks
+
         # Addresses of idle chunks. Finalizers of buffers also change this list, and may run between
         # any two Python operations. Therefore each access to the list is a single operation.
         self._idle: list[int] = []

@@ -128,6 +128,7 @@ class OffloadTargets:
 
     shard: OffloadTarget = DEVICE  # target of shards of parameters
     gradient: OffloadTarget = DEVICE  # target of reduced gradients
+
     # Target of optimizer state with one value per element. None: the state lies where the shard
     # lies.
     state: OffloadTarget | None = None

@@ -109,6 +109,7 @@ class ShardSpec:
     _: KW_ONLY
     comm: Communicator  # the shard group: the ranks that hold the other elements
     replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
+
     # If the parameter is the local part of a DTensor: how the DTensor is split. Otherwise None.
     tensor_parallel: ParamSplit | None = None
     # Where optimizer state with one value per element lies. None: where the shard lies.
@@ -123,6 +124,7 @@ class ShardSpec:
     shape: tuple[int, ...] = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     order: tuple[int, ...] = field(init=False)  # dimensions in memory order, outermost first
+
     # This rank holds the elements [offset, offset + numel) of the parameter, in memory order. These
     # elements are at [start, start + numel) of this rank's chunk.
     offset: int = field(init=False)

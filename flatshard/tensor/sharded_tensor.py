@@ -76,6 +76,7 @@ ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
+
 # Gradients in ``.grad`` before their reduction over all ranks, mapped to the name of the unit. A
 # norm or an optimizer step with one of these gradients raises. The keys may be sharded or plain
 # tensors.

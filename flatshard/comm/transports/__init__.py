@@ -240,6 +240,7 @@ class Gather(NamedTuple):
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     purpose: str  # what the all-gather is for, such as "forward", for error messages
+
     # The ``BufferMemory`` from ``allocate_unsharded`` of which ``out`` is the buffer. None: the
     # memory of ``out`` has another origin.
     memory: BufferMemory | None = None
@@ -275,6 +276,7 @@ class ReduceScatter(NamedTuple):
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     fixed_order: bool = False  # whether to add in rank order, even if the backend would not
+
     # "reduce", or "all_reduce" if this reduce-scatter is the first half of an all-reduce. The
     # second half is a ``Gather`` with ``reduced``.
     kind: str = "reduce"
@@ -287,6 +289,7 @@ class BufferRequest(NamedTuple):
     dtype: torch.dtype  # dtype of the buffer and of the all-gather
     device: torch.device
     tag: int  # tag of the flat parameter
+
     # Where the memory of this rank's shard is made, if this memory may be mapped into the buffer.
     # With such a mapping all-gathers need not copy this rank's shard. None: do not map.
     shard_target: OffloadTarget | None = None
@@ -300,6 +303,7 @@ class Transport(abc.ABC):
 
     name: str  # for reports and messages
     reason = ""  # why the group uses this transport, for ``unit_report``; may be empty
+
     # How the transport matches the collectives of different ranks. True: by the order in which each
     # rank begins collectives, so all ranks must begin them in the same order. False: by the tag of
     # the flat parameter.

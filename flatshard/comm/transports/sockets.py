@@ -238,6 +238,7 @@ class _Piece(NamedTuple):
     """Consecutive elements of an average, received and added together."""
 
     out: Tensor  # the elements of the result
+
     # The values of all ranks, this rank included, in the order of the additions. None instead of a
     # tensor: all values are zero.
     values: list[Tensor | None]
@@ -265,6 +266,7 @@ class _Average:
         self._size, self._pieces = members.size, list[_Piece]()
         self.sends: list[_Message] = []
         self._over: Future[None] = Future()  # completed at the end of `run`
+
         # The background thread and a thread in `wait` may both call `run`. The thread that gets
         # this lock does the work, and the lock is never released.
         self._is_taken = threading.Lock()
