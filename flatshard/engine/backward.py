@@ -52,7 +52,8 @@ from flatshard.engine.unit import Call, Moment, Phase, Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
-# The ``Backward`` of each model whose backward is running or has failed.
+# The ``Backward`` of each model whose backward is running or has failed. If one backward computes
+# gradients of two models, the second model reduces later (`Backward._may_reduce_early`).
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 

@@ -83,7 +83,7 @@ class Forward:
         self._touched: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
-        """Recompute cached storages and lists after the units' buffers were reallocated."""
+        """Rebuild the saved-tensor hooks and lists after the units' buffers were reallocated."""
         units, handles = self._state.units, self._state.handles
         self.saved = SavedTensors(handles, self._backward)
         self._units_of_several = [unit for unit in units if len(unit.modules) > 1]
@@ -144,7 +144,11 @@ class Forward:
     # ------------------------------------------------------------ a module's forward
 
     def enter(self, unit: Unit) -> Call:
-        """Unshard a unit before the forward of a module of the unit. Collective."""
+        """Unshard a unit before the forward of a module of the unit. Collective.
+
+        Returns the record of this call of the module. In backward, the record counts the gradients
+        of the call's inputs.
+        """
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
             # A forward outside of the model's forward and backward is usually a new outermost

@@ -57,7 +57,7 @@ class ReducePlan:
     topology: Topology
     reduce_dtype: torch.dtype
     device: torch.device
-    tags: tuple[int, int, int]  # of the intra, the inter and the replicate group
+    tags: tuple[int, int, int]  # of collectives in the intra, the inter and the replicate group
     fixed_order: bool  # whether flatshard, and not the backend, adds up gradients, in rank order
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
 
@@ -218,7 +218,8 @@ class GradReduce:
         is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
         part = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
         if chunks.ranges != [(0, chunks.numel)]:
-            plan.zero_padding(part, intra_group.rank)  # no chunk covers the padding
+            # No chunk covers the padding, so the reduce-scatter does not write to the padding.
+            plan.zero_padding(part, intra_group.rank)
         return part
 
     def _reduce_scatter(

@@ -433,7 +433,7 @@ class FlatParamHandle:
 
         At the call, no gradients may be accumulated.
         """
-        assert not self.grad_publish.holds_gradients, "they have another dtype"
+        assert not self.grad_publish.holds_gradients, "accumulated gradients have another dtype"
         self.comm_hook = hook
         self.replan_gradients()
 

@@ -66,7 +66,7 @@ class Fate(enum.Enum):
 
     FREE = "free the memory; the next use all-gathers again"
     KEEP = "keep the buffer; the next use all-gathers again only if the shards were written"
-    SNAPSHOT = "keep the buffer and its present values; copy shards of other ranks mapped into it"
+    SNAPSHOT = "keep the buffer with its present values; copy shards of other ranks that it maps"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -131,7 +131,7 @@ class Unit:
         self.is_needed_soon = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_touched = False
-        # For calls whose backward runs: number of input gradients that have not arrived.
+        # For each call whose backward runs, the number of input gradients that have not arrived.
         self._outstanding_inputs: dict[Call | None, int] = {}
         # Sum of the shards' versions in the latest backward with create_graph. While the sum stays
         # the same, the unit keeps its buffers (`stick`). -1: there was no backward with
