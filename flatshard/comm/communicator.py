@@ -122,7 +122,7 @@ class Communicator(Members):
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
             self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.ranks_text = ranks_text(self.ranks)  # the ranks in words, for messages
+        self.ranks_text = ranks_text(self.ranks)  # the ranks as a text, for messages
         self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference, best first
         self.transport_reason = ""
@@ -216,9 +216,8 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """Return the transport for tensors on ``device`` of the flat parameter with ``tag``."""
-        # The tensor's size does not matter for the choice: shared memory and sockets are never
-        # slower than the native collectives, not even for small tensors (1 MB takes 0.4 ms with
-        # each transport).
+        # The tensor's size does not matter for the choice: no transport is faster than another for
+        # small tensors but slower for large tensors (1 MB takes 0.4 ms with each transport).
         return next(one for one in self.transports if one.accepts(device, tag))
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:

@@ -328,7 +328,7 @@ class named(watched):
             "Another rank died, ran other units, or did not arrive within the process group's "
             "timeout. Look for the first error on the other ranks."
         )
-        if "Duplicate GPU" in str(error):  # text of an NCCL error
+        if "Duplicate GPU" in str(error):  # NCCL's error if ranks share a GPU
             remedy = (
                 "Several ranks use the same GPU. Call torch.cuda.set_device(local_rank) before "
                 "the model is made, or pass device_id=local_rank."

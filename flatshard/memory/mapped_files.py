@@ -118,7 +118,7 @@ def drop_pages(place: int, nbytes: int) -> None:
 
 def want_pages(place: int, nbytes: int) -> None:
     """Allocate all pages of a range now, which is faster than a page fault for each page later."""
-    # Ignore errors. Systems before Linux 5.14 do not know this request. Without it, each page is
+    # Ignore errors. Systems before Linux 5.14 do not know this request. There, each page is
     # allocated at its first use.
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 

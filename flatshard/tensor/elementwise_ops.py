@@ -53,7 +53,7 @@ def _local(value: Any, spec: ShardSpec) -> Any:
             raise NeedsFullTensor(
                 f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} "
                 f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
-                "operation cannot combine them. Use full_tensor() on both.",
+                "operation cannot combine them. Call full_tensor() of both on all ranks.",
                 spec,
             )
         return value.local
@@ -151,7 +151,8 @@ def _role_of(func: Any, args: tuple[Any, ...]) -> str:
         for value in args
         if isinstance(value, FlatShardTensor | int | float)
     )
-    # Cut the text off: otherwise the role of a running average would grow in each step.
+    # Cut the text off: the role of a running average contains its role of the previous step, and
+    # would grow in each step.
     return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
 
 

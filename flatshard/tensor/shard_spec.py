@@ -241,7 +241,7 @@ class ShardSpec:
             full = None if self.tensor_parallel is None else self.tensor_parallel.shape
             raise NotImplementedError(
                 f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}): "
-                f"{operation} would see only this group's part {self.shape} of a DTensor {full}. "
+                f"{operation} would see only this rank's part {self.shape} of a DTensor {full}. "
                 "Initialize before ShardedWrapper(model), read values from model.state_dict(), and "
                 "edit with p.copy_(...)."
             )

@@ -301,7 +301,7 @@ class Transport(abc.ABC):
     To add a transport, write a subclass in a new file, and add the class to ``transport_kinds``.
     """
 
-    name: str  # for reports and messages
+    name: str  # name of the transport, for reports and messages
     reason = ""  # why the group uses this transport, for ``unit_report``; may be empty
 
     # How the transport matches the collectives of different ranks. True: by the order in which each
