@@ -110,7 +110,7 @@ class _Finding(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """A rank's report about the wait of the rank, or about the end of the rank's program."""
+    """A rank's report about its wait, or about the end of its program."""
 
     wait: int  # `BlockedWait.number`; 0 if the wait is over, `_ENDED` if the program has ended
     time: float  # time of the publication, by `time.monotonic`
@@ -198,9 +198,9 @@ class Deadlock:
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A launcher kills all ranks after the first error of a rank. If any rank of the
-            # deadlock waits in a collective of the user's program, delay this rank's error, so the
-            # rank can first log the finding: the rank will raise the backend's error, without the
-            # reason.
+            # deadlock waits in a collective of the user's program, delay this rank's error, so that
+            # the waiting rank can first log the finding: its own error will come from the backend,
+            # without the reason.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:

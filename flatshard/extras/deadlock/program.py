@@ -68,7 +68,8 @@ class OwnCollective(NamedTuple):
         last = _last_of(_recorded(), self.group.group_name)
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             # The last record belongs to this collective only if it has the group's present sequence
-            # number. Otherwise a later send or receive has increased the number.
+            # number. Otherwise the number was increased by a send or receive, which the recorder
+            # does not number.
             if last is not None and last["op_id"] == _sequence_number(self.group):
                 return int(last["collective_seq_id"])
         return None

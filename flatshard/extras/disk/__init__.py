@@ -57,7 +57,7 @@ _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
 class DiskMemory(OffloadTarget):
-    """Offload target for tensors in files of a directory."""
+    """Offload target that keeps tensors in files of one directory."""
 
     is_device = False
 
@@ -234,8 +234,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# A part takes no further shard after this number of parameter bytes. With Adam, a step of a part
-# needs four times as many bytes in memory: parameters, gradients and two tensors of state.
+# Once a part has this number of parameter bytes, it takes no further shard. With Adam, a step of a
+# part needs four times as many bytes in memory: parameters, gradients and two tensors of state.
 _PART_BYTES = 8 << 20
 
 

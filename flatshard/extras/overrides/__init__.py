@@ -19,7 +19,7 @@ from flatshard.precision import Override, PrecisionPlan
 
 
 def as_overrides(value: object) -> Overrides:
-    """Check a value of ``MixedPrecision.overrides``, and return the value (of a mapping, a copy).
+    """Check a value of ``MixedPrecision.overrides``. Returns the value, or a copy of a mapping.
 
     Raises:
         TypeError: ``value`` is neither a function nor a mapping of strings to floating point

@@ -122,7 +122,7 @@ class StepRecorder(StepObserver):
         )
 
     def begin_forward(self) -> None:
-        self._doing.clear()  # if a step has failed, its entries are left
+        self._doing.clear()  # a step that failed may have left entries
         if self._is_over or not self._ranges:
             self.end_step()
             self._begin_step()

@@ -80,9 +80,10 @@ class StepReport:
         forward_seconds: time in the outermost forward, with waits.
         backward_seconds: time from the first gradient of an output to the end of backward, with
             waits.
-        ranks_wait_seconds: time of waits of no single unit: to learn the parameters used by other
-            ranks, to receive rank 0's buffers, or until other ranks have read this rank's memory.
-        other_bytes: communication volume of no single unit.
+        ranks_wait_seconds: time of waits that belong to no single unit: to learn the parameters
+            used by other ranks, to receive rank 0's buffers, or until other ranks have read this
+            rank's memory.
+        other_bytes: communication volume that belongs to no single unit.
         units: reports of the units, the root last.
         peak_gathered_bytes: peak memory of unsharded parameters.
         peak_gradient_bytes: peak memory of gradients before their reduction.
@@ -214,8 +215,8 @@ def sum_up(
     """
     # At every moment, the training thread does a single kind of work for a single unit, or runs
     # code outside of flatshard. So the thread's ranges never overlap, and the sum is at most the
-    # step's time. All-gathers and reductions are not work of the thread, so these ranges may
-    # overlap all ranges.
+    # step's time. All-gathers and reductions are not work of the thread, so their ranges may
+    # overlap other ranges.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin

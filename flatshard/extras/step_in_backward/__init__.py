@@ -1,12 +1,12 @@
 """Extra: optimizers step each unit in backward, as soon as the unit's gradients are reduced.
 
 Each unit's gradients are freed after the unit's step, so the gradients of the whole model never
-exist at the same time. A unit's step overlaps with reductions of units.
+exist at the same time. A unit's step overlaps with the reductions of other units.
 
 The supported optimizers update each element separately, without communication. So ranks may step
 parts of a unit at different times, with the same result, and each rank decides alone about the
-units to step before the end of backward ("early"). At the end of backward, when the parameters used
-by all ranks are known, each rank steps the remaining units.
+units to step before the end of backward ("early"). At the end of backward, when each rank knows the
+parameters used by any rank, each rank steps the remaining units.
 
 Without this folder, ``ShardedWrapper.step_in_backward()`` raises ``MissingExtraError``.
 """
@@ -223,7 +223,7 @@ class SteppedInBackward(StepExtension):
         # no forward of the unit may still wait for its backward; and (3) the unit's inputs must
         # have gradients, so backward computes nothing more in the unit. After the step, the unit
         # must not be unsharded again in this backward, because some ranks would send old shards,
-        # and some ranks new shards. So prefetching skips units whose backward has begun.
+        # and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
             # After gradient accumulation, do not step a unit with a frozen parameter early: before
@@ -309,8 +309,8 @@ class SteppedInBackward(StepExtension):
             own = [part for part in parts if part.optimizer is optimizer]
             if own:
                 step_parts(optimizer, own)
-                # Mark the optimizer as stepped: otherwise a learning rate scheduler would warn of a
-                # step before the optimizer's step.
+                # Mark the optimizer as stepped: otherwise a learning rate scheduler would warn that
+                # it was stepped before the optimizer.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             for param in (param for part in parts for param in part.params):
