@@ -68,7 +68,7 @@ class RunContext(RunState):
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute cached sizes and storages after the units' buffers were reallocated."""
+        """Recompute what is cached about the units' buffers, after the buffers were reallocated."""
         # `device`: the device of the units that communicate. A unit without an unsharded buffer on
         # a single rank never communicates, so skip such units. None: no unit communicates.
         is_alone = self.world.size == 1

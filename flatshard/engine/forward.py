@@ -54,8 +54,8 @@ class RootModule(Protocol):
     def recover(self) -> None:
         """Undo a failed optimizer step, and load values that users wrote into state dicts.
 
-        Users may write into the tensors of ``state_dict()`` directly. The values reach the shards
-        here.
+        Users may write into the tensors of ``state_dict()`` directly. This method copies the
+        written values to the shards.
         """
 
     def check(self) -> None:

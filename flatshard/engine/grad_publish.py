@@ -285,7 +285,7 @@ class GradPublish:
     # ------------------------------------------------------------ conversion
 
     def take_off(self) -> list[Tensor | None]:
-        """Remove and return every ``.grad``, before the sharded parameters get other memory.
+        """Remove and return every ``.grad``, before the parameters are converted.
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` were edited.

@@ -70,7 +70,7 @@ class ReducePlan:
     intra_numel: int = field(init=False)
     intra_start: int = field(init=False)
     full_bytes: int = field(init=False)  # size of the unsharded gradients
-    bytes_in_flight: int = field(init=False)  # bytes that an unfinished reduction is assumed to use
+    bytes_in_flight: int = field(init=False)  # estimated memory of an unfinished reduction
 
     # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
     # reduction has stage 3 of [Note: stages].
@@ -171,7 +171,7 @@ class GradReduce:
         chunks: FlatChunks,  # the gradients; must not be changed until the reduction is finished
         *,
         is_intra_only: bool,  # whether to stop after the first stage (`Sync.INTRA`)
-        intra_reduced: Tensor | None,  # sum of the first stages of earlier backwards
+        intra_reduced: Tensor | None,  # sum of first-stage results of earlier backwards
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.is_intra_only, self.is_finished = is_intra_only, False

@@ -85,7 +85,7 @@ class Touch(ParamOwner):
         """Call ``func`` with full tensors in place of sharded tensors. Collective.
 
         Returns NotImplemented if a sharded argument is a gradient or optimizer state, or belongs to
-        another model. Then the caller runs ``func``.
+        another model. Then the caller handles ``func``.
 
         Raises:
             RuntimeError: ``func`` writes to one of the full tensors.
