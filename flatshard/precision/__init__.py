@@ -369,7 +369,7 @@ class PrecisionPlan:
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """Return the override of ``module``, or None if the policy's dtypes apply to it.
+        """Return the ``Override`` of ``module``, or None if the policy's dtypes apply to it.
 
         ``around`` is the override of the parent module.
         """
@@ -379,7 +379,7 @@ class PrecisionPlan:
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """Return the override of ``param``, or None if the policy's dtypes apply to it."""
+        """Return the ``Override`` of ``param``, or None if the policy's dtypes apply to it."""
         return self._override_of[module]
 
     def describe(self) -> str:

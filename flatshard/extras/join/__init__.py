@@ -213,7 +213,7 @@ class Join(StepExtension):
             self._grads = self._look()
 
     def votes(self) -> bytes:
-        if self._leads:  # called just before the exchange at the end of backward
+        if self._leads:  # `votes` is called just before the exchange at the end of backward
             self._exchange(Doing("backward", (self._grads,)))
         return b""
 

@@ -65,7 +65,7 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_module(
         self, module: nn.Module, policy: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """Return the override of ``module``, by class, otherwise by name.
+        """Return the ``Override`` (other dtype) of ``module``, by class, otherwise by name.
 
         If neither the class nor a name has an override, returns ``around``, the parent's override.
         """
@@ -76,7 +76,7 @@ class OverridesPlan(PrecisionPlan):
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """Return the override of ``param``: by a name, otherwise by a function or its module."""
+        """Return the ``Override`` of ``param``: by name, otherwise by a function or its module."""
         policy = self._policy_of[module]
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
         override = self._by_name(names, policy, [param])
