@@ -244,7 +244,7 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # `reduce_scatter` has already noted a `reduced` request, as an all-reduce
+        else:  # if `reduced`, `reduce_scatter` has noted the whole all-reduce already
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = self._op_name(request.unit_fqn, action)
         with named(op_name):
@@ -475,8 +475,8 @@ class Topology:
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
         """Open the backend's connections for reductions of gradients on ``device``.
 
-        Only backends for which a CUDA stream waits, such as NCCL, need this. Otherwise they would
-        open the connections in the first backward, where ranks could deadlock.
+        Only backends for which a CUDA stream waits, such as NCCL, need this call. Without the call
+        these backends would open the connections in the first backward, where ranks could deadlock.
 
         Collective: all ranks of the unit's groups. ``fixed_order``: the backend only exchanges
         gradients, and flatshard adds the gradients in rank order.
@@ -489,7 +489,7 @@ class Topology:
 
     @property
     def transport(self) -> str:
-        """Names of the transports that move the unit's parameters and gradients, joined by +."""
+        """Names of the transports for the unit's parameters and gradients, joined by " + "."""
         groups = (self.intra_group, self.inter_group)
         ways = [group.transport_for().name for group in groups if group.size > 1]
         if self.replicate.size > 1:

@@ -103,7 +103,7 @@ def agreed(
     *,
     differ: str = "ranks differ",
 ) -> T:
-    """Run ``prepare`` on each rank, and return its result if it succeeds on all ranks.
+    """Run ``prepare`` on each rank, and return its result if all ranks succeed with equal facts.
 
     Collective: all ranks of each of ``comms``. If ``comms`` is empty, the call communicates
     nothing.

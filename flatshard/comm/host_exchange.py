@@ -38,7 +38,7 @@ _DIGEST_BYTES = 8
 # digest and the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
-_DETAIL = re.compile(r"\(|: ")  # begin of the part of a name that ranks do not compare
+_DETAIL = re.compile(r"\(|: ")  # start of the rest of a name, not compared
 
 
 def with_complements(data: Iterable[int]) -> bytes:

@@ -142,7 +142,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return any(backend_for(group, device.type) == "fake" for device in group._device_types)
 
 
-# The groups that `control_of` made, keyed by the group of the same ranks.
+# The groups made by `control_of`, keyed by the argument `group`.
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )

@@ -112,7 +112,8 @@ class History:
         # ranks began different collectives. "": no error.
         self.problem = ""
         # Whether ranks may compare descriptions before they begin a collective. False inside
-        # `join()`, where ranks do not reach collectives at the same time.
+        # `join()`: a rank without input begins a collective only after another rank has begun it,
+        # so the other rank must not wait for a comparison.
         self.announces = True
         self.described: Hashable = None  # kind of the collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far

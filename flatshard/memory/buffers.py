@@ -85,7 +85,7 @@ class BufferMemory:
         """
 
     def renew(self) -> None:
-        """Prepare a buffer that already has memory to be filled with new values.
+        """Prepare the buffer for new values. Called if the buffer already has memory.
 
         Undoes ``snapshot``: mapped shards show their current values again.
         """

@@ -46,7 +46,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
     unchanged.
 
     Raises:
-        NeedsFullTensor: this rank does not hold the part, or autograd would be wrong.
+        NeedsFullTensor: this rank does not hold the part, or the gradient of ``value`` would be
+            wrong.
     """
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:

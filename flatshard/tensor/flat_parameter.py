@@ -265,7 +265,7 @@ class OriginalParam:
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
-        """Register the hooks that users registered before wrapping where they must run now.
+        """Move users' hooks from before wrapping to the objects on which the hooks must run now.
 
         Tensor hooks are registered on ``full``, and get this rank's gradient before the reduction.
         Post-accumulate-grad hooks of a sharded parameter are kept in ``post_accumulate_hooks``, and

@@ -67,15 +67,15 @@ class ParamOwner:
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Tell the model of a running backward.
+        """Tell the model that a backward is running.
 
-        Called before a gradient is averaged whose parameter was used outside of forward.
+        Called before the gradient of a parameter is averaged that was used outside of forward.
         """
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        """Unshard the unit of a parameter whose freed full parameter is read in backward.
+        """Unshard a parameter's unit again, because backward reads the freed full parameter.
 
-        Returns whether the unit was unsharded. If not, the reader gets an error.
+        Returns whether the unit was unsharded. If not, the read raises an error.
         """
         return False
 

@@ -511,7 +511,10 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether the keyword arguments of an operator that writes may contain the tensor to write."""
+    """Whether the keyword arguments of an operator that writes may contain the tensor to write.
+
+    Handlers write only to the first argument, so such an operator must be refused.
+    """
     # Do not use ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 

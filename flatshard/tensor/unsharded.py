@@ -147,7 +147,7 @@ class GatheredView(Tensor):
     ) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__set__":  # an attribute is set, such as `requires_grad`
+            if func.__name__ == "__set__":  # sets an attribute, and writes no element
                 return func(*args)
             # Replace each view by a plain tensor that is an alias of the view. Torch can then run
             # the function, and calls `__torch_function__` of sharded tensors among the arguments.
