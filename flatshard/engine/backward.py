@@ -70,8 +70,8 @@ class Backward:
         self._is_active = False
         self._graph_task = -1  # autograd's number of this backward
 
-        # Weak reference to the callback that autograd holds. The reference returns None once
-        # autograd has dropped the callback, because the backward is over or has failed.
+        # Weak reference to the callback (`_end`) that autograd holds. The reference returns None
+        # once autograd has dropped the callback, because the backward is over or has failed.
         self._end_callback: Callable[[], object] = lambda: None
         self._had_accumulated = False  # whether a failure would lose accumulated gradients
 

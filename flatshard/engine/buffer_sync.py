@@ -42,7 +42,8 @@ class BufferSync(Voter):
         # The buffers of the last exchange in which all ranks had equal dtypes, shapes and devices.
         self._agreed = buffers()
         self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
-        # Whether a forward ran since the ranks last compared the dtypes, shapes and devices.
+        # Whether a forward ran since the ranks last compared the dtypes, shapes and devices. If no
+        # forward ran, the program itself has replaced every changed buffer, on all ranks.
         self._has_run = False
 
     def before_forward(self, name: str, recomputes: bool, under_no_sync: bool) -> None:
