@@ -251,7 +251,7 @@ class GradientBuffer:
         return FlatChunks.of(buffer)
 
     def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
-        """Return a 1-D view of each gradient in ``indices``, with the elements in memory order.
+        """Return 1-D views of the gradients of ``indices``, with the elements in memory order.
 
         All stored gradients are dense, so a 1-D view exists.
         """

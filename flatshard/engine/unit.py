@@ -188,8 +188,8 @@ class Unit:
     def plan_sync(self, wanted: Sync) -> None:
         """Set ``sync`` to ``wanted``, or to a value with the same effect.
 
-        A group of one rank needs no reduction, so then ``NONE`` or ``ALL`` have the effect of
-        ``INTRA``.
+        ``INTRA`` is the same as ``ALL`` if there is no other group to reduce across, and the same
+        as ``NONE`` if the intra group has one rank.
         """
         if wanted is Sync.INTRA:
             if self.topology.across.size == 1:
