@@ -1,7 +1,7 @@
 """``EXTRAS``: the table of extras. An extra is a folder that can be deleted.
 
-The core (all packages without which no model trains) imports no extra. The core looks an extra up
-in this table when a model is wrapped or an option is given, never in a step.
+The core (all packages except ``extras``, ``checkpoint`` and ``integrations``) imports no extra. The
+core looks an extra up in this table when a model is wrapped or an option is given, never in a step.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class SteppedInBackward(StepExtension):
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more.
 
-        Called during backward, after the backward of each unit.
+        Called in backward whenever collectives have been started: the step overlaps with them.
         """
         # If another backward runs inside this backward, the inner backward may add gradients to any
         # unit. Then step no unit before the end of this backward.
