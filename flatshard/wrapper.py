@@ -253,8 +253,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         with local_parts(module, ignored, settings):
-            plan = ModelPlan(module, settings, ignored)
-            wrap(plan, self, ShardedWrapper, notes)
+            wrap(ModelPlan(module, settings, ignored), self, ShardedWrapper, notes)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
@@ -777,14 +776,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         units = units_between_steps(model, "optim_state_dict()")
         options = model_state.options_of(state_dicts_in(model))
         to_cpu = options.optim_offload_to_cpu if offload_to_cpu is None else offload_to_cpu
+        device = torch.device("cpu") if to_cpu else None
         if options.is_sharded:
-            return optim_state.sharded_state(
-                model, optim, units, optim_state_dict, offload_to_cpu=to_cpu
-            )
-        on_rank0 = options.optim_rank0_only if rank0_only is None else rank0_only
-        return optim_state.full_state(
-            model, optim, units, optim_state_dict, rank0_only=on_rank0, offload_to_cpu=to_cpu
-        )
+            return optim_state.sharded_state(model, optim, units, optim_state_dict, device)
+        rank0_only = options.optim_rank0_only if rank0_only is None else rank0_only
+        return optim_state.full_state(model, optim, units, optim_state_dict, device, rank0_only)
 
     @staticmethod
     def optim_state_dict_to_load(

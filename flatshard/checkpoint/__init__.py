@@ -14,6 +14,7 @@ from flatshard.checkpoint.loading import load
 from flatshard.checkpoint.model_files import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
 from flatshard.module.sharding import model_shards
+from flatshard.optimizer.state_dicts import copied
 from flatshard.state.model_state import (
     StateDictOptions,
     options_of,
@@ -66,10 +67,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if shards is not None:
         with options_set(shards.parts, StateDictOptions(offload_to_cpu=True, rank0_only=True)):
             return model.state_dict()
-    if _first_rank() > 0:
-        return {}
-    state = model.state_dict()
-    return {k: v.to("cpu", copy=True) if torch.is_tensor(v) else v for k, v in state.items()}
+    return copied(model.state_dict(), torch.device("cpu")) if _is_first_rank() else {}
 
 
 def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -102,8 +100,8 @@ def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         state = ShardedWrapper.optim_state_dict(
             model, optimizer, rank0_only=True, offload_to_cpu=True
         )
-    return state if shards is not None or _first_rank() == 0 else {}
+    return state if shards is not None or _is_first_rank() else {}
 
 
-def _first_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

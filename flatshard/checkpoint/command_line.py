@@ -63,8 +63,7 @@ def describe(path: str) -> str:
             f"{path} is incomplete: its files lack values of {missing:.300}. Use another "
             "checkpoint."
         )
-    facts = {"format": source.kind, **source.facts}.items()
-    lines = [f"{name}: {value}" for name, value in facts]
+    lines = [f"{name}: {value}" for name, value in {"format": source.kind, **source.facts}.items()]
     named = {".".join(names): one for names, one in source.tensors.items()}
     width = max(map(len, named), default=0)
     for name, one in named.items():

@@ -8,6 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flatshard.checkpoint.ranges import OpenFiles, Progress, write_range
-from flatshard.checkpoint.safetensors import plan_files
+from flatshard.checkpoint.safetensors import as_saved, plan_files
 from flatshard.checkpoint.sources import open_source
 
 FORMATS = ("safetensors", "torch", "dcp")
@@ -86,9 +87,9 @@ def convert(
         if first.setdefault(place, name) != name:
             ties[name] = first[place]
             continue
-        wanted = dtype if dtype is not None and one.is_floating_point() else one.dtype
-        like[name] = torch.empty(one.shape, dtype=wanted, device="meta")
-    write = {"safetensors": _write_safetensors, "torch": _write_torch, "dcp": _write_dcp}[to]
+        like[name] = as_saved(one, dtype)
+    write_safetensors = partial(_write_safetensors, max_shard_size)
+    write: Any = {"safetensors": write_safetensors, "torch": _write_torch, "dcp": _write_dcp}[to]
     num_bytes = sum(one.nbytes for one in like.values())
     progress = Progress("converting", num_bytes, is_shown=True)
 
@@ -97,7 +98,7 @@ def convert(
         progress.advance(like[kept].nbytes)
         return found.read(model[kept]).to(like[kept].dtype)
 
-    write(final, like, ties, read, max_shard_size)
+    write(final, like, ties, read)
     progress.end(final, num_bytes)
 
 
@@ -105,7 +106,7 @@ Read = Callable[[str], Tensor]
 
 
 def _write_safetensors(
-    final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, size: int | str | None
+    size: int | str | None, final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read
 ) -> None:
     plan = plan_files(like, final, size, ties)
     try:
@@ -144,9 +145,7 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _write_torch(
-    final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
-) -> None:
+def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
     # Never hold all values in memory. Under `skip_data`, torch.save writes a file with room for the
     # values of these empty tensors. Then the loop below writes the values, one tensor at a time,
     # through a mapping of the file.
@@ -165,9 +164,7 @@ def _write_torch(
             os.fsync(file.fileno())
 
 
-def _write_dcp(
-    final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
-) -> None:
+def _write_dcp(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
     # Import here, because torch.distributed.checkpoint loads slowly.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -192,8 +192,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """
     folder = incomplete(path)
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
-    remedy = "Save on a file system that all hosts share."
-    check_lengths(folder, marker.lengths, remedy, wait=10)
+    check_lengths(folder, marker.lengths, "Save on a file system that all hosts share.", wait=10)
     with (folder / MARKER).open("w") as file:
         json.dump(asdict(marker), file, indent=1)
         file.flush()

@@ -107,8 +107,7 @@ def load(
     # If one rank fails here, all ranks raise before any tensor is overwritten.
     marker, found, wanted, targets = ranks.agree(prepare, op_name)
     saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
-    remedy = f"Put {path} on a file system that all hosts share."
-    ranks.compare(saved_at, op_name, lambda _: remedy)
+    ranks.compare(saved_at, op_name, lambda _: f"Put {path} on a file system that all hosts share.")
     num_bytes = marker.bytes * (1 + verify) // ranks.size
     progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)
     if verify:

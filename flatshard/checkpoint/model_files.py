@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from flatshard.checkpoint.host_ranks import sharded
 from flatshard.checkpoint.ranges import OpenFiles, Place, Progress, read_range, write_range
-from flatshard.checkpoint.safetensors import Plan, find_tensors, plan_files
+from flatshard.checkpoint.safetensors import Plan, as_saved, find_tensors, plan_files
 from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
 
@@ -81,7 +81,7 @@ def save_safetensors(
         first: dict[tuple[object, ...], str] = {}
         for name, one in entries.items():
             first.setdefault(one.key, name)
-        kept = {name: _as_saved(entries[name].entry, dtype) for name in first.values()}
+        kept = {name: as_saved(entries[name].entry, dtype) for name in first.values()}
         # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
         # expects.
         ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
@@ -99,15 +99,6 @@ def save_safetensors(
         ranks.on_first(plan.commit, op_name)
         incomplete.pop_all()
     progress.end(path, sum(place.nbytes for place in plan.places.values()))
-
-
-def _as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor on the meta device, with the shape and dtype of ``value`` in the file."""
-    return torch.empty(
-        value.shape,
-        dtype=dtype if dtype is not None and value.is_floating_point() else value.dtype,
-        device="meta",
-    )
 
 
 def _held_bytes(entries: Entries) -> int:

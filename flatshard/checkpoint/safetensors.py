@@ -112,6 +112,12 @@ class Plan:
                 self.temporary(name).unlink()
 
 
+def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor on the meta device, with the shape and dtype of ``value`` in the file."""
+    is_cast = dtype is not None and value.is_floating_point()
+    return torch.empty(value.shape, dtype=dtype if is_cast else value.dtype, device="meta")
+
+
 def plan_files(
     tensors: Mapping[str, Tensor],
     path: str | os.PathLike[str],

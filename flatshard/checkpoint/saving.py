@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
@@ -29,6 +28,7 @@ from flatshard.checkpoint.host_ranks import HostRanks, Training
 from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.sources import leaves
 from flatshard.comm.work import CollectiveError, named
+from flatshard.optimizer.state_dicts import copied
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 logger = logging.getLogger("flatshard.checkpoint")
@@ -163,11 +163,7 @@ class Snapshot:
 
     def staged(self) -> Snapshot:
         """Return a snapshot with copies of the tensors in host memory, for a save in a thread."""
-
-        def copied(tensor: Tensor) -> Tensor:
-            return tensor.detach().to("cpu", copy=True)
-
-        return replace(self, tensors=pytree.tree_map_only(Tensor, copied, self.tensors))
+        return replace(self, tensors=copied(self.tensors, torch.device("cpu")))
 
     def sharded(self) -> dict[str, str]:
         """Return a text with the shape of each sharded tensor, keyed by name.
@@ -292,8 +288,7 @@ class Save:
         global _pending
         wait_for_pending()
         # If one rank fails here, all ranks raise before any file is written.
-        prepare = partial(self._prepare, take, async_)
-        snapshot, own = self.ranks.agree(prepare, self.op_name)
+        snapshot, own = self.ranks.agree(partial(self._prepare, take, async_), self.op_name)
         self._check_same(snapshot)
         self.ranks.on_first(partial(folders.begin, self.path, self.keep), self.op_name)
         write = partial(self._write, snapshot, own)

@@ -126,8 +126,7 @@ def _safetensors(path: Path) -> Source:
         place = places[names[0]]
         value = torch.empty(place.shape, dtype=place.dtype)
         with OpenFiles(os.O_RDONLY) as files:
-            order = range(value.dim())
-            read_range(files[place.path], place, value.view(-1), order, 0)
+            read_range(files[place.path], place, value.view(-1), range(value.dim()), 0)
         return value
 
     tensors: dict[Names, Tensor] = {(n,): _meta(p.shape, p.dtype) for n, p in places.items()}

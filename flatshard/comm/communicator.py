@@ -16,10 +16,9 @@ collectives: a reduce-scatter whose sums flatshard computes, then an all-gather 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,29 +76,15 @@ def transport_kinds() -> list[type[Transport]]:
     return [*first, SocketTransport, NativeTransport]
 
 
-_is_copying = False  # whether this process is inside `copying`
-
-
-@contextlib.contextmanager
-def copying() -> Iterator[None]:
-    """Context manager around ``copy.deepcopy`` of a model.
-
-    In this context ``Communicator.new_tag`` counts the tags of the copy separately: if only one
-    rank copies a model, later tags must still be the same on all ranks.
-    """
-    global _is_copying
-    before, _is_copying = _is_copying, True
-    try:
-        yield
-    finally:
-        _is_copying = before
-
-
 class Communicator(Members):
     """Runs the collectives of one process group, each tensor by its fastest transport.
 
     With a group of one rank, collectives send nothing.
     """
+
+    # Whether this process is in a `copy.deepcopy` of a model. Then `new_tag` counts the tags of the
+    # copy separately: if only one rank copies a model, later tags must be the same on all ranks.
+    is_copying = False
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
         """Make the process groups for flatshard's collectives, and connect the transports.
@@ -131,7 +116,7 @@ class Communicator(Members):
         # and has not begun yet. The second stages begin in the order of this queue, which is the
         # same on all ranks.
         self.second_stages: deque[Any] = deque()
-        # Numbers of tags that `new_tag` has returned: outside of the context `copying`, and inside.
+        # Numbers of tags that `new_tag` has returned: without and with `is_copying`.
         self._num_tags = [0, 0]
         self._num_models = 0
         # Device of the tensors in which `host` sends small values: the CPU if gloo is available.
@@ -200,8 +185,8 @@ class Communicator(Members):
         """
         # Count the tags of copied models separately. Perhaps only one rank copies a model. Then the
         # copy must not change the tags of models that all ranks make later.
-        self._num_tags[_is_copying] += 1
-        return 2 * self._num_tags[_is_copying] + _is_copying
+        self._num_tags[self.is_copying] += 1
+        return 2 * self._num_tags[self.is_copying] + self.is_copying
 
     def new_model(self) -> int:
         """Return a number below 256 for a new model, to check that all ranks run the same model.

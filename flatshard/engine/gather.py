@@ -171,8 +171,7 @@ class ParamGather:
         # So register the copy as an unfinished send: the end of the forward or backward waits on
         # the host until the copy has read the shard.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
-        copying = AsyncWork([], self._link.unit_name, [shard], sends=[copied])
-        copying.wait(self._link.pending_sends)
+        AsyncWork([], self._link.unit_name, [shard], sends=[copied]).wait(self._link.pending_sends)
         self._targets.shard.page_out(shard)
         source = brought.to(self._sent_dtype)
         if self._targets.keeps_copy:
@@ -224,8 +223,7 @@ class ParamGather:
         if not secondary.is_current(version):
             copying = beside(self._device) if self._is_offloaded else nullcontext()
             with torch.inference_mode(False), torch.no_grad(), copying:
-                source = self._source(shard, version)
-                secondary.begin_refresh(source, version, self.tags[1])
+                secondary.begin_refresh(self._source(shard, version), version, self.tags[1])
 
 
 class SecondaryShard:

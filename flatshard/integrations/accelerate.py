@@ -105,11 +105,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _keywords(self) -> dict[str, Any]:
         keywords: dict[str, Any] = {"device_id": self.device}
-        if self.mixed_precision in _DTYPES:
-            dtype = _DTYPES[self.mixed_precision]
-            keywords["mixed_precision"] = MixedPrecision(
-                param_dtype=dtype, reduce_dtype=torch.float32
-            )
+        if dtype := _DTYPES.get(self.mixed_precision):
+            precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+            keywords["mixed_precision"] = precision
         if self.ddp_handler is not None:
             keywords.update(self.ddp_handler.to_kwargs())
         return {**keywords, **self.sharding}

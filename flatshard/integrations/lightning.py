@@ -206,8 +206,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
 
         Parameters have their positions as keys.
         """
-        state = files.full_optim_state_dict(self.model_of(optimizer), optimizer)
-        return _by_position(state)
+        return _by_position(files.full_optim_state_dict(self.model_of(optimizer), optimizer))
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
         """Load a full checkpoint; each rank keeps its part of the optimizer state. Collective."""
@@ -220,8 +219,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
             return super().load_checkpoint(path, state, **options)  # type: ignore[no-any-return]
 
     def _part_of(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        model = self.model_of(optimizer)
-        return ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
+        return ShardedWrapper.optim_state_dict_to_load(self.model_of(optimizer), optimizer, state)
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
         """Return the model whose parameters ``optimizer`` steps."""

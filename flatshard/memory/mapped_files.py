@@ -66,8 +66,7 @@ def reserve_range(nbytes: int) -> mmap.mmap:
     """
     # The addresses can run out because of a limit (RLIMIT_AS), or because the system counts
     # reserved addresses as used memory (vm.overcommit_memory=2).
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    return mmap.mmap(-1, nbytes, flags=flags)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
 
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:

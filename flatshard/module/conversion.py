@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import copying
+from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.run_state import temporarily
@@ -140,7 +140,7 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     twin: ModuleProxy = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
-    with copying():
+    with temporarily([Communicator], is_copying=True):
         for one in hooks:
             handles = [_copied(handle, memo) for handle in one.unit.handles]
             one.copy_into(memo, memo[id(one)], memo[id(one.unit)], handles)

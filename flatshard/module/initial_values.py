@@ -17,6 +17,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.module.model_plan import ModelPlan
+from flatshard.plan.ignored import places_in
 from flatshard.plan.layout import part_of
 from flatshard.tensor.flat_parameter import OriginalParam
 
@@ -167,16 +168,12 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
     # New buffers, keyed by the id of the old buffer: several modules may share a buffer, which is
     # broadcast only once.
     received: dict[int, Tensor] = {}
-    for name, module in plan.module.named_modules():
-        for attribute, buffer in module._buffers.items():
-            if buffer is None or id(buffer) in others:
-                continue
-            if id(buffer) not in received:
-                name_of_buffer = f"{name}.{attribute}" if name else attribute
-                received[id(buffer)] = take_from_rank_0(
-                    buffer, name_of_buffer, start.world, plan.settings.device
-                )
-            module._buffers[attribute] = received[id(buffer)]
+    for name, module, attribute, buffer in places_in(plan.module):
+        if attribute not in module._buffers or id(buffer) in others:
+            continue
+        if id(buffer) not in received:
+            received[id(buffer)] = take_from_rank_0(buffer, name, start.world, plan.settings.device)
+        module._buffers[attribute] = received[id(buffer)]
 
 
 def take_from_rank_0(

@@ -147,8 +147,7 @@ class ModelPlan:
         policies = {inner: settings.precision for inner, settings in self.settings_of.items()}
         precision_plan = PrecisionPlan
         if any(policy.overrides for policy in policies.values()):
-            asked_for = "MixedPrecision(overrides=...)"
-            precision_plan = extra("overrides", asked_for).OverridesPlan
+            precision_plan = extra("overrides", "MixedPrecision(overrides=...)").OverridesPlan
         self.precision = precision_plan(module, policies, self.left_alone)
         # The units in registration order, the root last.
         self.units: list[PlannedUnit] = []

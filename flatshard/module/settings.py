@@ -52,13 +52,13 @@ class Settings:
     strategy: ShardingStrategy
     placement: Placement
     precision: MixedPrecision
-    offload: CPUOffload
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
     coalesce_bytes: int
-    broadcast_buffers: bool
     device: torch.device
     boundary: Boundary
+    offload: CPUOffload = dataclasses.field(default_factory=CPUOffload)
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.AUTO
+    forward_prefetch: bool = True
+    broadcast_buffers: bool = True
     policy: Policy | None = None
     allow_divergence: Any = False
     param_init_fn: Callable[[nn.Module], Any] | None = None

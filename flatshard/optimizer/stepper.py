@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard.engine.run_state import temporarily
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.plan.layout import ALIGNMENT_BYTES
@@ -133,12 +134,9 @@ def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: 
 
     Returns the name of an option that the step has changed in a group, or None if it changed none.
     """
-    own, optimizer.param_groups = optimizer.param_groups, groups
     before = [_options(group) for group in groups]
-    try:
+    with temporarily([optimizer], param_groups=groups):
         step_unhooked(optimizer, *arguments)
-    finally:
-        optimizer.param_groups = own
     for old, new in zip(before, map(_options, groups), strict=True):
         for key in new:
             if new[key] != old.get(key):

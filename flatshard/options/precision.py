@@ -19,9 +19,7 @@ Overrides: TypeAlias = (
 )
 
 # Float8 dtypes of the installed torch.
-FLOAT8 = tuple(
-    getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
-)
+FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 # Whether torch allows gradients whose dtype differs from their parameter's dtype.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")

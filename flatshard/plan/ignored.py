@@ -98,7 +98,7 @@ def find_ignored(
             names.append(name)
     first_names: dict[int, str] = {}  # first name of each tensor, keyed by id; tied ones have more
     places = set()
-    for name, inner, attribute, tensor in _places(module):
+    for name, inner, attribute, tensor in places_in(module):
         first_names.setdefault(id(tensor), name)
         if id(tensor) in single:
             places.add((inner, attribute))
@@ -162,11 +162,11 @@ def _named_for_ddp(module: nn.Module) -> set[int]:
     A tied tensor is ignored only if all its names are listed.
     """
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    ignored = {id(tensor) for name, _, _, tensor in _places(module) if name in listed}
-    return ignored - {id(tensor) for name, _, _, tensor in _places(module) if name not in listed}
+    ignored = {id(tensor) for name, _, _, tensor in places_in(module) if name in listed}
+    return ignored - {id(tensor) for name, _, _, tensor in places_in(module) if name not in listed}
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def places_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield name, module, attribute and tensor of each parameter and buffer in each module.
 
     A tensor that several modules hold is yielded several times.

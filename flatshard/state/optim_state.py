@@ -42,9 +42,8 @@ def full_state(
     optimizer: torch.optim.Optimizer,
     units: Sequence[Unit],
     state_dict: StateDict | None,
-    *,
+    device: torch.device | None,  # for the tensors; None: each tensor stays on its device
     rank0_only: bool,
-    offload_to_cpu: bool,
 ) -> StateDict:
     """Return an optimizer's full state by parameter name; see ``ShardedWrapper.optim_state_dict``.
 
@@ -64,7 +63,6 @@ def full_state(
     # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
     named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
-    device = torch.device("cpu") if offload_to_cpu else None
     with torch.inference_mode(False), torch.no_grad():
         # All-gather in the order of the units, which is the same on all ranks.
         fqn_of = {param.original: param.fqn for param in params}
@@ -79,8 +77,7 @@ def sharded_state(
     optimizer: torch.optim.Optimizer,
     units: Sequence[Unit],
     state_dict: StateDict | None,
-    *,
-    offload_to_cpu: bool,
+    device: torch.device | None,
 ) -> StateDict:
     """Return an optimizer's state by parameter name, with sharded tensors for state per element.
 
@@ -93,7 +90,6 @@ def sharded_state(
             "name. Ask for FULL_STATE_DICT."
         )
     named, _ = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
-    device = torch.device("cpu") if offload_to_cpu else None
     return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
 
 
@@ -230,8 +226,7 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
     key_of: dict[str, Any] = {}
     for number, group in enumerate(state_dict["param_groups"]):
         key_of.update(zip(_names(number, group, params), group["params"], strict=True))
-    top_names = {param.fqn.partition(".")[0] for param in params}
-    key_of = without_ddp_prefix(key_of, top_names)
+    key_of = without_ddp_prefix(key_of, {param.fqn.partition(".")[0] for param in params})
     name_of = {key: unwrapped(name) for name, key in key_of.items()}
     groups = [
         {**group, "params": [name_of[key] for key in group["params"]]}

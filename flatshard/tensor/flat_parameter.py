@@ -78,8 +78,7 @@ class FlatParameter(nn.Parameter):
         The list is empty if the model was deleted, because a flat parameter does not keep its
         model alive.
         """
-        found = (param() for param in self._params)
-        return [param for param in found if param is not None]
+        return [param for known in self._params if (param := known()) is not None]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         layout = self.flat_layout

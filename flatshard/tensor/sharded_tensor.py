@@ -288,8 +288,7 @@ class FlatShardTensor(torch.Tensor):
         flat[spec.offset : spec.offset + spec.numel] = local
         # Each rank fills only its own range of the zeros, so the sum over the ranks is the full
         # tensor. Add the tensors as bytes: the sum then rounds no value.
-        op_name = f"full tensor of {self.described}"
-        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
+        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=f"full tensor of {self.described}")
         return flat.as_strided(spec.shape, spec.strides)
 
     @property

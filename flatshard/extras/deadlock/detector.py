@@ -78,8 +78,7 @@ histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictiona
 
 def _known_histories() -> list[History]:
     # Iterate over `valuerefs()`, a copy: threads may add histories in the meantime.
-    known = [one() for one in histories.valuerefs()]
-    return [history for history in known if history is not None]
+    return [history for known in histories.valuerefs() if (history := known()) is not None]
 
 
 @dataclass(eq=False)

@@ -42,6 +42,7 @@ from flatshard.module.initial_values import (
 )
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import handles_in, sharding_of, shardings_in
+from flatshard.plan.ignored import places_in
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
@@ -207,10 +208,9 @@ def _param_slots(handles: Iterable[FlatParamHandle], missing: set[int]) -> list[
 
 def _buffer_slots(root: nn.Module, missing: set[int]) -> list[_Slot]:
     return [
-        _Slot(module, attribute, f"{path}.{attribute}" if path else attribute, buffer)
-        for path, module in root.named_modules()
-        for attribute, buffer in module._buffers.items()
-        if buffer is not None and id(buffer) in missing
+        _Slot(module, attribute, name, buffer)
+        for name, module, attribute, buffer in places_in(root)
+        if attribute in module._buffers and id(buffer) in missing
     ]
 
 

@@ -22,9 +22,8 @@ from flatshard.comm.ranks import Ranks
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.module.unit_report import show_bytes, tabulate
-from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.options.strategy import ShardingStrategy
 from flatshard.options.transport_options import TransportOptions, as_coalesce_bytes
 from flatshard.plan.boundary import as_boundary
 from flatshard.plan.policies import Policy
@@ -245,11 +244,7 @@ def predict(
         strategy=strategy,
         placement=placement,
         precision=as_mixed_precision(mixed_precision),
-        offload=CPUOffload(),
-        backward_prefetch=BackwardPrefetch.AUTO,
-        forward_prefetch=True,
         coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-        broadcast_buffers=True,
         device=torch.device("meta"),
         boundary=as_boundary(boundary),
         policy=auto_wrap_policy,

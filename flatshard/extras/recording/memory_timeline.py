@@ -61,8 +61,7 @@ def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> N
     A panel stacks the units: unsharded parameters at the bottom, gradients (hatched) above. All
     timelines must have the same units, because the panels share a legend.
     """
-    size = (10, 1 + 3 * len(timelines))
-    figure = matplotlib().Figure(figsize=size, layout="constrained")
+    figure = matplotlib().Figure(figsize=(10, 1 + 3 * len(timelines)), layout="constrained")
     panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for axes, (title, timeline) in zip(panels, timelines, strict=True):
         _draw(axes, timeline)

@@ -131,8 +131,7 @@ def _plan(
         else:
             # ``ReduceQueue`` calls the hook instead of a reduction.
             _check_callable_for(unit, hook)
-            called = _user_hook(state, hook, world, unit.placement.sharded)
-            planned[unit] = CommHook(reduce=called)
+            planned[unit] = CommHook(reduce=_user_hook(state, hook, world, unit.placement.sharded))
     return planned
 
 

@@ -337,8 +337,7 @@ def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any)
     found = context.extension(SteppedInBackward.name)
     stepped = SteppedInBackward(context) if found is None else found
     remedy = "Pass the same optimizer on every rank."
-    check = partial(stepped.check, optimizer, scaler)
-    agreed(check, [context.world], "step_in_backward", remedy)
+    agreed(partial(stepped.check, optimizer, scaler), [context.world], "step_in_backward", remedy)
     stepped.optimizers.append(optimizer)
     if found is None:
         context.extend(stepped)

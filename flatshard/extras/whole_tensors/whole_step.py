@@ -71,8 +71,7 @@ def swap_full_in(
     kept = {id(param) for param in others}
     for group in optimizer.param_groups:
         params = group["params"]
-        chosen = [full.get(p, p) for p in params if p in full or id(p) in kept]
-        put_others(undo, params, chosen)
+        put_others(undo, params, [full.get(p, p) for p in params if p in full or id(p) in kept])
     _move_state(optimizer, full.items())
     undo.callback(_move_state, optimizer, [(new, sharded) for sharded, new in full.items()])
     return undo
@@ -303,8 +302,7 @@ class WholeStep:
             if full.grad is None:  # the step has set the gradient to None, on all ranks
                 param.grad = None
         if self._full:
-            done = {param: full.detach() for param, full in self._full.items()}
-            self.scatter(self._params, done)
+            self.scatter(self._params, {param: full.detach() for param, full in self._full.items()})
         self._swap.close()
 
     def undo(self) -> None:
