@@ -1,8 +1,11 @@
 """Flat-parameter fully sharded data parallel training for PyTorch."""
 
+from typing import Any
+
 from flatshard.comm.work import CollectiveError
 from flatshard.module.initial_values import leave_empty
 from flatshard.optimizer.stepper import declare_elementwise
+from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
@@ -26,6 +29,13 @@ __all__ = [
     "ShardedWrapper",
     "ShardingStrategy",
     "declare_elementwise",
+    "full_tensors",
     "leave_empty",
     "sharded_modules",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "full_tensors":
+        return extra("weights", "flatshard.full_tensors()").full_tensors
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

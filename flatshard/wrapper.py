@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -572,6 +572,44 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 stack.enter_context(extension.clipping(self, limits))
             optimizer_step.check_reduced(handles, world, is_reducing=context.is_reducing)
             return optimizer_step.clip_grad_norm_(list(self.parameters()), handles, *limits)
+
+    def norms(
+        self,
+        kind: Literal["grad", "param", "update"] = "grad",
+        per: Literal["parameter", "unit"] = "parameter",
+        norm_type: float = 2.0,
+    ) -> dict[str, float]:
+        """Return the norm of each full parameter, gradient or update, by the unwrapped names.
+
+        One collective for all parameters of a model whose units train on the same ranks, and one
+        wait of the host. The returned dict has an attribute ``non_finite``: for each name whose
+        norm is inf or NaN, the ranks whose part of the tensor has an element that is inf or NaN.
+
+        Collective: all ranks, between steps.
+
+        Example:
+            ```python
+            loss.backward()
+            for name, norm in model.norms("grad").items():
+                print(name, norm)
+            ```
+
+        Args:
+            kind: ``"grad"``: the gradients in ``.grad``; parameters without a gradient are left
+                out. ``"param"``: the parameters. ``"update"``: the change of the parameters since
+                the previous ``norms("update")``; the first call copies this rank's shards, and
+                returns an empty dict.
+            per: one norm for each parameter or for each unit. Units have the names of
+                ``unit_report()``; the name of the root unit is ``""``.
+            norm_type: the p of the p-norm; ``math.inf``: the largest absolute value.
+
+        Raises:
+            ValueError: ``kind`` or ``per`` has another value.
+            RuntimeError: a forward or backward of the model is running; gradients were accumulated
+                under ``no_sync`` and not reduced.
+        """
+        found: dict[str, float] = extra("weights", "norms()").norms(self, kind, per, norm_type)
+        return found
 
     @staticmethod
     def summon_full_params(

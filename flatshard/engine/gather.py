@@ -197,9 +197,10 @@ class ParamGather:
             with torch.inference_mode(False), torch.no_grad():
                 self._float8.unpack(packed, buffer)
 
-    def fill(self, part: Tensor, out: Tensor) -> None:
-        """All-gather ``part``, ``(shard_numel,)``, into ``out`` without a cast, and wait.
+    def start_full(self, part: Tensor, out: Tensor) -> AsyncWork:
+        """Start to all-gather ``part``, ``(shard_numel,)``, into ``out``, outside of a step.
 
+        ``out``: ``(padded_numel,)``, in the dtype of ``part``, because nothing is cast.
         Collective: all ranks that share the flat parameter.
         """
         unit, topology = self._link.unit_name, self._topology
@@ -210,7 +211,7 @@ class ParamGather:
             request = Gather(source, part, unit, inter_tag, purpose, exact=True)
             topology.inter_group.all_gather(request).finish()
         request = Gather(part, out, unit, intra_tag, purpose, exact=True)
-        topology.intra_group.all_gather(request).finish()
+        return topology.intra_group.all_gather(request)
 
     def begin_refresh(self, shard: Tensor, version: int) -> None:
         """Start to all-gather the secondary shard across nodes, if the secondary shard is stale.

@@ -25,6 +25,7 @@ EXTRAS = {
     "meta_init": "initialises models that are built on the meta device",
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
     "plan": "predicts the memory of a model",
+    "weights": "iterates over full tensors, and computes norms",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",
     "whole_tensors": "steps optimizers that need whole parameters",

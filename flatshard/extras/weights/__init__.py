@@ -1,0 +1,355 @@
+"""``full_tensors``: iterates over the full tensors of a sharded model, one unit at a time.
+
+``norms``: norms of all parameters, gradients or updates, in one collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.communicator import ALONE, Communicator
+from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.work import AsyncWork
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
+from flatshard.extras.weights.norms import norms as norms
+from flatshard.memory.buffers import BufferCache
+from flatshard.module.sharding import handles_in, model_shards, shardings_in
+from flatshard.plan.layout import view_of
+from flatshard.plan.module_tree import unit_text
+from flatshard.state.model_state import StateDictOptions, options_set
+from flatshard.tensor.flat_parameter import OriginalParam
+
+Item = tuple["TensorName", Tensor]
+
+# The wrappers of the models that an unfinished `full_tensors` reads.
+_OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class TensorName(str):
+    """The name of a tensor in the unwrapped model.
+
+    Attributes:
+        names: all names of the tensor. A tied parameter has several names; the first is this name.
+    """
+
+    names: tuple[str, ...]
+
+
+def full_tensors(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    bucket_bytes: int | None = None,
+    names: Callable[[str], bool] | Collection[str] | None = None,
+    ranks: Literal["all", "local"] | int = "all",
+    debug: bool = False,
+) -> Iterator[Any]:
+    """Iterate over ``(name, full tensor)`` of all parameters and persistent buffers.
+
+    The names are those of the unwrapped model, in the same order on all ranks: parameters unit by
+    unit, then parameters outside of units and buffers. Each unit is all-gathered once, while the
+    consumer works on the unit before. A tied parameter appears once; ``name.names`` has all of its
+    names. Buffers are this rank's own.
+
+    The tensors are copies, and a consumer may rely on a tensor until it asks for the next item.
+    Use ``.clone()`` to keep a tensor for longer: a tensor without a clone keeps a whole unit in
+    memory. Extra memory at the peak: three times the largest unit, or with ``bucket_bytes`` about
+    two buckets and the largest unit.
+
+    Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
+    (``break``, an exception), the rank still takes part in the remaining all-gathers, and at the
+    end the other ranks raise RuntimeError. Until then, forwards of the model raise RuntimeError.
+
+    Example:
+        ```python
+        import flatshard
+
+        for name, tensor in flatshard.full_tensors(model, dtype=torch.bfloat16):
+            print(name, tuple(tensor.shape))
+        ```
+
+    Args:
+        model: a wrapper, a module that contains wrappers, or an unwrapped model.
+        dtype: floating-point dtype of the floating-point tensors. If ``dtype`` is not wider than
+            the parameters, each rank casts before it sends. None: the dtypes of the model.
+        device: device of the tensors. None: the device that computes.
+        bucket_bytes: if set, each item is a list of ``(name, tensor)`` pairs with at most this
+            many bytes, or one larger tensor.
+        names: the names to yield, or a function that tells for each name whether to yield it. Units
+            without a chosen parameter are not all-gathered. None: all names.
+        ranks: which ranks get tensors. ``"all"``: all ranks. A number: only this rank of the
+            model's group; the other ranks only take part, and their iterators are empty.
+            ``"local"``: all ranks; of a tensor-parallel parameter each rank gets only its part.
+        debug: overwrite the tensors of an item with NaN (integers: the largest value) when the
+            next item is asked for. This finds consumers that keep tensors without a clone.
+
+    Raises:
+        ValueError: on all ranks, before the first all-gather: an argument is wrong or differs
+            between ranks, or another ``full_tensors`` of the model is not finished.
+        RuntimeError: a forward or backward of the model is running, or parameters were written
+            before the last item. At the end: another rank stopped early.
+    """
+    shards = model_shards(model, "full_tensors()")
+    place = None if device is None else torch.device(device)
+    request = _Request(dtype, place, bucket_bytes, names, ranks, debug)
+    world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
+
+    def prepare() -> tuple[_Reader, Facts]:
+        request.check(world.size)
+        if any(one.wrapper in _OPEN for one in shardings_in(model)):
+            raise ValueError(
+                "another full_tensors() of this model is not finished. Read it to its end, or call "
+                "its close() on every rank, before the next call."
+            )
+        with options_set(parts, StateDictOptions()):
+            reader = _Reader(model, request, world)
+        return reader, {"its arguments": repr(request), "its tensors": repr(reader.order)}
+
+    remedy = "Call full_tensors() with the same arguments on every rank."
+    reader = agreed(prepare, [world], "full_tensors()", remedy)
+    items = reader.read()
+    # Enter the generator. If it is dropped before its first item, Python only closes generators
+    # that have started, and the all-gathers of the other ranks would wait for this rank.
+    next(items)
+    return items
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of ``full_tensors``. The text of a request is the same on all ranks."""
+
+    dtype: torch.dtype | None
+    device: torch.device | None
+    bucket_bytes: int | None
+    names: Callable[[str], bool] | Collection[str] | None = field(repr=False)
+    ranks: Literal["all", "local"] | int
+    debug: bool
+
+    def check(self, world_size: int) -> None:
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point dtype, got {self.dtype}.")
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}.")
+        if self.ranks not in ("all", "local", *range(world_size)):
+            raise ValueError(
+                f"ranks must be 'all', 'local' or a rank below {world_size}, got {self.ranks!r}."
+            )
+
+    def chosen(self, known: Iterable[TensorName]) -> set[TensorName]:
+        """Return the names to yield. Raises ValueError if the user asked for an unknown name."""
+        names = self.names
+        if names is None:
+            return set(known)
+        if callable(names):
+            return {name for name in known if any(map(names, name.names))}
+        asked = {names} if isinstance(names, str) else set(names)
+        unknown = asked.difference(*(name.names for name in known))
+        if unknown:
+            raise ValueError(
+                f"names: the model has no parameter or persistent buffer {min(unknown)!r} "
+                f"({len(unknown)} of {len(asked)} names are unknown). Use the names of the "
+                "unwrapped model, as in model.state_dict()."
+            )
+        return {name for name in known if not asked.isdisjoint(name.names)}
+
+    def cast(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        """Return ``tensor`` in the requested dtype and on the requested device."""
+        dtype = self.dtype if tensor.is_floating_point() else None
+        return tensor.to(self.device or tensor.device, dtype or tensor.dtype, copy=copy)
+
+
+class _Flat:
+    """One flat parameter with the original parameters to yield; its all-gather."""
+
+    def __init__(self, handle: FlatParamHandle, asked: torch.dtype | None) -> None:
+        self.handle = handle
+        self.wanted: list[tuple[TensorName, OriginalParam]] = []
+        handle.absorb_replaced()
+        self.version, self._dtype = handle.version, handle.flat_param.dtype
+        # Cast before the all-gather if fewer bytes are sent then. Backends cannot send dtypes of
+        # one byte, so cast to float8 afterwards.
+        is_float = self._dtype.is_floating_point
+        if asked is not None and is_float and 2 <= asked.itemsize <= self._dtype.itemsize:
+            self._dtype = asked
+        self.nbytes = handle.layout.padded_numel * self._dtype.itemsize
+
+    def start(self, cache: BufferCache) -> tuple[Tensor, AsyncWork | None]:
+        """Start the all-gather. Collective: all ranks of the shard group.
+
+        Returns the full flat parameter, ``(padded_numel,)``, in memory of ``cache``, and the work
+        that fills it. None: it is filled already.
+        """
+        handle = self.handle
+        with torch.inference_mode(False), torch.no_grad():
+            full = cache.take(handle.layout.padded_numel, self._dtype, handle.device)
+            if handle.is_whole:
+                return full.copy_(handle.flat_param), None
+            if handle.is_current and handle.buffer.dtype == handle.flat_param.dtype:
+                return full.copy_(handle.buffer), None
+            shard = handle.flat_param.detach().to(handle.device, self._dtype)
+            return full, handle.gather.start_full(shard, full)
+
+
+class _Reader:
+    """Reads the full tensors of one model, in one order on all ranks."""
+
+    def __init__(self, model: nn.Module, request: _Request, world: Communicator) -> None:
+        self._model, self._request, self._world = model, request, world
+        names: dict[Tensor, TensorName] = {}
+        # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
+        for text, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                name = names.setdefault(value, TensorName(text))
+                name.names = (*getattr(name, "names", ()), text)
+        chosen = request.chosen(names.values())
+        owners: dict[Tensor, Any] = {
+            p.sharded: (handle, p) for handle in handles_in(model) for p in handle.params
+        }
+        flats: dict[FlatParamHandle, _Flat] = {}
+        self._rest: list[Item] = []  # parameters that no unit owns, and buffers
+        for tensor, name in names.items():
+            if name in chosen and tensor in owners:
+                handle, param = owners[tensor]
+                flat = flats.get(handle) or _Flat(handle, request.dtype)
+                flats.setdefault(handle, flat).wanted.append((name, param))
+            elif name in chosen:
+                self._rest.append((name, tensor))
+        self._flats = [*flats.values()]
+        # Names of the tensors to yield, in order.
+        self.order = [*(n for flat in self._flats for n, _ in flat.wanted), *dict(self._rest)]
+        self._largest = max((flat.nbytes for flat in self._flats), default=0)
+        # Flat parameters whose all-gather has not started, and those that are being all-gathered.
+        self._waiting = deque(self._flats)
+        self._started: deque[tuple[_Flat, Tensor, AsyncWork | None]] = deque()
+        # The last flat parameter, the present one and the next one. A cache does not reuse memory
+        # in which the consumer still holds a tensor.
+        self._caches = deque(BufferCache() for _ in range(3))
+
+    def read(self) -> Iterator[Any]:
+        """Yield None once, and then the items. Takes part in all all-gathers, even if closed."""
+        shardings = shardings_in(self._model)
+        hooks = [
+            one.wrapper.register_forward_pre_hook(partial(_refuse_forward, one.unit), prepend=True)
+            for one in shardings
+        ]
+        is_paired, ranks = self._request.bucket_bytes is None, self._request.ranks
+        is_reading = ranks in ("all", "local", self._world.rank)
+        stopped = ""  # where the consumer stopped, by a break or an exception
+        try:
+            _OPEN.update(one.wrapper for one in shardings)
+            try:
+                yield None
+            except GeneratorExit:
+                stopped = "stopped reading before the first item (break or exception)"
+            for bucket in self._buckets():
+                for item in [[pair] for pair in bucket] if is_paired else [bucket]:
+                    if stopped or not is_reading:
+                        break
+                    try:
+                        yield item[0] if is_paired else item
+                    except GeneratorExit:
+                        stopped = f"stopped reading after {item[-1][0]!r} (break or exception)"
+                    if self._request.debug:
+                        _poison(item)
+        finally:
+            _OPEN.difference_update([one.wrapper for one in shardings])
+            for hook in hooks:
+                hook.remove()
+        self._end(stopped)
+
+    def _end(self, stopped: str) -> None:
+        """Raise RuntimeError if another rank stopped early, or if a parameter was written.
+
+        Collective: all ranks that train the model.
+        """
+        written = [f.wanted[0][1].where for f in self._flats if f.version != f.handle.version]
+        mine = stopped or (f"wrote {written[0]} before the last item was read" if written else "")
+        everyone = self._world.host.gather_unless_equal(mine, "the end of full_tensors()")
+        for rank, theirs in zip(self._world.ranks, everyone, strict=False):
+            if theirs and not stopped:
+                raise RuntimeError(
+                    f"full_tensors(): rank {rank} {theirs}. Read to the end on every rank, and "
+                    "write to no parameter in between."
+                )
+
+    # ------------------------------------------------------------ buckets
+
+    def _buckets(self) -> Iterator[list[Item]]:
+        """Yield lists of tensors: the tensors of one unit, or at most ``bucket_bytes`` of tensors.
+
+        Collective. On every rank, even on a rank that gets no tensors, the all-gathers start in the
+        same order and before the same items. Otherwise a collective of the user's program between
+        two items could come before an all-gather on one rank and after it on another, and NCCL
+        would deadlock.
+        """
+        limit = self._request.bucket_bytes
+        budget = 2 * (limit or self._largest) + self._largest
+        bucket: list[Item] = []
+        # Bytes of the tensors in `bucket`; bytes of the flat parameters whose memory the bucket
+        # holds, and of those that the consumer may still hold: the last bucket.
+        size = held = before = 0
+        for flat in [*self._flats, None]:
+            self._start(budget - before - held, is_needed=True)
+            own = 0 if flat is None else flat.nbytes
+            held += own
+            for name, tensor in self._copies() if flat is None else self._read():
+                if limit is not None and bucket and size + tensor.nbytes > limit:
+                    self._start(budget - before - held)
+                    yield bucket
+                    bucket, size, before, held = [], 0, held, own
+                bucket.append((name, tensor))
+                size += tensor.nbytes
+            if bucket and (limit is None or flat is None):
+                self._start(budget - before - held)
+                yield bucket
+                bucket, before, held = [], held, 0
+
+    def _start(self, budget: int, *, is_needed: bool = False) -> None:
+        """Start the all-gathers that fit in ``budget`` bytes; at least one if ``is_needed``."""
+        budget -= sum(flat.nbytes for flat, _, _ in self._started)
+        while self._waiting:
+            flat = self._waiting[0]
+            if flat.nbytes > budget and not (is_needed and not self._started):
+                return
+            self._caches.rotate()
+            self._started.append((self._waiting.popleft(), *flat.start(self._caches[0])))
+            budget -= flat.nbytes
+
+    def _read(self) -> Iterator[Item]:
+        """Wait for the first started flat parameter; yield the chosen original parameters in it."""
+        flat, full, work = self._started.popleft()
+        if work is not None:
+            work.finish()
+            flat.handle.page_out()
+        for name, param in flat.wanted:
+            tensor = view_of(full, param.span)
+            is_part = self._request.ranks == "local"
+            yield name, self._request.cast(tensor if is_part else param.spec.unsplit(tensor))
+
+    def _copies(self) -> Iterator[Item]:
+        # These tensors are the model's own, so yield copies.
+        return ((n, self._request.cast(tensor.detach(), copy=True)) for n, tensor in self._rest)
+
+
+def _refuse_forward(unit: Unit, *_: Any) -> None:
+    raise RuntimeError(
+        f"{unit_text(unit.name)}: a forward began before full_tensors() was read to its end. Read "
+        "all items first, or call the iterator's close() on every rank."
+    )
+
+
+def _poison(items: Sequence[Item]) -> None:
+    for _, tensor in items:
+        if tensor.dtype is not torch.bool:
+            is_float = tensor.is_floating_point() or tensor.is_complex()
+            tensor.fill_(torch.nan if is_float else torch.iinfo(tensor.dtype).max)

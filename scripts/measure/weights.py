@@ -1,0 +1,170 @@
+"""Measures how long it takes to read all full weights of a sharded model, and what memory it takes.
+
+    python scripts/measure/weights.py --model many-small --world-size 2
+
+Builds the same GPT by flatshard and by torch's FSDP1 and FSDP2 in the same processes (gloo, this
+machine's CPU), and reads all full parameters in each way, round by round in turn: ``full_tensors``,
+a loop over FSDP2's ``full_tensor()``, FSDP1's ``summon_full_params``, and a full state dict. One
+all-gather of the model's bytes into one tensor is the lower bound. Then measures the norms of all
+gradients. Prints medians in milliseconds, and the peak RSS above the RSS before the reading.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import measuring  # first, because this import may end the script
+import torch
+import torch.distributed as dist
+from benchmark import PRESETS, make_batch, make_model, wrap_flatshard, wrap_fsdp1, wrap_fsdp2
+from measuring import mib, reset_peak, resident_bytes
+from rich import print as rich_print
+
+import flatshard
+from flatshard import ShardedWrapper
+
+
+class Models:
+    """The same model, sharded by each wrapper, with gradients of one backward."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        preset = PRESETS[args.model]
+        wraps = (wrap_flatshard, wrap_fsdp1, wrap_fsdp2)
+        args.strategy, args.bf16 = "FULL_SHARD", False
+        cpu = torch.device("cpu")
+        tokens = make_batch(preset, dist.get_rank(), cpu)
+        built = [wrap(make_model(preset, cpu), args) for wrap in wraps]
+        for model in built:
+            model(tokens[:, :-1]).square().mean().backward()
+        self.flatshard, self.fsdp1, self.fsdp2 = built
+        self.numel = sum(p.numel() for p in make_model(preset, cpu).parameters())
+        self.unit_bytes = max(one.flat_layout.padded_numel for one in self.parts) * 4
+
+    @property
+    def parts(self) -> list[flatshard.FlatParameter]:
+        assert isinstance(self.flatshard, ShardedWrapper)
+        return self.flatshard.flat_parameters()
+
+
+def read_full_tensors(models: Models, **keywords: Any) -> None:
+    for _ in flatshard.full_tensors(models.flatshard, **keywords):
+        pass
+
+
+def read_fsdp2(models: Models) -> None:
+    for param in models.fsdp2.parameters():
+        param.full_tensor()  # type: ignore[attr-defined]
+
+
+def read_fsdp1(models: Models) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for module in FullyShardedDataParallel.fsdp_modules(models.fsdp1):
+        with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+            pass
+
+
+def read_state_dict(models: Models) -> None:
+    models.flatshard.state_dict()
+
+
+def gather_once(models: Models) -> None:
+    """One all-gather of as many bytes as the model has."""
+    shard = torch.zeros(-(-models.numel // dist.get_world_size()))
+    dist.all_gather_into_tensor(shard.new_empty(shard.numel() * dist.get_world_size()), shard)
+
+
+def norms_flatshard(models: Models) -> None:
+    models.flatshard.norms("grad")  # type: ignore[operator]
+
+
+def norms_fsdp2(models: Models) -> None:
+    for param in models.fsdp2.parameters():
+        assert param.grad is not None
+        param.grad.norm().full_tensor().item()  # type: ignore[attr-defined]
+
+
+WAYS: dict[str, Callable[[Models], None]] = {
+    "full_tensors": read_full_tensors,
+    "full_tensors, bucket": lambda models: read_full_tensors(
+        models, bucket_bytes=models.unit_bytes
+    ),
+    "FSDP2 full_tensor()": read_fsdp2,
+    "FSDP1 summon_full_params": read_fsdp1,
+    "state_dict()": read_state_dict,
+    "one all-gather": gather_once,
+    'norms("grad")': norms_flatshard,
+    "norms, FSDP2 loop": norms_fsdp2,
+}
+
+
+def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
+    models = Models(args)
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    peaks: dict[str, int] = {}
+    for _ in range(1 + args.rounds):
+        for name, read in WAYS.items():
+            gc.collect()
+            before = resident_bytes("VmRSS")
+            reset_peak()
+            dist.barrier()
+            begin = time.perf_counter()
+            read(models)
+            dist.barrier()
+            times[name].append(time.perf_counter() - begin)
+            peaks[name] = max(peaks.get(name, 0), resident_bytes("VmHWM") - before)
+    return {
+        "numel": models.numel,
+        "unit_bytes": models.unit_bytes,
+        "num_parts": len(models.parts),
+        "ms": {name: 1000 * statistics.median(some[1:]) for name, some in times.items()},
+        "peaks": peaks,
+    }
+
+
+def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    first = ranks[0]
+    table = measuring.table(
+        f"{args.model} on {args.world_size} ranks: {first['numel']:,} parameters "
+        f"({mib(first['numel'] * 4)} MiB) in {first['num_parts']} flat parameters, the largest "
+        f"{mib(first['unit_bytes'])} MiB",
+        *("", "ms", "of FSDP2's loop", "peak MiB"),
+    )
+    for name in WAYS:
+        loop = "norms, FSDP2 loop" if "norms" in name else "FSDP2 full_tensor()"
+        peak = max(one["peaks"][name] for one in ranks)
+        ratio = first["ms"][name] / first["ms"][loop]
+        table.add_row(name, f"{first['ms'][name]:.2f}", f"{ratio:.3f}", mib(peak))
+    rich_print(table)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line. Exits with status 2 if an option is wrong."""
+    parser = measuring.Parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--model",
+        choices=PRESETS,
+        default="many-small",
+        help="the GPT (default: many-small)",
+    )
+    add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
+    add("--rounds", type=int, default=5, help="readings of each way (default: 5)")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
+    args = parser.parse_args(arguments)
+    if min(args.world_size, args.rounds) < 1:
+        parser.error("--world-size and --rounds must be at least 1")
+    measuring.require_proc(parser)
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, args)
+    show(ranks, args)
+    measuring.write_json(args.json, ranks)
