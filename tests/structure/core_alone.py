@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from tests.models import CASES
 from tests.oracle import ROWS, train_rank_by_rank, train_steps
@@ -56,6 +57,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
+    "weights": lambda model: flatshard.full_tensors(model),
     "recording": lambda model: model.record_steps(),
     "non_finite": lambda model: model.warn_non_finite(),
     "whole_tensors": _whole_tensors,

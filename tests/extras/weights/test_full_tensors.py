@@ -1,0 +1,455 @@
+"""`full_tensors`: the unwrapped model's tensors, one unit at a time, on every rank or on one."""
+
+import contextlib
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import flatshard
+from flatshard import CollectiveError, CPUOffload, MixedPrecision, ShardedWrapper, collectives
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.oracle import train_steps
+from tests.ways import WAYS
+
+pytestmark = pytest.mark.by_turns
+
+NAMES = (
+    "mlp tied-in-unit tied-across-units tied-blocks nested odd-shapes mixed-types batch-norm "
+    "frozen cnn-channels-last lstm"
+).split()
+
+
+def _tensors(model: nn.Module, **keywords: Any) -> dict[str, Tensor]:
+    """All tensors under all their names, kept by a clone."""
+    found: dict[str, Tensor] = {}
+    for item in flatshard.full_tensors(model, **keywords):
+        for name, tensor in item if "bucket_bytes" in keywords else [item]:
+            kept = tensor.clone()
+            assert name == name.names[0]
+            found.update(dict.fromkeys(name.names, kept))
+    return found
+
+
+def _expected(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+
+
+def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_has_the_state_dicts_tensors(name: str) -> None:
+    run_ranks(_same_as_the_state_dict, 3, name, "full-3")
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_every_strategy(way: str) -> None:
+    run_ranks(_same_as_the_state_dict, WAYS[way].world_size, "batch-norm", way)
+
+
+def test_one_rank_alone() -> None:
+    run_ranks(_same_as_the_state_dict, 1, "tied-blocks", "full")
+
+
+def _same_as_the_state_dict(rank: int, world_size: int, name: str, way: str) -> None:
+    case = CASES[name]
+    WAYS[way].set_nodes()
+    model = case.wrap(case.model(), **WAYS[way].keywords)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    for _ in range(2):
+        expected = _expected(model)
+        _assert_same(_tensors(model), expected)
+        _assert_same(_tensors(model, bucket_bytes=100), expected)
+        _assert_same(_tensors(model, bucket_bytes=1 << 20), expected)
+        half = {k: v.half() if v.is_floating_point() else v for k, v in expected.items()}
+        _assert_same(_tensors(model, dtype=torch.float16), half)
+        train_steps(model, optimizer, case, rank, world_size)
+
+
+def test_an_unwrapped_model() -> None:
+    model = CASES["tied-in-unit"].model()
+    _assert_same(_tensors(model), _expected(model))
+
+
+def test_buckets_are_small_and_names_are_ordered() -> None:
+    orders = run_ranks(_buckets, 2)
+    assert orders[0] == orders[1]
+
+
+def _buckets(rank: int, world_size: int) -> list[list[str]]:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    buckets = list(flatshard.full_tensors(model, bucket_bytes=200))
+    assert len(buckets) > 1
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 200
+    name = pickle.loads(pickle.dumps(buckets[0][0][0]))
+    assert name == buckets[0][0][0]
+    assert name.names == buckets[0][0][0].names
+    return [[*names] for names in ([name for name, _ in bucket] for bucket in buckets)]
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def test_sends_each_chosen_unit_once_in_the_narrower_dtype() -> None:
+    run_ranks(_sends, 2)
+
+
+def _sends(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]  # float64
+    model = case.wrap(case.model(), coalesce_bytes=0)
+    sizes = {
+        part.params[0].spec.unit: part.flat_layout.padded_numel for part in model.flat_parameters()
+    }
+    assert len(sizes) > 1
+
+    def gathered(**keywords: Any) -> dict[str, int]:
+        with collectives.record() as events:
+            _tensors(model, **keywords)
+        found = [(one.unit_fqn, one.nbytes) for one in events if one.kind == "gather"]
+        assert len(found) == len(dict(found))
+        return dict(found)
+
+    assert gathered() == {unit: 8 * numel for unit, numel in sizes.items()}
+    assert gathered(dtype=torch.bfloat16) == {unit: 2 * numel for unit, numel in sizes.items()}
+    chosen = "fc2.weight"
+    assert gathered(names=[chosen]).keys() == {
+        part.params[0].spec.unit
+        for part in model.flat_parameters()
+        if chosen in [param.name for param in part.params]
+    }
+    assert [*_tensors(model, names=lambda name: name.endswith("bias"))] == [
+        name for name in _tensors(model) if name.endswith("bias")
+    ]
+
+
+def test_the_next_all_gather_is_under_way_while_the_consumer_works() -> None:
+    run_ranks(_is_ahead, 2)
+
+
+def _is_ahead(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(
+        nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))),
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
+        coalesce_bytes=0,
+    )
+    with collectives.record() as events:
+        items = flatshard.full_tensors(model)
+        next(items)
+        assert len([one for one in events if one.kind == "gather"]) == 3  # of four units
+        for _ in items:
+            pass
+
+
+def test_memory() -> None:
+    """At most three units beside the shards, and a consumer that keeps tensors keeps the values."""
+    run_ranks(_memory, 2)
+
+
+def _memory(rank: int, world_size: int) -> None:
+    width = 1700  # 11 MiB in float32; large enough to be no free memory of the allocator
+    model = ShardedWrapper(
+        nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))),
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
+        coalesce_bytes=0,
+    )
+    alive = 0
+    for _ in flatshard.full_tensors(model):
+        gc.collect()
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in gc.get_objects()
+            if type(one) is Tensor and one.numel() == width * width
+        }
+        alive = max(alive, sum(storages.values()))
+    assert 0 < alive <= 3 * 4 * width * width
+    kept = dict(flatshard.full_tensors(model))  # without clones
+    _assert_same(kept, _expected(model))
+
+
+def test_debug_poisons_what_was_given_back() -> None:
+    run_ranks(_poisons, 2)
+
+
+def _poisons(rank: int, world_size: int) -> None:
+    case = CASES["batch-norm"]
+    model = case.wrap(case.model())
+    expected = _expected(model)
+    kept = []
+    for name, tensor in flatshard.full_tensors(model, debug=True):
+        assert torch.equal(tensor, expected[name])
+        kept.append(tensor)
+    for tensor in kept:
+        if tensor.is_floating_point():
+            assert tensor.isnan().all()
+        else:
+            assert (tensor == torch.iinfo(tensor.dtype).max).all()
+    _assert_same(_tensors(model), expected)  # the model has its values
+
+
+def test_consumers_writes_do_not_reach_the_model() -> None:
+    for way in ("full", "no_shard", "op"):
+        run_ranks(_writes, WAYS[way].world_size, way)
+
+
+def _writes(rank: int, world_size: int, way: str) -> None:
+    case = CASES["batch-norm"]
+    model = case.wrap(case.model(), **WAYS[way].keywords)
+    expected = _tensors(model)
+    for _, tensor in flatshard.full_tensors(model):
+        tensor.zero_()
+    _assert_same(_tensors(model), expected)
+
+
+# ---------------------------------------------------------------- which ranks
+
+
+def test_one_rank() -> None:
+    run_ranks(_one_rank, 3)
+
+
+def _one_rank(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    expected = _expected(model)
+    for chosen in range(world_size):
+        found = _tensors(model, ranks=chosen)
+        _assert_same(found, expected if rank == chosen else {})
+
+
+def test_tensor_parallel() -> None:
+    run_ranks(_tensor_parallel, 4)
+
+
+def _tensor_parallel(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    parallelize_module(plain[0], mesh["tensor"], ColwiseParallel())
+    model = ShardedWrapper(plain, process_group=mesh["data"].get_group())
+    _assert_same(_tensors(model), expected)
+    part = slice(3 * mesh["tensor"].get_local_rank(), 3 * mesh["tensor"].get_local_rank() + 3)
+    for name in ("0.weight", "0.bias"):
+        expected[name] = expected[name][part]
+    _assert_same(_tensors(model, ranks="local"), expected)
+
+
+def test_a_model_from_the_meta_device() -> None:
+    run_ranks(_meta, 2)
+
+
+def _meta(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    model = ShardedWrapper(plain)
+    found = _tensors(model)
+    assert found.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    _assert_same(found, _expected(model))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)},
+        {"collectives": "native"},
+        {"collectives": "sockets"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings(settings: dict[str, Any]) -> None:
+    run_ranks(_with_settings, 2, settings)
+
+
+def _with_settings(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model = ShardedWrapper(plain, **settings)
+    model(torch.ones(2, 5)).sum().backward()
+    _assert_same(_tensors(model), _expected(model))
+
+
+def test_shards_on_disk(tmp_path: Path) -> None:
+    run_ranks(_with_settings, 2, {"cpu_offload": CPUOffload(path=tmp_path)})
+
+
+def test_in_a_second_thread() -> None:
+    run_ranks(_second_thread, 2)
+
+
+def _second_thread(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    expected = _expected(model)
+    found: list[dict[str, Tensor]] = []
+    thread = threading.Thread(target=lambda: found.append(_tensors(model)))
+    thread.start()
+    thread.join()
+    _assert_same(found[0], expected)
+
+
+# ---------------------------------------------------------------- a consumer that does not read on
+
+
+def _never(items: Iterator[Any]) -> None:
+    del items
+
+
+def _breaks(items: Iterator[Any]) -> None:
+    for _ in items:
+        break
+
+
+def _raises(items: Iterator[Any]) -> None:
+    for _ in items:
+        raise LookupError("the consumer's own")
+
+
+def _closes(items: Iterator[Any]) -> None:
+    next(items)
+    items.close()  # type: ignore[attr-defined]
+
+
+STOPS = {"never": _never, "breaks": _breaks, "raises": _raises, "closes": _closes}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_one_rank_stops(stop: str) -> None:
+    run_ranks(_one_stops, 3, STOPS[stop])
+
+
+def _one_stops(rank: int, world_size: int, stop: Callable[[Iterator[Any]], None]) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model(), coalesce_bytes=0)
+    items = flatshard.full_tensors(model)
+    if rank == 1:
+        with pytest.raises(LookupError) if stop is _raises else contextlib.nullcontext():
+            stop(items)
+        del items
+    else:
+        place = "before the first item" if stop is _never else "after '"
+        with pytest.raises(RuntimeError, match=f"rank 1 stopped reading {place}"):
+            for _ in items:
+                pass
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_steps(model, optimizer, case, rank, world_size)
+    _assert_same(_tensors(model), _expected(model))
+
+
+def test_all_ranks_stop_at_the_same_item() -> None:
+    run_ranks(_all_stop, 2)
+
+
+def _all_stop(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    _breaks(flatshard.full_tensors(model))
+    _assert_same(_tensors(model), _expected(model))
+
+
+def test_one_rank_stalls() -> None:
+    run_ranks(_one_stalls, 2)
+
+
+def _one_stalls(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    for number, _ in enumerate(flatshard.full_tensors(model)):
+        if rank == 1 and number == 1:
+            time.sleep(3)
+    _assert_same(_tensors(model), _expected(model))
+
+
+def test_one_rank_asks_alone() -> None:
+    run_ranks(_asks_alone, 2)
+
+
+def _asks_alone(rank: int, world_size: int) -> None:
+    case = CASES["batch-norm"]
+    model = case.wrap(case.model())
+    ask = (lambda: _tensors(model)) if rank == 0 else (lambda: model.norms("param"))
+    with pytest.raises(CollectiveError, match="full_tensors"):
+        ask()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_forward_between_two_items() -> None:
+    run_ranks(_forward, 2)
+
+
+def _forward(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    inputs = case.batch(0, 4, torch.float64)[0]
+    items = flatshard.full_tensors(model)
+    next(items)
+    with pytest.raises(RuntimeError, match=r"a forward began before full_tensors\(\) was read"):
+        model(inputs)
+    with pytest.raises(ValueError, match=r"another full_tensors\(\) of this model is not finished"):
+        flatshard.full_tensors(model)
+    for _ in items:
+        pass
+    model(inputs).sum().backward()
+
+
+def test_a_write_between_two_items() -> None:
+    run_ranks(_write_between, 2)
+
+
+def _write_between(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    items = flatshard.full_tensors(model)
+    next(items)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match=r"wrote parameter '.*' .* before the last item"):
+        for _ in items:
+            pass
+
+
+def test_refusals_reach_all_ranks_before_the_first_all_gather() -> None:
+    run_ranks(_refusals, 2)
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"names": ["no.such"]}, "no parameter or persistent buffer 'no.such'"),
+        ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
+        ({"ranks": 2}, "ranks must be 'all', 'local' or a rank below 2"),
+        ({"ranks": "some"}, "ranks must be 'all', 'local' or a rank below 2"),
+    ]
+    with collectives.record() as events:
+        for keywords, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                flatshard.full_tensors(model, **keywords if rank == 0 else {})
+        with pytest.raises(ValueError, match="ranks differ: its arguments"):
+            flatshard.full_tensors(model, ranks=rank)
+        with pytest.raises(ValueError, match="ranks differ: its tensors"):
+            flatshard.full_tensors(model, names=lambda name: rank == 0)
+    assert not [one for one in events if one.kind == "gather"]
+    with ShardedWrapper.summon_full_params(model), pytest.raises(RuntimeError, match="summon"):
+        flatshard.full_tensors(model)
+    _assert_same(_tensors(model), _expected(model))

@@ -1,0 +1,132 @@
+"""`norms`: those of the unwrapped model's tensors, in one collective."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import CollectiveError, ShardedWrapper, collectives
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.oracle import local_loss, train_steps
+from tests.ways import WAYS
+
+pytestmark = pytest.mark.by_turns
+
+ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_equal_the_full_tensors_norms(way: str) -> None:
+    run_ranks(_same, WAYS[way].world_size, "mlp", way)
+
+
+@pytest.mark.parametrize("name", ["nested", "tied-across-units", "odd-shapes", "mixed-types"])
+def test_models(name: str) -> None:
+    run_ranks(_same, 3, name, "full-3")
+
+
+def _norm(tensor: torch.Tensor, order: float) -> float:
+    if tensor.numel() == 0:  # torch has no largest value of nothing
+        return 0.0 if order >= 0 else math.inf
+    return float(torch.linalg.vector_norm(tensor.abs().double(), order))
+
+
+def _same(rank: int, world_size: int, name: str, way: str) -> None:
+    case = CASES[name]
+    WAYS[way].set_nodes()
+    model = case.wrap(case.model(), **WAYS[way].keywords)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    assert model.norms("update") == {}
+    before = {name: p.detach().clone() for name, p in _full(model).items()}
+    train_steps(model, optimizer, case, rank, world_size)
+    local_loss(model, case, 0, rank, world_size).backward()
+    after = _full(model)
+    with ShardedWrapper.summon_full_params(model, with_grads=True, writeback=False):
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    changes = {name: after[name] - before[name] for name in after}
+    for order in ORDERS:
+        for kind, tensors in (("param", after), ("grad", grads)):
+            _assert_close(model.norms(kind, norm_type=order), tensors, order)
+    _assert_close(model.norms("update"), changes, 2.0)
+    assert model.norms("param").non_finite == {}
+    units = model.norms("param", "unit")
+    total = math.sqrt(sum(value**2 for value in units.values()))
+    assert total == pytest.approx(math.sqrt(sum(_norm(p, 2) ** 2 for p in after.values())))
+
+
+def _full(model: ShardedWrapper) -> dict[str, torch.Tensor]:
+    with ShardedWrapper.summon_full_params(model, writeback=False):
+        every = [(name, p.detach().clone()) for name, p in model.named_parameters()]
+    return {n: p for n, p in every if p.is_floating_point() or p.is_complex()}
+
+
+def _assert_close(found: dict[str, float], tensors: dict[str, Any], order: float) -> None:
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name] == pytest.approx(_norm(tensor, order), rel=1e-5), (name, order)
+
+
+def test_one_collective_and_no_rounding_to_bfloat16() -> None:
+    run_ranks(_one_collective, 2)
+
+
+def _one_collective(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = ShardedWrapper(
+        nn.Sequential(*(nn.Linear(9, 9, dtype=torch.bfloat16) for _ in range(5))),
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
+        coalesce_bytes=0,
+    )
+    with collectives.record() as events:
+        found = model.norms("param")
+    assert [one.kind for one in events] == ["scalars"]
+    for name, tensor in _full(model).items():
+        assert found[name] == pytest.approx(_norm(tensor, 2), rel=1e-5)
+
+
+def test_inf_and_nan_are_named_with_their_ranks() -> None:
+    run_ranks(_non_finite, 2)
+
+
+def _non_finite(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with ShardedWrapper.summon_full_params(model), torch.no_grad():
+        model.get_parameter("0.weight")[0, 0] = math.nan
+        model.get_parameter("1.bias")[3] = math.inf
+    found = model.norms("param")
+    assert math.isnan(found["0.weight"])
+    assert found["1.bias"] == math.inf
+    assert math.isfinite(found["0.bias"])
+    assert found.non_finite == {"0.weight": [0], "1.bias": [1]}
+    assert model.norms("param", "unit").non_finite == {"": [0, 1]}
+
+
+def test_refusals() -> None:
+    run_ranks(_refusals, 2)
+
+
+def test_one_rank_asks_alone() -> None:
+    run_ranks(_alone, 2)
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="'weights'"):
+        model.norms("weights")
+    with pytest.raises(ValueError, match="'layer'"):
+        model.norms("grad", "layer")
+    assert model.norms() == {}
+    with model.no_sync():
+        model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        model.norms()
+
+
+def _alone(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    ask = (lambda: model.norms("param")) if rank == 0 else next(model.parameters()).sum
+    with pytest.raises(CollectiveError, match="norms of order 2"):
+        ask()
