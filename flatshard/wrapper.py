@@ -589,7 +589,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Example:
             ```python
-            loss.backward()
+            loss_fn(model(inputs), labels).backward()
             for name, norm in model.norms("grad").items():
                 print(name, norm)
             ```

@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,17 @@ def data(rank: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+class Engine:
+    """As much of an inference engine as takes weights."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.loaded[name] = tensor.clone()
+
+
 def surroundings(text: str, rank: int) -> dict[str, Any]:
     """The names that a block finds."""
     model: nn.Module = build()
@@ -140,6 +151,7 @@ def surroundings(text: str, rank: int) -> dict[str, Any]:
         "labels": batches[0][1],
         "loss_fn": nn.functional.cross_entropy,
         "loss_of": nn.functional.cross_entropy,
+        "engine": Engine(),
         "shard": dist.group.WORLD,
         "replicate": _alone(rank),
         "model": model,

@@ -220,6 +220,29 @@ def _check_average(names: dict[str, Any], rank: int) -> None:
         assert_close(dict(names["weights"]), expected, rtol=1e-4, atol=1e-5)
 
 
+def _check_engine(names: dict[str, Any], rank: int) -> None:
+    if "average" in names:
+        _check_average({"weights": names["average"]}, rank)
+        return
+    expected = names["model"].state_dict()
+    loaded = names["engine"].loaded
+    if rank > 0 and "bucket" not in names and "merged" not in names:
+        assert not loaded
+        return
+    dtype = next(iter(loaded.values())).dtype
+    assert dtype is (torch.bfloat16 if "bucket" in names else torch.float32)
+    assert_close(loaded, {n: v.to(dtype) for n, v in expected.items()}, rtol=0, atol=0)
+
+
+def _check_norms(names: dict[str, Any], rank: int) -> None:
+    plain = build()
+    for both in (0, 1):
+        inputs, labels = data(both)[0]
+        (nn.functional.cross_entropy(plain(inputs), labels) / 2).backward()
+    expected = {n: float(p.grad.norm()) for n, p in plain.named_parameters() if p.grad is not None}
+    assert names["norms"] == pytest.approx(expected, rel=1e-4)
+
+
 def _check_momentum_encoder(names: dict[str, Any], rank: int) -> None:
     if "byol" not in names:  # the block that edits full parameters
         state = names["model"].state_dict()
@@ -334,6 +357,8 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "A momentum encoder"): _check_momentum_encoder,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,
     ("recipes.md", "A ResNet with BatchNorm"): _check_batch_norm,
+    ("recipes.md", "All weights to an inference engine"): _check_engine,
+    ("recipes.md", "Norms for a training log"): _check_norms,
     ("guide.md", "Save"): _check_saved,
     ("guide.md", "Will it fit?"): _check_plan,
 }
@@ -409,6 +434,7 @@ SHORTER = {
     "python scripts/tables/conformance.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
     "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
+    "torchrun --standalone --nproc-per-node 2 tutorials/rollouts.py": "--steps 3",
 }
 """What makes a command small; of an option that is given twice, the last one counts."""
 
@@ -425,7 +451,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     """Each in a copy of the repository's files, with an environment that is there already."""
     short = [more for start, more in SHORTER.items() if command.startswith(start)]
     assert short, f"say in SHORTER how to run it in a second: {command}"
-    for name in ("scripts", "flatshard", "pyproject.toml", "README.md"):
+    for name in ("scripts", "flatshard", "tutorials", "pyproject.toml", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
     binaries = tmp_path / "venv" / "bin"
@@ -434,6 +460,7 @@ def test_command(command: str, tmp_path: Path) -> None:
         script = f'#!/bin/sh\n[ "$2" = pip ] && exit\nexec {sys.executable} "$@"\n'
         (binaries / name).write_text(script)
         (binaries / name).chmod(0o755)
+    (binaries / "torchrun").symlink_to(Path(sys.executable).with_name("torchrun"))
     done = subprocess.run(
         f"{command} {short[0]}",
         shell=True,

@@ -1,0 +1,185 @@
+"""Trains a sharded policy while a separate process generates with its newest weights.
+
+    torchrun --standalone --nproc-per-node 2 tutorials/rollouts.py
+
+This is the loop of reinforcement learning with an inference engine. The engine is another process
+that runs the same model unwrapped. After each optimizer step the trainer hands all weights to the
+engine, one bucket at a time, through shared memory, and checks that the engine has the trainer's
+weights bit by bit. By default rank 0 has an engine; with --engines all, every rank has its own.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+
+VOCABULARY, WIDTH, LENGTH, GOOD = 16, 32, 12, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.hidden = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.out = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.relu(self.hidden(self.norm(x))))
+
+
+class Policy(nn.Module):
+    """Chooses the next token by the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.tokens(tokens)))
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of all bytes of all tensors."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+# ---------------------------------------------------------------- the process that generates
+
+
+class Engine:
+    """Generates with the unwrapped model; has the ``load_weights`` of inference engines."""
+
+    def __init__(self) -> None:
+        self.model = Policy().requires_grad_(False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        state = self.model.state_dict()
+        for name, tensor in weights:
+            state[name].copy_(tensor)
+
+    def generate(self, prompt: Tensor) -> Tensor:
+        """Append tokens to the prompts, ``(batch, 1)``, until they have ``LENGTH`` tokens."""
+        tokens = prompt
+        while tokens.shape[1] < LENGTH:
+            chances = self.model(tokens[:, -1]).softmax(dim=-1)
+            tokens = torch.cat([tokens, torch.multinomial(chances, 1)], dim=1)
+        return tokens
+
+    def digest(self) -> str:
+        return digest(self.model.state_dict())
+
+
+def serve(pipe: Connection, seed: int) -> None:
+    """Call the methods of an engine that arrive through ``pipe``, and send back the results."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    engine = Engine()
+    while (call := pipe.recv()) is not None:
+        method, *arguments = call
+        pipe.send(getattr(engine, method)(*arguments))
+
+
+class EngineProcess:
+    """An engine in its own process. Tensors go there and back in shared memory."""
+
+    def __init__(self, seed: int) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, seed), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self._pipe.send((method, *arguments))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def hand_over(model: nn.Module, engine: EngineProcess | None, args: argparse.Namespace) -> None:
+    """Give the engine all weights. Collective: all ranks, also those without an engine."""
+    ranks = "all" if args.engines == "all" else 0
+    for bucket in flatshard.full_tensors(model, bucket_bytes=args.bucket_bytes, ranks=ranks):
+        assert engine is not None
+        # The call returns when the engine has copied the bucket, so no tensor is kept.
+        engine.call("load_weights", bucket)
+
+
+def train(args: argparse.Namespace) -> list[float]:
+    """Train by REINFORCE; returns the mean reward of each step."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = ShardedWrapper(Policy(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    engine = EngineProcess(seed=rank) if rank == 0 or args.engines == "all" else None
+    rewards = []
+    for step in range(args.steps):
+        hand_over(model, engine, args)
+        state = model.state_dict()  # on all ranks
+        tokens = torch.zeros(args.batch, LENGTH, dtype=torch.long)
+        if engine is not None:
+            assert engine.call("digest") == digest(state), "the engine has other weights"
+            tokens = engine.call("generate", torch.zeros(args.batch, 1, dtype=torch.long))
+        if args.engines == "one":
+            dist.broadcast(tokens, src=0)
+        reward = (tokens[:, 1:] == GOOD).float()
+        chances = model(tokens[:, :-1]).log_softmax(dim=-1)
+        chosen = chances.gather(2, tokens[:, 1:, None]).squeeze(2)
+        loss = -((reward - reward.mean()) * chosen).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms = model.norms("grad")
+        optimizer.step()
+        rewards.append(float(reward.mean()))
+        if rank == 0 and (step + 1) % 10 == 0:
+            largest = max(norms, key=norms.__getitem__)
+            print(
+                f"step {step + 1}: reward {rewards[-1]:.2f}, "
+                f"largest gradient {norms[largest]:.3f} ({largest})"
+            )
+    if engine is not None:
+        engine.close()
+    return rewards
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: 50)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step (default: 32)")
+    parser.add_argument(
+        "--bucket-bytes", type=int, default=1 << 14, help="bytes per bucket (default: 16384)"
+    )
+    parser.add_argument(
+        "--engines",
+        choices=("one", "all"),
+        default="one",
+        help="an engine on rank 0, or on every rank (default: one)",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train(parse_args())
+    dist.destroy_process_group()
