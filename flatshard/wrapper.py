@@ -345,9 +345,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return extra("join", "ShardedWrapper.join()").joining(self._sharding, optimizers, *how)
 
     def free_buffers(self) -> None:
-        """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
+        """Release memory that is kept for the next step: unsharded buffers and gradient buffers.
 
-        A forward without gradients also releases this memory when it begins. No communication.
+        The beginning of a forward without gradients also releases this memory. No communication.
         """
         self._sharding.context.give_back()
 
@@ -356,8 +356,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         The context yields the list of ``StepReport``s, which grows as steps end: a step ends when
         the next step begins, or with the context. When the context ends without an exception, the
-        first rank writes files about all ranks. If the file name contains ``{rank}``, every rank
-        writes its own file. All reports stay in memory until then, so record only a few steps.
+        model's rank 0 writes the file ``memory``, about all ranks. If the file name contains
+        ``{rank}``, every rank writes its own file. All reports stay in memory until the context
+        ends, so record only a few steps.
 
         Collective: all ranks that train the model, at entry, and at the end to write a file.
 
@@ -385,7 +386,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return recording.record_steps(self._sharding, memory)
 
     def step_report(self) -> Any:
-        """Report of this rank's last recorded step, or of the current step so far.
+        """Return the report of this rank's last recorded step, or of the current step so far.
 
         ``print`` the report to see a table. No communication. Raises RuntimeError if no step was
         recorded.
@@ -410,9 +411,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
 
         The hook is called once per flat parameter (one per unit, dtype and ``requires_grad``) in
-        each backward that synchronises, in the same order of units on all ranks. The hook itself
-        reduces and averages, and its collectives must be finished when it returns. A backward under
-        ``no_sync`` does not call the hook; the accumulated gradients are part of the next ``full``.
+        each backward that reduces gradients, in the same order of units on all ranks. The hook
+        itself reduces and averages, and its collectives must be finished when it returns. A
+        backward under ``no_sync`` does not call the hook; the accumulated gradients are part of the
+        next ``full``.
 
         - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
           ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient.
@@ -777,10 +779,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     ) -> dict[str, Any]:
         """Return the optimizer's full state, keyed by the names of the unwrapped model.
 
-        ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: tensors with one
-        value per element of a parameter have the parameter's shape and strides, and the state's
-        dtype. ``step``, options and other entries are kept. A tied parameter appears only under its
-        first name.
+        The result is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
+        Tensors with one value per element of a parameter have the parameter's shape and strides,
+        and the state's dtype. ``step``, options and other entries are kept. A tied parameter
+        appears only under its first name.
+
         The result does not depend on ranks or units, so it can be loaded with any number of ranks
         and any units, and into an optimizer of the unwrapped model: see
         ``optim_state_dict_to_load``.
@@ -829,7 +832,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Convert an ``optim_state_dict`` for ``optim.load_state_dict`` on this rank.
+        """Return this rank's part of ``optim_state_dict``, for ``optim.load_state_dict``.
 
         ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
         of the unwrapped model. In the second case, positions count parameters in the order of
@@ -852,8 +855,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             model: a wrapper, a module that contains wrappers, or an unwrapped model.
             optim: an optimizer over the model's parameters.
             optim_state_dict: the state, the same on every rank. It is not changed.
-            is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
-            load_directly: also load the result.
+            is_named_optimizer: whether ``optim.load_state_dict`` takes names instead of positions.
+            load_directly: whether to pass the result to ``optim.load_state_dict``, too.
             group: no effect, because each unit knows its ranks.
 
         Returns:
@@ -1005,7 +1008,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
-        """List all wrappers in ``module``, or only the outermost, as FSDP1 does."""
+        """Return all wrappers in ``module``, or only the outermost wrappers, as in FSDP1."""
         found = outermost_shardings(module) if root_only else shardings_in(module)
         return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
 
