@@ -649,8 +649,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 ``writeback=False``. Run no collective operation inside the context.
             offload_to_cpu: copy the full parameters to CPU memory, unit by unit.
             with_grads: ``p.grad`` is the full reduced gradient, or None if ``p`` has no gradient.
-                Setting it to None drops the gradient; assigning a tensor adds or replaces the
-                gradient.
+                Setting ``p.grad`` to None drops the gradient. Assigning a tensor adds or replaces
+                the gradient.
 
         Raises:
             ValueError: ``rank0_only`` with ``writeback``.
@@ -717,10 +717,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Return the state dict with only this rank's part of each parameter; no communication.
 
         Names, shapes and dtypes are the unwrapped module's. Sharded values share memory with the
-        model: ``torch.distributed.checkpoint`` saves them, and loads checkpoints from any number of
-        ranks into them in place. Buffers, empty parameters and parameters that this rank holds
-        whole are plain tensors. ``load_state_dict`` accepts the dict, on the same rank of the same
-        model.
+        model: ``torch.distributed.checkpoint`` saves these values, and loads checkpoints from any
+        number of ranks in place, into these values. Buffers, empty parameters and parameters that
+        this rank holds whole are plain tensors. ``load_state_dict`` accepts the dict, on the same
+        rank of the same model.
 
         Example:
             ```python
@@ -914,7 +914,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             The previous setting, as torch's ``StateDictSettings``.
 
         Raises:
-            NotImplementedError: the type is neither of these two.
+            NotImplementedError: the type is neither ``FULL_STATE_DICT`` nor ``SHARDED_STATE_DICT``.
             TypeError: a config does not belong to the type.
             RuntimeError: the units had different settings before the call, so there is no single
                 setting to return.

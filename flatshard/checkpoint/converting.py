@@ -186,4 +186,4 @@ def _write_dcp(final: Path, like: dict[str, Tensor], ties: dict[str, str], read:
         try:
             save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            raise error.failures[0][0] from error  # key 0: the rank of this only process
+            raise error.failures[0][0] from error  # keyed by rank: this process is rank 0

@@ -210,7 +210,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
 
 def sync(path: Path) -> None:
     """Wait until the content of a file, or the names in a folder, are on the disk."""
-    if os.name == "nt":  # Windows cannot open a folder
+    if os.name == "nt":  # Windows cannot open folders to sync names
         return
     file = os.open(path, os.O_RDONLY)
     try:

@@ -213,7 +213,7 @@ def _require_complete(path: Path) -> Marker:
     if marker is None:
         inside = folders.latest(path)
         last = inside or folders.latest(path.parent)
-        remedy = f"The last complete checkpoint is {last}." if last else "None is complete."
+        remedy = f"Last complete checkpoint: {last or 'none'}."
         if not path.exists() or path.name.endswith(folders.INCOMPLETE):
             is_begun = folders.incomplete(path).exists() or path.exists()
             state = "is incomplete: its save did not end" if is_begun else "does not exist"

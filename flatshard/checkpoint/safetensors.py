@@ -42,7 +42,9 @@ class Plan:
 
     folder: Path
     headers: dict[str, bytes] = field(default_factory=dict)  # keyed by file name
-    places: dict[str, Place] = field(default_factory=dict)  # of each tensor, in temporary files
+
+    # Place of each tensor in the temporary files, keyed by the tensor's name.
+    places: dict[str, Place] = field(default_factory=dict)
     index: str = ""  # text of the index; empty for a single file
     replaces: str = ""  # regular expression for files that `commit` deletes
 

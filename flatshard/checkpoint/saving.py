@@ -325,7 +325,7 @@ class Save:
             if not isinstance(error, CollectiveError) and self.ranks.rank == 0:
                 shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
             last = folders.latest(self.path.parent)
-            outcome = f"{self.path} was not saved. The last complete checkpoint is {last}."
+            outcome = f"{self.path} was not saved. Last complete checkpoint: {last or 'none'}."
             if self.ranks.group is not None and not dist.is_initialized():
                 raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
             error.add_note(outcome)

@@ -130,7 +130,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
     if kind is not None:
         raise TypeError(
             f"ShardedWrapper: {where} is {kind}, but only dense tensors with memory can be sharded "
-            "or synchronised. Convert it by to_dense() or dequantize(), or pass its module in "
+            "or synchronised. Convert the tensor (to_dense(), dequantize()), or pass its module in "
             "ignored_modules."
         )
 

@@ -317,6 +317,6 @@ def _check_owns_parameters(module: nn.Module) -> None:
             if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
                 raise RuntimeError(
                     f"summon_full_params: parameter {value.spec.name!r} belongs to "
-                    f"{unit_text(value.spec.unit)}, which is not in the given module. Pass its "
-                    "ShardedWrapper, or the whole model."
+                    f"{unit_text(value.spec.unit)}, which is not in the given module. Pass the "
+                    "unit's ShardedWrapper, or the whole model."
                 )

@@ -105,7 +105,7 @@ class Settings:
             placement = placement.diverging()
         if keywords:
             raise ValueError(
-                f"auto_wrap_policy: for {unit_text(plan.name)} it sets "
+                f"auto_wrap_policy: for {unit_text(plan.name)} the policy sets "
                 f"{', '.join(sorted(keywords))}. Units of one model can differ only in "
                 "sharding_strategy, reshard_after_forward, allow_divergence, mixed_precision and "
                 "boundary. Pass all other keywords to the outermost wrapper."

@@ -198,7 +198,7 @@ def _keep_sharded(
             state_dict[key] = state_shard(local, value.spec, value.role)
         elif value.untyped_storage()._cdata != handle.flat_param.untyped_storage()._cdata:
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: a sharded state dict was asked for in the forward "
+                f"{unit_text(handle.unit_name)}: a sharded state dict was requested in the forward "
                 "of the unit. Call state_dict() between steps."
             )
 

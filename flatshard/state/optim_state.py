@@ -87,7 +87,7 @@ def sharded_state(
         raise NotImplementedError(
             "optim_state_dict: some units train only on some of the model's ranks. Other ranks may "
             "hold other state under the same names, but a sharded checkpoint keeps one state per "
-            "name. Ask for FULL_STATE_DICT."
+            "name. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
         )
     named, _ = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
     return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]

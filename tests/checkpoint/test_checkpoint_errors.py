@@ -134,7 +134,7 @@ def test_broken_files_are_named(name: str, how: str, tmp_path: Path) -> None:
 def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _saved(tmp_path / "step-1")
     model = _model()
-    last = rf"The last complete checkpoint is {tmp_path / 'step-1'}\."
+    last = rf"Last complete checkpoint: {tmp_path / 'step-1'}\."
     (tmp_path / "step-2.incomplete").mkdir()
     with pytest.raises(FileNotFoundError, match=f"step-2 is incomplete: .* {last}"):
         checkpoint.load(tmp_path / "step-2", model)
@@ -343,7 +343,7 @@ def _full_disk(rank: int, _: int, path: Path, async_: bool) -> None:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     (note,) = error.value.__notes__
-    last = f"The last complete checkpoint is {path / 'step-1'}."
+    last = f"Last complete checkpoint: {path / 'step-1'}."
     assert note.endswith(f"step-2 was not saved. {last}")
     checkpoint.save(path / "step-3", model)
     names = sorted(one.name for one in path.iterdir())
@@ -374,7 +374,7 @@ def _dies(rank: int, _: int, path: Path) -> None:
         dcp_files.SavePlanner.resolve_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
     with pytest.raises(CollectiveError, match=rf"save\(.*step-2'\), rank {rank}.* failed") as error:
         checkpoint.save(path / "step-2", model)
-    assert f"The last complete checkpoint is {path / 'step-1'}." in error.value.__notes__[0]
+    assert f"Last complete checkpoint: {path / 'step-1'}." in error.value.__notes__[0]
 
 
 def test_an_error_nobody_waited_for_is_raised_at_the_end(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_save_that_failed_is_the_programs_status(tmp_path: Path) -> None:
     )
     ended = run_script(script, cwd=tmp_path)
     assert ended.status == 1
-    assert "one was not saved. The last complete checkpoint is None." in ended.err
+    assert "one was not saved. Last complete checkpoint: none." in ended.err
 
 
 def test_other_hosts_files_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

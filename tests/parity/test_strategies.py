@@ -528,7 +528,7 @@ def _unknown_override(rank: int, world_size: int) -> None:
     policy = CustomPolicy(
         lambda module: {"coalesce_bytes": 0} if isinstance(module, nn.Linear) else False
     )
-    with pytest.raises(ValueError, match="unit 'fc1' it sets coalesce_bytes"):
+    with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
         _model_with(auto_wrap_policy=policy)
 
 

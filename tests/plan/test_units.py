@@ -368,7 +368,7 @@ def _torchs_keywords(rank: int, world_size: int, kind: Any) -> None:
         name: f"{count * width} B" for name, (count, width) in padded.items()
     }
     refused = kind(lambda module: {"coalesce_bytes": 0} if _is_linear(module) else False)
-    with pytest.raises(ValueError, match="unit 'fc1' it sets coalesce_bytes"):
+    with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
         ShardedWrapper(case.model(), auto_wrap_policy=refused)
 
 
