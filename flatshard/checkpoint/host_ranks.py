@@ -131,12 +131,12 @@ class Training:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, caller: str
     ) -> None:
         """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
-        for value, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer | None)):
+        known = ("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer | None)
+        for name, value, kind in known:
             if not isinstance(value, kind):
                 raise TypeError(
-                    f"{caller}: expected one model and its optimizer, got a "
-                    f"{type(value).__name__}. Save and load each model in its own folder, with one "
-                    "call per model."
+                    f"{caller}: {name} must be one torch {name}, got a {type(value).__name__}. "
+                    "Call it once for each model, with a folder for each model."
                 )
         self.model, self.optimizer = model, optimizer
         self.plain = model

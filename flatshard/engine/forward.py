@@ -305,5 +305,7 @@ class Forward:
                     with self._observers.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
-                    if not failed:  # this error would hide the error that ended the forward
+                    # If the forward itself failed, do not raise this second error, which would hide
+                    # the error of the forward.
+                    if not failed:
                         raise

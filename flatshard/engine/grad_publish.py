@@ -42,9 +42,10 @@ class UnreducedGrads:
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Usually show this rank's own gradients, which are complete in `slots`. But if a part
-            # of the sum is in `intra_reduced`, show only this rank's shard of the sum:
-            # `intra_reduced` covers only a part of the flat parameter.
+            # Usually `.grad` shows this rank's gradients of the full parameters, which are in
+            # `slots`. But gradients that were already averaged within the node are in
+            # `intra_reduced`, which covers only a part of the flat parameter. Then `.grad` shows
+            # only this rank's shard of the gradients.
             in_parts = buffer.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = buffer.accumulated_shard().to(device) if in_parts else None
@@ -160,7 +161,10 @@ class GradPublish:
     # ------------------------------------------------------------ before a backward
 
     def begin_backward(self) -> None:
-        """Remove accumulated gradients from ``.grad``, because a backward begins."""
+        """Take accumulated gradients back from ``.grad``, to add the next backward's gradients.
+
+        The gradients stay in the gradient buffer; ``.grad`` only showed them to the user.
+        """
         self._buffer.arrived.clear()
         self.unreduced.take_all_back()
 

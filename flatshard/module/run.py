@@ -105,9 +105,9 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group, topology.across))
-    # This check needs no communication, because all ranks get the same result: a rank's shard group
-    # and replicate group share only this rank, so the groups are swapped either on all ranks or on
-    # no rank.
+    # Compare the shard group and the replicate group of each unit with those of the outermost unit.
+    # This check needs no communication, because all ranks get the same result: if a unit has the
+    # two groups in exchanged roles, it has them so on every rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:

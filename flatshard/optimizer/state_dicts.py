@@ -226,9 +226,10 @@ def _sharded_params(
             yield param, state_dict["state"][key]
 
 
-# Key of the stamp in the first parameter group. If a user loads a state dict before the first step,
-# flatshard's hooks are not registered yet, so the first step must be able to find the stamp. Torch
-# keeps unknown keys of groups when it loads a state dict, but drops unknown top-level keys.
+# Key of the stamp, a record in an optimizer's state dict of the rank that made the state dict. The
+# stamp is in the first parameter group, because torch keeps unknown keys of groups when it loads a
+# state dict, but drops unknown top-level keys. If a user loads a state dict before the first step,
+# flatshard's hooks are not registered on the optimizer yet; then the first step checks the stamp.
 STAMP = "flatshard"
 
 _ONE_RANKS = (

@@ -57,8 +57,9 @@ class FlatParameter(nn.Parameter):
     def __new__(
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
-        """Make a flat parameter in the memory of ``chunk``, ``(layout.shard_numel,)``.
+        """Make a flat parameter that shares the memory of ``chunk``.
 
+        The shape of ``chunk`` is ``(layout.shard_numel,)``. ``rank`` is the index of the chunk.
         ``params`` are the original parameters, in the order of ``layout.spans``.
         """
         # Set `requires_grad` to False: autograd computes gradients of the full parameters, which

@@ -611,9 +611,9 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
     # `save_distributed` only one box in total.
     if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
         raise RuntimeError(
-            f"{fqn!r}: this rank holds {num_boxes} separate blocks of the tensor. "
-            "HuggingFaceStorageWriter would write only one block from each rank with "
-            "save_distributed=True, and only one block in total without. Call "
+            f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. The ranks hold "
+            f"different blocks of it, this rank {num_boxes}, and the writer writes at most one "
+            "block of a tensor per rank (without save_distributed=True: one in total). Call "
             "flatshard.checkpoint.save_safetensors(model, path) instead."
         )
 

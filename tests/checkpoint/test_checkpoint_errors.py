@@ -246,9 +246,11 @@ def _different(rank: int, _: int, path: Path) -> None:
     expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal"
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(path / "one", model, extra={"loss": rank})
-    with pytest.raises(TypeError, match=r"got a list. Save and load each model in its own folder"):
+    with pytest.raises(
+        TypeError, match=r"got a list. Call it once for each model, with a folder for each"
+    ):
         checkpoint.save(path / "one", [model, model])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"expected one model and its optimizer, got a generator"):
+    with pytest.raises(TypeError, match=r"optimizer must be one torch optimizer, got a generator"):
         checkpoint.load(path / "one", model, model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
         checkpoint.save(path / f"one{rank}", model)

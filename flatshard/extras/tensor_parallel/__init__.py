@@ -45,7 +45,7 @@ class TensorParallel:
         return self  # a copied model shares this object, because process groups cannot be copied
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """Return a DTensor whose local part is ``local`` and gets its gradient in backward.
+        """Return a DTensor with ``local`` as local part; backward sends its gradient to ``local``.
 
         If the parameter is replicated in the mesh, torch sums the gradient over the mesh's ranks.
         """
