@@ -1,5 +1,6 @@
 """Flat-parameter fully sharded data parallel training for PyTorch."""
 
+from importlib import import_module
 from typing import Any
 
 from flatshard.comm.work import CollectiveError
@@ -36,6 +37,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    # Import these only when a program uses them: they are not in the core, and may be missing.
     if name == "full_tensors":
         return extra("weights", "flatshard.full_tensors()").full_tensors
+    if name in ("checkpoint", "collectives", "memory_plan", "wrap"):
+        return import_module(f"flatshard.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -96,3 +96,8 @@ def test_core_without_any(tmp_path: Path) -> None:
         shutil.rmtree(folder / "flatshard" / name)
     few = [] if THOROUGH else ["-k", "mlp"]  # all strategies, world sizes and optimizers
     _python(folder, "-m", "pytest", "-q", "-x", "tests/parity/test_parity.py", *few)
+
+
+def test_public_modules_need_no_import_of_their_own() -> None:
+    program = "import flatshard; print(flatshard.checkpoint.save, flatshard.wrap.ModuleWrapPolicy)"
+    assert "save" in _python(ROOT, "-c", program)
