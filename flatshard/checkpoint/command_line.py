@@ -72,7 +72,3 @@ def describe(path: str) -> str:
     lines += [f"{alias} is {kept}" for alias, kept in source.ties.items()]
     total = sum(one.nbytes for one in named.values())
     return "\n".join([*lines, f"{len(named)} tensors, {total:,} bytes, complete"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

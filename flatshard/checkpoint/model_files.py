@@ -22,6 +22,7 @@ from flatshard.state.model_state import without_ddp_prefix
 
 _REMEDY = "Make this call on all ranks, with the same model, path and options."
 Entries = Mapping[str, EntryShard]
+Places = Mapping[str, Place]
 
 
 def save_safetensors(
@@ -164,7 +165,7 @@ def load_safetensors(
     shards, ranks = sharded(model, "load_safetensors()")
     op_name = "load_safetensors"
 
-    def prepare() -> tuple[Entries, dict[str, Place], _IncompatibleKeys]:
+    def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
         entries, found = shards.entries(), find_tensors(path)
         places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
         present = {one.key for name, one in entries.items() if name in places}
@@ -188,12 +189,7 @@ def load_safetensors(
 
 
 def _check_fits(
-    path: str,
-    entries: Entries,
-    places: Mapping[str, Place],
-    keys: _IncompatibleKeys,
-    *,
-    strict: bool,
+    path: str, entries: Entries, places: Places, keys: _IncompatibleKeys, *, strict: bool
 ) -> None:
     """Raise ValueError if tensors do not fit the model. The error lists all of them."""
     expected = {n: f"{tuple(one.entry.shape)} {one.entry.dtype}" for n, one in entries.items()}
@@ -209,7 +205,7 @@ def _check_fits(
         raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}. {remedy}")
 
 
-def _read(entries: Entries, places: Mapping[str, Place], progress: Progress) -> None:
+def _read(entries: Entries, places: Places, progress: Progress) -> None:
     """Read this rank's ranges into its shards, and read all tensors that are not sharded."""
     with OpenFiles(os.O_RDONLY) as files, torch.inference_mode(False), torch.no_grad():
         for name, one in entries.items():

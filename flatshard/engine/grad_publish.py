@@ -76,8 +76,7 @@ class UnreducedGrads:
 
         False if every ``.grad`` has been replaced or removed since ``show``.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
+        return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
         """Take ``grad``, which autograd left in ``.grad``; return a tensor for the buffer.

@@ -99,9 +99,7 @@ class Request:
 
 def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
     """Return ``.grad`` of each original parameter that has a gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grads = {param: param.sharded.grad for param in handle.params}
-    return {param: grad for param, grad in grads.items() if grad is not None}
+    return {one: grad for one in handle.params if (grad := one.sharded.grad) is not None}
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:

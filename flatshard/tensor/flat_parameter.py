@@ -20,12 +20,7 @@ from flatshard.memory.offload_target import OffloadTarget
 from flatshard.plan.layout import FlatLayout, view_of
 from flatshard.plan.module_tree import ParamInfo, unit_text
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import (
-    GRADIENT,
-    OWN_ATTRIBUTES,
-    FlatShardTensor,
-    attributes_of,
-)
+from flatshard.tensor.sharded_tensor import GRADIENT, OWN_ATTRIBUTES, FlatShardTensor, attributes_of
 from flatshard.tensor.unsharded import average_full_gradients
 
 

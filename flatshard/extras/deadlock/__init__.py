@@ -141,9 +141,8 @@ class Watchdog(CollectiveWatch):
         The wait is the last of ``waits``, or in a collective called by the user's program.
         """
         wait = waits[-1] if waits else None
-        found = None
-        if wait is None or wait.need is UNKNOWN:
-            found = program.own_collective(user)
+        is_known = wait is not None and wait.need is not UNKNOWN
+        found = None if is_known else program.own_collective(user)
         if found is None:
             self._own = None
             return wait

@@ -239,11 +239,6 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 _PART_BYTES = 8 << 20
 
 
-def _has_grad(param: Any) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return param.grad is not None
-
-
 class DiskSteps(OptimizerExtension):
     """Steps parameters with state on a disk, see [Note: optimizer steps a part at a time]."""
 
@@ -284,7 +279,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
     for group in optimizer.param_groups:
         shard, nbytes = None, 0
         for param in group["params"]:
-            if state_disk(param) is None or not _has_grad(param):
+            if state_disk(param) is None or param.grad is None:
                 continue
             # Put all parameters of a shard into the same part, because the whole shard is stepped
             # as a single tensor.
@@ -306,8 +301,7 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
     for param in params:
         if state_disk(param) is None:
             continue
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = param.grad
+        grad = param.grad
         values = [param, *optimizer.state.get(param, {}).values()]
         # Skip the placeholder in `.grad` from `step_in_backward`, which has no memory.
         if type(grad) in (Tensor, FlatShardTensor):
@@ -332,7 +326,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
         stepped = [
-            one for one in kept if (one.requires_grad if before_backward else _has_grad(one))
+            one for one in kept if (one.requires_grad if before_backward else one.grad is not None)
         ]
         new = [param for param in stepped if param not in optimizer.state]
         per_element = _bytes_per_element(optimizer, group, new[0]) if new else 0

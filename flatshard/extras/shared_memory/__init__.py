@@ -202,16 +202,13 @@ class SharedMemoryTransport(Transport):
                 for record in before:
                     record.wait()
         members, history = self.members, self.members.history
-        records: dict[int, Awaited] = {}
-        taken: list[Awaited] = []
         # Count the collective before the record is visible. Otherwise the deadlock detector could
         # report this rank's collective as missing.
         need = history.begin(("offer", tag), abort=lambda: _give_up(records.values()))
         number = need.number
         sends_need = history.needs(("take", tag), number, abort=lambda: _give_up(taken))
-        for peer in members.peers:
-            records[peer] = self.processes[peer].offered(tag, number)
-            taken.append(self.processes[peer].taken(tag, number))
+        records = {peer: self.processes[peer].offered(tag, number) for peer in members.peers}
+        taken = [self.processes[peer].taken(tag, number) for peer in members.peers]
         self._published[tag] = taken, sends_need
         if file >= 0:
             self._open_files.append((file, taken))

@@ -233,10 +233,7 @@ class Awaited:
 
 
 def meet(
-    mailbox: Mailbox,
-    host: HostExchange,
-    ranks: Sequence[int],
-    timeout: float,
+    mailbox: Mailbox, host: HostExchange, ranks: Sequence[int], timeout: float
 ) -> tuple[list[PeerProcess], str]:
     """Find out whether every rank can read the memory of all other ranks.
 

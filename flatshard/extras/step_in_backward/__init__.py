@@ -269,10 +269,9 @@ class SteppedInBackward(StepExtension):
         if not parts:
             return
         self._has_accumulated = False
-        with torch._C.DisableTorchFunctionSubclass():
-            for index in self._stepped:
-                if any(param.grad is not None for part in parts[index] for param in part.params):
-                    raise _got_more(f"a parameter of {unit_text(self._units[index].name)}")
+        for index in self._stepped:
+            if any(param.grad is not None for part in parts[index] for param in part.params):
+                raise _got_more(f"a parameter of {unit_text(self._units[index].name)}")
         if has_gradients or has_outside:
             rest = [of_unit for index, of_unit in parts.items() if index not in self._stepped]
             with profiled("step", "all remaining units"):
@@ -312,18 +311,16 @@ class SteppedInBackward(StepExtension):
                 # Mark the optimizer as stepped: otherwise a learning rate scheduler would warn that
                 # it was stepped before the optimizer.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in (param for part in parts for param in part.params):
-                if param.grad is not None:
-                    param.grad = None
-                    self._showing.append(param)
+        for param in (param for part in parts for param in part.params):
+            if param.grad is not None:
+                param.grad = None
+                self._showing.append(param)
 
 
 def _drop_consumed(params: Iterable[nn.Parameter]) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        for param in params:
-            if isinstance(param.grad, ConsumedGrad):
-                param.grad = None
+    for param in params:
+        if isinstance(param.grad, ConsumedGrad):
+            param.grad = None
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
