@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -74,6 +74,12 @@ def transport_kinds() -> list[type[Transport]]:
     shared_memory = default_extra("shared_memory")
     first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
     return [*first, SocketTransport, NativeTransport]
+
+
+@cache  # called for every all-gather and reduction in every step
+def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
+    """Name of a collective in errors and in reports of waits."""
+    return f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}"
 
 
 class Communicator(Members):
@@ -231,7 +237,7 @@ class Communicator(Members):
             action = "all-reducing gradients in backward"
         else:  # if `reduced`, `reduce_scatter` has noted the whole all-reduce already
             self.note("gather", request.unit_fqn, out.nbytes)
-        op_name = self._op_name(request.unit_fqn, action)
+        op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
 
@@ -247,7 +253,8 @@ class Communicator(Members):
             nbytes = (nbytes + out.nbytes * self.size) // 2
             action = "all-reducing"
         self.note(request.kind, request.unit_fqn, nbytes)
-        op_name = self._op_name(request.unit_fqn, f"{action} gradients in backward")
+        action += " gradients in backward"
+        op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)
 
@@ -257,16 +264,12 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
         """
         self.note("all_reduce", unit_fqn, buffer.nbytes)
-        op_name = self._op_name(unit_fqn, "all-reducing gradients in backward")
+        action = "all-reducing gradients in backward"
+        op_name = _op_name(unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             # Only the native transport has an all-reduce. It is the last transport, and accepts
             # every tensor.
             return self.transports[-1].all_reduce(buffer, op_name)
-
-    def _op_name(self, unit_fqn: str, action: str) -> str:
-        """Name of a collective in errors and in reports of waits."""
-        where = f"{unit_text(unit_fqn)}, rank {self.global_rank}"
-        return f"{where}: {action} over ranks {self.ranks_text}"
 
     def note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
         """Tell all ``LISTENERS`` that this rank starts a collective."""

@@ -19,7 +19,6 @@ from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 from torch import nn
 
 from flatshard import checkpoint
-from flatshard.engine.run_state import temporarily
 from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
@@ -220,9 +219,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Yields pairs of a model and its optimizer; the optimizer is None if the model has none.
         """
+        models: list[nn.Module] = self._models  # type: ignore[has-type]
+        optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
         trained: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
-        rest: list[Any] = list(self._optimizers)
-        for model in self._models:
+        rest = list(optimizers)
+        for model in models:
             ids = {id(param) for param in model.parameters()}
             own = [
                 one for one in rest if ids & {id(p) for g in one.param_groups for p in g["params"]}
@@ -234,5 +235,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "save_state, load_state: an optimizer was passed to prepare() without its model. "
                 "Pass the model of every optimizer to prepare() too."
             )
-        with temporarily([self], _models=[], _optimizers=[]):
+        self._models, self._optimizers = [], []
+        try:
             yield trained
+        finally:
+            self._models, self._optimizers = models, optimizers
