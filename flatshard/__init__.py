@@ -6,7 +6,6 @@ from typing import Any
 from flatshard.comm.work import CollectiveError
 from flatshard.module.initial_values import leave_empty
 from flatshard.optimizer.stepper import declare_elementwise
-from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
@@ -30,7 +29,6 @@ __all__ = [
     "ShardedWrapper",
     "ShardingStrategy",
     "declare_elementwise",
-    "full_tensors",
     "leave_empty",
     "sharded_modules",
 ]
@@ -39,7 +37,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Import these only when a program uses them: they are not in the core, and may be missing.
     if name == "full_tensors":
-        return extra("weights", "flatshard.full_tensors()").full_tensors
-    if name in ("checkpoint", "collectives", "memory_plan", "wrap"):
+        return import_module("flatshard.weights").full_tensors
+    if name in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
         return import_module(f"flatshard.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

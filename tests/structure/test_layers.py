@@ -18,7 +18,7 @@ ORDER = (
 )
 """A package imports those before it; the modules beside them are what users import."""
 
-SHIMS = ("__main__", "memory_plan")
+SHIMS = ("__main__", "memory_plan", "weights")
 """Modules at the top of the package that import what is beside the core."""
 
 

@@ -434,7 +434,7 @@ SHORTER = {
     "python scripts/tables/conformance.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
     "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
-    "torchrun --standalone --nproc-per-node 2 tutorials/rollouts.py": "--steps 3",
+    "torchrun --standalone --nproc-per-node 2 scripts/rollouts.py": "--steps 3",
 }
 """What makes a command small; of an option that is given twice, the last one counts."""
 
@@ -451,7 +451,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     """Each in a copy of the repository's files, with an environment that is there already."""
     short = [more for start, more in SHORTER.items() if command.startswith(start)]
     assert short, f"say in SHORTER how to run it in a second: {command}"
-    for name in ("scripts", "flatshard", "tutorials", "pyproject.toml", "README.md"):
+    for name in ("scripts", "flatshard", "pyproject.toml", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
     binaries = tmp_path / "venv" / "bin"
@@ -605,7 +605,7 @@ def test_reference_names_all_that_is_public() -> None:
     ]
     members = {one for one in named if one.rpartition(".")[0] in named}
     public = {f"flatshard.{name}" for name in flatshard.__all__}
-    for module in ("checkpoint", "collectives", "memory_plan", "wrap"):
+    for module in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
         names = importlib.import_module(f"flatshard.{module}").__all__
         public |= {f"flatshard.{module}.{name}" for name in names}
     others = (

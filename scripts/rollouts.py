@@ -1,6 +1,6 @@
 """Trains a sharded policy while a separate process generates with its newest weights.
 
-    torchrun --standalone --nproc-per-node 2 tutorials/rollouts.py
+    torchrun --standalone --nproc-per-node 2 scripts/rollouts.py
 
 This is the loop of reinforcement learning with an inference engine. The engine is another process
 that runs the same model unwrapped. After each optimizer step the trainer hands all weights to the
