@@ -112,8 +112,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             time, at most one unit has full parameters.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
             group, replicate group). A module inside may be wrapped by hand with a subset of these
-            ranks: then only these ranks train the module, as their expert. Every rank needs a group
-            of the same size for such a module. None: the default group. Without a default group, if
+            ranks: then only these ranks train the module, such as an expert of a mixture of
+            experts. At this place of the model, every rank must wrap a module of its own group, and
+            all groups must have the same size. None: the default group. Without a default group, if
             no other rank was started, the wrapper runs like the unwrapped module and warns once.
         device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
             (replicate, shard). If the dimensions have these names, their order does not matter.
@@ -487,8 +488,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Some units are stepped only at the end of backward, with the same result but without saving
         memory, because they may get more gradients or be needed again: the root; units whose inputs
         have no gradient; units with parameters that this rank did not use, or that have
-        post-accumulate hooks. All units are stepped at the end in a backward over checkpoints with
-        ``use_reentrant=True`` or with a penalty on parameters outside of forward, and often in the
+        post-accumulate hooks. All units are stepped at the end of a backward in three cases: the
+        model has activation checkpoints with ``use_reentrant=True``; the loss contains parameters
+        that were used outside of forward (a penalty on weights, for example); and often in the
         first backward, which records the order of units. If a backward fails, some units may be
         stepped and others not; the next step warns. On an inner wrapper this method acts on the
         whole model. ``copy.deepcopy`` returns a model that does not step in backward.

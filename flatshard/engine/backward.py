@@ -53,7 +53,9 @@ from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
 # The ``Backward`` of each model whose backward is running or has failed. If one backward computes
-# gradients of two models, the second model reduces later (`Backward._may_reduce_early`).
+# gradients of two models, the second model starts its reductions only after all of the first
+# model's reductions, so that transports which match reductions by order do not mix the two models
+# (see `Backward._may_reduce_early`).
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 

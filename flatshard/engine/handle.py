@@ -431,7 +431,8 @@ class FlatParamHandle:
     def set_comm_hook(self, hook: CommHook) -> None:
         """From now on, reduce gradients with the communication hook ``hook``.
 
-        At the call, no gradients may be accumulated.
+        Call this method only while the handle holds no accumulated gradients: the hook may reduce
+        in another dtype.
         """
         assert not self.grad_publish.holds_gradients, "accumulated gradients have another dtype"
         self.comm_hook = hook
