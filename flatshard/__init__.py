@@ -35,7 +35,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Import these only when a program uses them: they are not in the core, and may be missing.
+    # Import a public module only when a program uses the module: a deleted folder must not break
+    # `import flatshard`.
     if name == "full_tensors":
         return import_module("flatshard.weights").full_tensors
     if name in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
