@@ -243,7 +243,7 @@ def _read_header(path: Path) -> Found:
         text = file.read(length) if length <= min(nbytes - 8, _MAX_HEADER_BYTES) else b""
     try:
         if not text:
-            raise ValueError(f"no valid header: its length is {length}, the file's {nbytes} bytes")
+            raise ValueError(f"a header of {length} bytes in a file of {nbytes} bytes is not valid")
         entries = json.loads(text)
         metadata = dict(entries.get("__metadata__", {}))
         places = _places_in(str(path), length, entries)
