@@ -68,7 +68,8 @@ def full_tensors(
 
     Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
     (``break``, an exception), the rank still takes part in the remaining all-gathers, and at the
-    end the other ranks raise RuntimeError. Until then, forwards of the model raise RuntimeError.
+    end the other ranks raise RuntimeError. Until then, forwards of the model raise RuntimeError. Do
+    not call other methods that all-gather, such as ``state_dict()``, between two items.
 
     Example:
         ```python
@@ -212,9 +213,7 @@ class _Reader:
                 name = names.setdefault(value, TensorName(text))
                 name.names = (*getattr(name, "names", ()), text)
         chosen = request.chosen(names.values())
-        owners: dict[Tensor, Any] = {
-            p.sharded: (handle, p) for handle in handles_in(model) for p in handle.params
-        }
+        owners: dict[Tensor, Any] = {p.sharded: (h, p) for h in handles_in(model) for p in h.params}
         flats: dict[FlatParamHandle, _Flat] = {}
         self._rest: list[Item] = []  # parameters that no unit owns, and buffers
         for tensor, name in names.items():

@@ -72,13 +72,16 @@ def _pairs(
         chunk = handle.flat_param.detach()
         if kind == "grad":
             found += [(param, param.sharded.grad) for param in handle.params]
-            continue
-        if kind == "update":
+        elif kind == "param":
+            found += [(param, param.sharded) for param in handle.params]
+        else:
             last, before[handle] = before.get(handle), chunk.clone()
-            if last is None:
-                continue
-            chunk = chunk - last
-        found += [(param, param.of_chunk(chunk)) for param in handle.params]
+            if last is not None:
+                change = chunk - last
+                for param in handle.params:
+                    found.append((param, param.of_chunk(change)))
+                    # The ranks compare the role, so that an update never meets a gradient.
+                    found[-1][1].role = "update of"  # type: ignore[union-attr]
     return [
         (param, tensor)
         for param, tensor in found

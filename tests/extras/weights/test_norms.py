@@ -104,6 +104,20 @@ def _non_finite(rank: int, world_size: int) -> None:
     assert model.norms("param", "unit").non_finite == {"": [0, 1]}
 
 
+@pytest.mark.parametrize("kinds", [("param", "grad"), ("update", "grad"), ("param", "update")])
+def test_ranks_ask_for_different_kinds(kinds: tuple[str, str]) -> None:
+    """They must not add a parameter to a gradient of the same name."""
+    run_ranks(_different_kinds, 2, kinds)
+
+
+def _different_kinds(rank: int, world_size: int, kinds: tuple[str, str]) -> None:
+    model = ShardedWrapper(nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    model.norms("update")
+    with pytest.raises(CollectiveError, match="norms of order 2"):
+        model.norms(kinds[rank])
+
+
 def test_refusals() -> None:
     run_ranks(_refusals, 2)
 
