@@ -40,7 +40,7 @@ __all__ = [
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the full state dict in rank 0's host memory, an empty dict on the other ranks.
+    """Return the full state dict on rank 0, in host memory, and an empty dict on other ranks.
 
     The tensors are copies, with the names and shapes of the unwrapped model: save them with
     ``torch.save``, and load them with ``load_state_dict`` into any model. Units are gathered one
@@ -71,7 +71,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's full state in rank 0's host memory; elsewhere an empty dict.
+    """Return the full optimizer state on rank 0, in host memory; an empty dict on other ranks.
 
     State is keyed by parameter name. ``ShardedWrapper.optim_state_dict_to_load`` loads the state on
     any number of ranks. Units are gathered one after another.

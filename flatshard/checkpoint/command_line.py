@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     one.add_argument("source", help="a file or a folder")
     one.add_argument("destination", help="model.safetensors, model.pt, or a folder")
-    one.add_argument("--to", choices=FORMATS, help="the format; default: as the name says")
+    one.add_argument("--to", choices=FORMATS, help="format to write; default: by the suffix")
     one.add_argument("--key", help="the entry that contains the model, such as app.model")
     one.add_argument("--dtype", help="dtype for floating point tensors, such as bfloat16")
     one.add_argument("--max-shard-size", help="largest size of a safetensors file, such as 5GB")

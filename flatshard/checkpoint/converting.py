@@ -69,7 +69,7 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"to={to!r}: expected one of {', '.join(FORMATS)}.")
     if max_shard_size is not None and to != "safetensors":
-        raise ValueError(f"max_shard_size is only for safetensors, got the format {to!r}. Omit it.")
+        raise ValueError(f"max_shard_size is only for safetensors, got to={to!r}. Leave it out.")
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)

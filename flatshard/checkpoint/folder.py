@@ -145,7 +145,7 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file with a rank's values that are not in DCP's files.
+    """Return the name of the file for a rank's values that DCP's files do not contain.
 
     The file contains the states of the rank's random number generators. Rank 0's file also contains
     ``extra`` and the scheduler's state.
@@ -164,8 +164,8 @@ def incomplete(path: Path) -> Path:
 def begin(path: Path, keep: int | None) -> None:
     """Make the folder for a save, and delete incomplete folders of earlier saves that were killed.
 
-    An incomplete folder is deleted only if its name equals ``path``'s name up to numbers: other
-    folders may belong to another training.
+    An incomplete folder is deleted only if its name differs from ``path``'s name in nothing but
+    numbers: other folders may belong to another training.
 
     Raises:
         FileExistsError: ``path`` exists.

@@ -1,4 +1,4 @@
-"""``Training``: what a call saves or loads. ``HostRanks``: the ranks, which exchange objects.
+"""``Training``: the model and optimizer of a save or load. ``HostRanks``: exchanges of objects.
 
 The exchanges use a separate process group, so a thread may exchange while training continues.
 """
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 # The exchange for each process group that trains a model. It is made once, and used by later calls.
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref.WeakKeyDictionary()
-# If one rank fails, all ranks raise the rank's error. An error of one of these types keeps its type
-# (subclasses come first). All other errors become RuntimeError, because the other ranks may be
-# unable to unpickle them.
+# If work fails on one rank, all ranks raise an error with the same message. The error has the first
+# type in this tuple that fits (so subclasses come first), otherwise RuntimeError. Errors of further
+# types are not sent to the other ranks, which may be unable to unpickle such an error.
 _KINDS = (
     *(FileNotFoundError, FileExistsError, PermissionError, OSError, ValueError, TypeError),
     NotImplementedError,
@@ -35,21 +35,22 @@ _KINDS = (
 
 
 class HostRanks:
-    """The ranks of a process group, which exchange objects in host memory.
+    """Exchanges Python objects between the ranks of a process group.
 
     Attributes:
         rank: this rank's index in the group.
         size: number of ranks.
         global_rank: this rank's number in the default group.
         ranks: the ranks' numbers in the default group.
-        group: a separate process group for these exchanges; None if this rank is alone.
+        group: the process group for these exchanges, made in addition to the given group; None if
+            this rank is alone.
         gather: ``HostExchange.gather``, which returns the values of all ranks.
         gather_unless_equal: the method of ``HostExchange`` that returns the values of all ranks, or
             only one value if all values are equal.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Prepare exchanges between the ranks of ``group``. None: this rank only.
+        """Prepare exchanges between the ranks of ``group``. If None, this rank is alone.
 
         Collective at the first call for a group: all ranks of the group.
         """
@@ -136,7 +137,7 @@ class Training:
             if not isinstance(value, kind):
                 raise TypeError(
                     f"{caller}: {name} must be one torch {name}, got a {type(value).__name__}. "
-                    "Call it once for each model, with a folder for each model."
+                    f"For several models, call {caller} once for each model, with its own folder."
                 )
         self.model, self.optimizer = model, optimizer
         self.plain = model

@@ -38,7 +38,7 @@ def load(
     scheduler: Any = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Resume from a checkpoint of ``save``, on any number of ranks; returns the saved ``extra``.
+    """Load a checkpoint that ``save`` wrote, on any number of ranks, to resume training.
 
     Each rank reads its own part into the memory of its shards; no tensor is sent, and no rank
     holds the full model. Rank r also restores the random number generators that rank r saved. If
@@ -100,7 +100,7 @@ def load(
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
-            raise ValueError(f"{path} was saved without a scheduler. Load without scheduler.")
+            raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
         incomplete = dcp_files.incomplete_tensors(found)
         return marker, found, wanted, _targets(path, found, wanted, incomplete)
 
@@ -216,7 +216,7 @@ def _require_complete(path: Path) -> Marker:
         remedy = f"Last complete checkpoint: {last or 'none'}."
         if not path.exists() or path.name.endswith(folders.INCOMPLETE):
             is_begun = folders.incomplete(path).exists() or path.exists()
-            state = "is incomplete: its save did not end" if is_begun else "does not exist"
+            state = "is incomplete: its save did not finish" if is_begun else "does not exist"
             raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
         if inside is not None:
             raise ValueError(

@@ -79,7 +79,7 @@ def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], sta
     """Write a range of a tensor's elements into a file, cast to the dtype of ``place``.
 
     Args:
-        file: number of the file, which is open for writing.
+        file: descriptor of a file that is open for writing.
         place: the place of the tensor in the file.
         part: the elements to write, 1-D, in memory order.
         order: the tensor's dimensions in memory, outermost first.
@@ -107,9 +107,10 @@ def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], star
 
 
 def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, int], int]) -> None:
-    """Write or read all of ``values``, from element ``first`` of the tensor in the file on.
+    """Write all of ``values`` into the file, or overwrite all of them with the file's values.
 
-    ``move`` writes or reads bytes at a position in the file, and returns their number. ``move`` is
+    ``first`` is the index, in the file's tensor, of the first element of ``values``. ``move``
+    writes or reads bytes at a position in the file, and returns the number of bytes. ``move`` is
     called until no bytes are left.
     """
     at, left = place.offset + first * place.dtype.itemsize, bytes_of(values)
@@ -148,8 +149,8 @@ class OpenFiles:
     def __exit__(self, _: object, error: object, __: object) -> None:
         for file in self._files.values():
             os.close(file)
-        # Add the path to the error: reads and writes use the number of an open file, so the error
-        # does not know the path.
+        # Add the path to the error: reads and writes use the descriptor of an open file, so the
+        # error does not know the path.
         if isinstance(error, OSError):
             error.filename = error.filename or self._used
 

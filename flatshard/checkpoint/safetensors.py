@@ -144,7 +144,7 @@ def plan_files(
         f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
     ]
     if unknown:
-        raise ValueError(f"safetensors lacks the dtypes of {', '.join(unknown)}. Cast the tensors.")
+        raise ValueError(f"safetensors has no dtype for {', '.join(unknown)}. Cast these tensors.")
     metadata = {"format": "pt", **(metadata or {})}
     if not all(isinstance(one, str) for pair in metadata.items() for one in pair):
         raise ValueError(f"metadata: expected a dict of strings to strings, got {metadata!r}.")

@@ -137,7 +137,7 @@ class Snapshot:
     extra: dict[str, Any]
 
     def own_file(self, rank: int) -> bytes:
-        """Return, serialized by ``torch.save``, this rank's values that are not in DCP's files.
+        """Return this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
 
         These are the states of the random number generators. Rank 0 adds ``extra`` and the
         scheduler's state.

@@ -39,12 +39,12 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 
 @dataclass
 class Source:
-    """A checkpoint: its format (``kind``), its tensors, and ``read``, which loads one tensor."""
+    """An opened checkpoint: a list of its tensors, and a function that reads one tensor."""
 
-    kind: str
+    kind: str  # name of the checkpoint's format, such as "safetensors"
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
-    facts: dict[str, object] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)  # values that are not tensors, to show
     # Other names of tied tensors, mapped to the name under which `tensors` has the tensor.
     ties: dict[str, str] = field(default_factory=dict)
     # Names of tensors that lack some values in the files.
@@ -97,8 +97,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder. Check the path.")
-    if path.name.endswith(".incomplete"):  # a save or a deletion has not ended
-        raise ValueError(f"{path} is incomplete: its save did not end. Use another checkpoint.")
+    if path.name.endswith(".incomplete"):  # a save, or the deletion of a checkpoint, has not ended
+        raise ValueError(f"{path} is incomplete: its save did not finish. Use another checkpoint.")
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
@@ -149,7 +149,7 @@ def _torch(path: Path) -> Source:
 
 
 class _Inert:
-    """Stands for an object of a library, such as DeepSpeed, that may not be installed."""
+    """Replaces an object whose library (DeepSpeed, for example) may not be installed."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -269,8 +269,8 @@ def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict
     first = models[0]
     if list(folder.glob("*mp_rank_01_*")) or list(folder.glob("*expert*")):
         raise ValueError(
-            f"{folder}: files of tensor or expert parallelism are not supported. Convert a "
-            "checkpoint without them."
+            f"{folder}: DeepSpeed trained this model with tensor or expert parallelism. Only "
+            "checkpoints of ZeRO and data parallelism can be read. Pass such a checkpoint."
         )
     facts = {"DeepSpeed": first["ds_version"], "step": first["global_steps"]}
     ties, whole = first.get("shared_params") or {}, first["module"]

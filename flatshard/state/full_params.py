@@ -89,7 +89,7 @@ def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a call of ``summon_full_params``."""
+    """Arguments of one call of ``summon_full_params``."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -147,7 +147,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
             grads = _grads(handle)
             for param in handle.params:
                 is_there = param in grads
-                facts[f"the gradient of {param.where}"] = "there" if is_there else "nothing"
+                facts[f"the gradient of {param.where}"] = "present" if is_there else "None"
                 if is_there and unreduced:
                     raise ValueError(
                         f"{param.where} has gradients that were accumulated under no_sync and not "

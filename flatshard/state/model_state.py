@@ -85,7 +85,7 @@ class UnitStateDict:
             _treat_rest(state_dict, key, options, is_saving)
 
     def check_names(self) -> None:
-        """Raise NotImplementedError if other ranks may hold different parameters of these names."""
+        """Raise NotImplementedError if only some of the model's ranks train the unit."""
         if self.is_apart:
             raise NotImplementedError(
                 f"{unit_text(self.unit.name)} trains only on ranks "
@@ -230,8 +230,8 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
     if len(options) > 1:
         (first, one), (second, other), *_ = options.items()
         raise RuntimeError(
-            f"state_dict_type: units {one!r} and {other!r} have different types: {first} and "
-            f"{second}. Set the same type for the whole model."
+            f"state_dict_type: {unit_text(one)} and {unit_text(other)} have different types: "
+            f"{first} and {second}. Set the same type for the whole model."
         )
     return next(iter(options), StateDictOptions())
 

@@ -42,7 +42,7 @@ def full_state(
     optimizer: torch.optim.Optimizer,
     units: Sequence[Unit],
     state_dict: StateDict | None,
-    device: torch.device | None,  # for the tensors; None: each tensor stays on its device
+    device: torch.device | None,  # device of the result; None: each tensor stays on its device
     rank0_only: bool,
 ) -> StateDict:
     """Return an optimizer's full state by parameter name; see ``ShardedWrapper.optim_state_dict``.
@@ -104,7 +104,7 @@ def _gather(
     *,
     is_kept: bool,
 ) -> None:
-    """Replace sharded tensors by full tensors in ``states``, the states of parameters.
+    """Replace sharded tensors by full tensors in ``states``, the state of each parameter.
 
     One all-gather per state key and dtype covers all parameters of ``handle``. If ``is_kept`` is
     False, this rank only takes part in the all-gathers, and ``states`` stays unchanged.
@@ -130,10 +130,11 @@ def _by_name(
     state_dict: StateDict | None,
     shared: dict[FlatShardTensor, StateDict],
 ) -> tuple[StateDict, OptimParams]:
-    """Return an optimizer's state dict by parameter name, and the optimizer's parameters.
+    """Return a pair: the optimizer's state dict, keyed by parameter name, and its parameters.
 
-    The returned dict has the content of ``state_dict`` or, if ``state_dict`` is None, of
-    ``optimizer.state_dict()``. Parameters' names are its keys, and its tensors are sharded.
+    The state dict has the content of ``state_dict``, or of ``optimizer.state_dict()`` if
+    ``state_dict`` is None. State with one value per element is a sharded tensor. The state of
+    parameters in ``shared`` is taken from ``shared``.
     """
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
@@ -154,7 +155,7 @@ def _by_name(
 
 def _check_optimizer(value: object) -> None:
     if not isinstance(value, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: expected an optimizer of torch, got {value!r:.100}.")
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {value!r:.100}.")
 
 
 def _check_form(state_dict: Any) -> None:
@@ -335,7 +336,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
 
 
 def _fact(value: Any) -> str:
-    """Return a text about a value in an optimizer's state, which ranks compare."""
+    """Return a text that describes a value in an optimizer's state; ranks compare the texts."""
     if isinstance(value, FlatShardTensor):
         return f"{value.dtype} per element"
     if isinstance(value, Tensor):

@@ -26,18 +26,18 @@ class _Given:
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
-    version: int  # version of the copy when it last had the values of the shard
+    version: int  # version counter of `copy` when `copy` and the shard last had equal values
     unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
-    shard: tuple[Any, ...]  # identity and version of the shard at the time of `version`
+    shard: tuple[Any, ...]  # identity and version that the shard had at the time of `version`
 
 
 class WriteThrough:
-    """The tensors of a model's state dicts that users still hold."""
+    """Watches the tensors of a model's state dicts that users still hold."""
 
     def __init__(self) -> None:
-        self.given: dict[int, _Given] = {}  # keyed by the id of the weak reference
+        self.given: dict[int, _Given] = {}  # keyed by the id of the weak reference to the tensor
 
         # Name of a parameter whose copy was written after the shard had changed, so that the
         # written values are lost. "": no values are lost.
@@ -99,7 +99,7 @@ class WriteThrough:
         with torch.inference_mode(False), torch.no_grad():
             param.sharded.copy_(param.spec.split(given.copy))
         handle.page_out()
-        given.unit.num_loads += 1  # if ranks count differently, the next backward raises
+        given.unit.num_loads += 1  # the next backward raises if this count differs between ranks
         given.shard = after = _identity(handle)
         for other in self.given.values():
             if other.handle is handle and other.shard == before:

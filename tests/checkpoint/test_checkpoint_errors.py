@@ -91,7 +91,7 @@ def _inside_a_step(rank: int, world_size: int, path: Path) -> None:
     """All ranks save or load, and only rank 1 does so in a forward: all raise the same error."""
     # A forward that communicates nothing, so that rank 1 may run it alone.
     model = ShardedWrapper(_model(), sharding_strategy="NO_SHARD")
-    match = r"was called while a forward or backward of 'the model' is running\..* \(rank 1\)"
+    match = r"was called while a forward or backward of the root unit is running\..* \(rank 1\)"
 
     def calls(*_: Any) -> None:
         with pytest.raises(RuntimeError, match=rf"save\(\) {match}"):
@@ -247,7 +247,7 @@ def _different(rank: int, _: int, path: Path) -> None:
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(path / "one", model, extra={"loss": rank})
     with pytest.raises(
-        TypeError, match=r"got a list. Call it once for each model, with a folder for each"
+        TypeError, match=r"got a list\. .* once for each model, with its own folder"
     ):
         checkpoint.save(path / "one", [model, model])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be one torch optimizer, got a generator"):
