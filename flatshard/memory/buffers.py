@@ -65,9 +65,9 @@ class BufferMemory:
 
     # The buffer, (numel,). It may be used only between ``take`` and ``free``.
     buffer: Tensor
-    # Memory for this rank's shard, (shard_numel,), initially zeros, which is also mapped into the
-    # buffer, so that an all-gather need not copy this rank's shard. None: the buffer has no such
-    # mapping, and the shard has memory of its own.
+    # Memory for this rank's shard, (shard_numel,), initially zeros. The same memory is also mapped
+    # into the buffer, so an all-gather need not copy this rank's shard. If None, the shard has
+    # memory of its own, and an all-gather copies it.
     shard: Tensor | None = None
     # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
     # so the unit need not stay unsharded between forward and backward to save an all-gather.
@@ -188,8 +188,9 @@ class PagePool:
         return None
 
     def take_back(self, leases: list[PageLease]) -> None:
-        """Move lent pages back to their chunks' own addresses, and empty ``leases``."""
-        # Return chunks in reverse order, so that the next buffer gets the chunks in the same order.
+        """Move the pages of all ``leases`` back to their chunks, and empty the list."""
+        # Return the last chunk first: `_find_chunk` takes chunks from the back of the list, so the
+        # next buffer gets the chunks in the same order as this buffer.
         while leases:
             chunk, place, nbytes = leases.pop()
             if not mapped_files.move_pages(place, chunk, nbytes):

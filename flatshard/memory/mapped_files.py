@@ -59,7 +59,7 @@ def _memfd() -> int:
 
 
 def reserve_range(nbytes: int) -> mmap.mmap:
-    """Reserve a range of ``nbytes`` addresses. It reads as zeros and takes no memory until written.
+    """Reserve ``nbytes`` of addresses, which read as zeros and take no memory until written.
 
     Raises:
         OSError: no addresses are left.

@@ -150,10 +150,10 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
-    """Return a copy of ``value``, a nest of containers with tensors, with tensors on ``device``.
+    """Return a deep copy of nested containers, with all tensors on ``device``.
 
-    If ``device`` is None, each tensor stays on its device. With ``shares_memory``, a tensor that
-    need not move to another device is not copied.
+    If ``device`` is None, the copy of each tensor is on the tensor's own device. With
+    ``shares_memory``, a tensor that need not move to another device is not copied.
     """
 
     def copied_leaf(leaf: Any) -> Any:
@@ -210,7 +210,7 @@ def with_shared(
     state_dict: StateDict,
     shared: dict[FlatShardTensor, StateDict],
 ) -> StateDict:
-    """Return a copy of a state dict in which ``shared`` replaces the state of its parameters."""
+    """Return a copy of a state dict, with the state in ``shared`` for the parameters in it."""
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
     state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
@@ -226,8 +226,8 @@ def _sharded_params(
             yield param, state_dict["state"][key]
 
 
-# Key of the stamp, a record in an optimizer's state dict of the rank that made the state dict. The
-# stamp is in the first parameter group, because torch keeps unknown keys of groups when it loads a
+# Key of the stamp in an optimizer's state dict. The stamp records which rank made the state dict.
+# It is in the first parameter group, because torch keeps unknown keys of groups when it loads a
 # state dict, but drops unknown top-level keys. If a user loads a state dict before the first step,
 # flatshard's hooks are not registered on the optimizer yet; then the first step checks the stamp.
 STAMP = "flatshard"
@@ -315,7 +315,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
         where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
     raise RuntimeError(
         f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} contains only "
-        f"that rank's parts of the state, and cannot be loaded for {where}. Save "
+        f"that rank's parts of the state, and does not fit {where}. Save "
         "flatshard.checkpoint.full_optim_state_dict(model, optimizer) instead: it can be loaded on "
         "any number of ranks."
     )

@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def restore_all() -> None:
-    """Put sharded parameters back into optimizers whose step raised, so that ``_end`` never ran."""
+    """Put sharded parameters back into optimizers whose last step raised before ``_end`` ran."""
     for optimizer in list(stepping):
         stepping.pop(optimizer).undo(optimizer)
 

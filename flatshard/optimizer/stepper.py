@@ -199,8 +199,8 @@ def reports(params: Iterable[Tensor]) -> list[str]:
 class Closure:
     """Replaces the user's closure in ``optimizer.step(closure)``.
 
-    ``__init__`` calls the user's closure before the step. The first call of this object, which the
-    optimizer makes in the step, only returns the loss of that call.
+    ``__init__`` calls the user's closure before the step, and keeps the loss. The first call of
+    this object, which the optimizer makes in the step, only returns the kept loss.
     """
 
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer) -> None:
@@ -367,10 +367,10 @@ ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
-    """Optimizer state of a bucket, or of a member, whose tensors are views of bucket state."""
+    """Optimizer state of a bucket or of a member. A member's tensors are views of bucket state."""
 
     # All members share a tensor with the number of steps. Users must get a copy of this tensor (see
-    # `apart`): an increase of a member's number of steps would change the number of all members.
+    # `apart`): a user who changes the number for one member would change the number for all.
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
@@ -486,7 +486,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """Return the flat gradient (of this rank's shard) of which the parameter's gradient is a view.
+    """Return this rank's flat gradient, if the parameter's gradient is a view of it.
 
     The gradient is at the same position in the flat gradient as the parameter in the shard. Returns
     None if the parameter has no gradient, or a gradient that the user assigned.
@@ -509,7 +509,7 @@ def local_grad(param: FlatShardTensor) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A sharded parameter that is joined with others into a bucket."""
+    """A sharded parameter that is joined with other parameters into a bucket."""
 
     param: FlatShardTensor
     part: slice  # range of the member in the bucket's elements
@@ -546,7 +546,7 @@ class ParamBucket:
 
     @cached_property
     def divided(self) -> list[ParamBucket]:
-        """One bucket for each member, for steps in which the members' states cannot be joined."""
+        """A list of one bucket per member, for steps in which the states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
     def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:

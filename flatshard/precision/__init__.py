@@ -283,9 +283,9 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """The dtype of modules or parameters, if it is not the dtype of the unit's policy.
+    """The dtype of modules or parameters that do not use their unit's ``param_dtype``.
 
-    If ``dtype`` is None, each parameter is unsharded in its own dtype.
+    If ``dtype`` is None, each of these parameters is unsharded in its own dtype.
     """
 
     dtype: torch.dtype | None

@@ -40,7 +40,7 @@ _ROLE_LENGTH = 80  # maximum number of characters of a role that `_role_of` retu
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """Return the part of an operand with which this rank's range of ``spec`` is combined.
+    """Return the part of an operand that belongs to this rank's range of ``spec``.
 
     The part is a 1-D tensor if ``value`` is a tensor with dimensions. Other values are returned
     unchanged.
@@ -127,14 +127,14 @@ def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
-    """Return ``value`` as a full tensor if it is a parameter with other ranges than ``spec``.
+    """Return ``value.full_tensor()`` if the ranks hold other ranges of ``value`` than of ``spec``.
 
     For example, a momentum encoder is updated from an encoder with the same parameters. The two
     models have flat parameters of different lengths, so a rank holds different ranges of a
     parameter of the encoder and of the same parameter of the momentum encoder.
 
-    If the ranges are the same, ``value`` is returned unchanged. Otherwise collective: all ranks of
-    the shard group of ``value``.
+    Any other ``value`` is returned unchanged. If the ranges differ, collective: all ranks of the
+    shard group of ``value``.
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:

@@ -228,8 +228,8 @@ class OriginalParam:
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
                 # Remove an RNN's weak references to its weights: ``torch.utils.swap_tensors``
-                # refuses a tensor to which weak references exist. An RNN reads None in place of a
-                # weak reference as "this weight has not changed".
+                # refuses a tensor with weak references. To an RNN, None in place of a weak
+                # reference means "this weight has not changed".
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():

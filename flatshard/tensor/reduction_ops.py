@@ -65,9 +65,9 @@ def _part(tensor: FlatShardTensor) -> Tensor:
     unit = UNREDUCED.get(tensor)
     if unit is not None:
         raise RuntimeError(
-            f"{unit_text(unit)}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
-            "that was accumulated under no_sync and not reduced. Compute the norm or sum after a "
-            "backward outside of no_sync."
+            f"{unit_text(unit)}, {spec.name!r}, rank {spec.comm.rank}: cannot compute the norm or "
+            "sum of a gradient that was accumulated under no_sync and not reduced. Compute the "
+            "norm or sum after a backward outside of no_sync."
         )
     return tensor.local
 
@@ -348,8 +348,8 @@ def _all_reduce(
     for comm in (spec.comm, spec.replicas):
         if len(comm.host.gather_unless_equal(asked, f"all-reduce of {spec.name!r}")) > 1:
             raise RuntimeError(
-                f"{spec.where()}: all_reduce() of a sharded tensor whose values the ranks computed "
-                "differently, so that the ranks' ranges do not form one tensor. Expected the same "
+                f"{spec.where()}: all_reduce() got a sharded tensor that the ranks have computed "
+                "differently, so the ranks' ranges do not form one tensor. Expected the same "
                 "operations with the same numbers on all ranks. Compute under "
                 "ShardedWrapper.summon_full_params(model), where each rank has full tensors."
             )

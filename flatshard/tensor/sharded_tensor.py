@@ -163,7 +163,7 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
 
 
 class FlatShardTensor(torch.Tensor):
-    """A parameter, gradient or state tensor of which each rank holds a 1-D range of the elements.
+    """A parameter, gradient or state tensor; each rank holds only a 1-D range of the elements.
 
     ``shape``, strides, dtype and device are those of the full parameter.
 
@@ -356,15 +356,15 @@ class FlatShardTensor(torch.Tensor):
             )
         raise RuntimeError(
             f"a tensor of parameter {self.spec.name!r} (optimizer state, a gradient or an entry of "
-            "sharded_state_dict()) is sharded and cannot be pickled. Pass to torch.save "
-            "flatshard.checkpoint.full_optim_state_dict(model, optimizer) for an optimizer's "
-            "state, full_state_dict(model) for a model, and full_tensor() for other tensors."
+            "sharded_state_dict()) is sharded and cannot be pickled. Call on all ranks, and pickle "
+            "the result: flatshard.checkpoint.full_optim_state_dict(model, optimizer) for an "
+            "optimizer's state, full_state_dict(model) for a model, full_tensor() for a tensor."
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register ``hook``, which is called with this rank's full gradient before the reduction.
 
-        For a sharded tensor that is not a parameter, such as a gradient, works as in torch.
+        On a sharded tensor that is not a parameter, such as a gradient, the hook works as in torch.
         """
         full = self._full()
         if full is None:
@@ -519,7 +519,7 @@ def _has_out(given: dict[str, Any]) -> bool:
 
 
 def is_collective(func: Any) -> bool:
-    """Whether a function or operator is a collective: whether torch.distributed defines it."""
+    """Whether torch.distributed defines the function or operator, which is then a collective."""
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
@@ -611,9 +611,9 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
     # `save_distributed` only one box in total.
     if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
         raise RuntimeError(
-            f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. The ranks hold "
-            f"different blocks of it, this rank {num_boxes}, and the writer writes at most one "
-            "block of a tensor per rank (without save_distributed=True: one in total). Call "
+            f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "
+            f"{num_boxes} blocks of the tensor, but the writer writes at most one block per rank "
+            "(one in total without save_distributed=True). Call "
             "flatshard.checkpoint.save_safetensors(model, path) instead."
         )
 

@@ -81,12 +81,12 @@ class FreedParameter(nn.Parameter):
         # `__set__`, and the attribute's name is the name of ``func.__self__``.
         is_property = name in ("__get__", "__set__")
         raise RuntimeError(
-            f"parameter {where}: {f'.{func.__self__.__name__}' if is_property else f'{name}()'} on "
-            "an unsharded parameter that was kept from a forward, after its unit was resharded. "
-            "Compute with the parameter inside of forward, or keep a clone(). Outside of forward "
-            "read the parameter from its module again: norms, sums and element-wise operations "
-            "work on the sharded parameter, and full_tensor(), called on all ranks, returns the "
-            "full tensor. [FS-FREED]"
+            f"parameter {where}: the program used "
+            f"{f'.{func.__self__.__name__}' if is_property else f'{name}()'} on an unsharded "
+            "parameter that was kept from a forward, after its unit was resharded. Compute with "
+            "the parameter inside of forward, or keep a clone(). Outside of forward, read the "
+            "sharded parameter from its module: norms, sums and element-wise operations work, and "
+            "full_tensor(), called on all ranks, returns the full tensor. [FS-FREED]"
         )
 
 
@@ -95,8 +95,8 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
 
     ``may_read``: True after the unit was unsharded, False after the unit was resharded.
     """
-    # Change the class instead of setting a flag on one class for both states: such a class would
-    # need ``__torch_function__``, which would slow down every operation in forward.
+    # Switch between two classes instead of checking a flag in one class: to check a flag, the class
+    # would need ``__torch_function__``, which would slow down every operation in forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
@@ -233,7 +233,7 @@ class OutsideUse(torch.autograd.Function):
 
 
 def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
-    """Return this rank's range of the average of a gradient over the ranks.
+    """Average a gradient over the ranks, and return this rank's range of the average.
 
     Collective: all ranks that train the parameter, unless ``gradient`` is a ``FlatShardTensor``.
 

@@ -246,7 +246,7 @@ def _refused(rank: int, world_size: int) -> None:
                 dist.all_reduce(tensor)
         assert_same(model, before, 0.0, 0.0)
         param.mul_(rank + 1.0)
-        with pytest.raises(RuntimeError, match=r"values the ranks computed differently"):
+        with pytest.raises(RuntimeError, match=r"the ranks have computed differently"):
             dist.all_reduce(param.data)
 
 
