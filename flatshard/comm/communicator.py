@@ -54,8 +54,8 @@ from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
-# Maximum number of elements for which `_reduce_on_stream` copies a tensor and the marks into one
-# tensor, to send both in one message.
+# If a tensor has at most this number of elements, `_reduce_on_stream` copies the tensor and the
+# marks into a common tensor, to send both in one message.
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []

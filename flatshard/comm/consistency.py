@@ -181,9 +181,9 @@ def checksum(tensor: Tensor) -> Checksum:
     data = as_bytes(tensor.detach().contiguous())
     is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
     words = data.view(torch.int64) if is_wide else data
-    # Arrange the words as a table. One result adds the sums of the columns, each multiplied by the
-    # column's position. The other result does the same with the rows. Words that do not fill a row
-    # are added separately.
+    # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of the
+    # columns' sums, each multiplied by the column's number. The second result is the same for the
+    # rows. Words that do not fill a row are added separately.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (

@@ -38,7 +38,7 @@ _DIGEST_BYTES = 8
 # digest and the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
-_DETAIL = re.compile(r"\(|: ")  # start of the rest of a name, not compared
+_DETAIL = re.compile(r"\(|: ")  # where the part of a name begins that ranks do not compare
 
 
 def with_complements(data: Iterable[int]) -> bytes:
@@ -56,7 +56,7 @@ def differ(maxima: bytes) -> list[bool]:
     A rank that has no value for a byte sends zero for the byte and zero for the complement. Such a
     rank does not count as different.
 
-    ``maxima``: the result of an all-reduce (MAX) of what each rank got from ``with_complements``.
+    ``maxima``: the result of an all-reduce (MAX) of each rank's bytes from ``with_complements``.
     """
     # The maxima of a byte and of its complement add up to 255 if all ranks sent the same byte, and
     # to 0 if no rank has a value for the byte.

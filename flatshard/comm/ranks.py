@@ -36,7 +36,7 @@ class Ranks:
     # The user's shard group and replicate group. None: the user passed only one group, so HYBRID
     # strategies divide the ranks by node.
     grid: tuple[Communicator, Communicator] | None
-    ranks_per_node: int | None  # None: unknown
+    ranks_per_node: int | None  # number of ranks on each node; None: not known
     mode: TransportOptions  # the user's choice of transport
 
     # The results of `resolve`.
@@ -234,7 +234,7 @@ def _groups_of_mesh(mesh: Any) -> Any:
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
         raise ValueError(
-            f"device_mesh: its dimensions are named {names}. Expected names that contain "
+            f"device_mesh: the dimensions are named {names}. Expected names that contain "
             '"replicate" and "shard", such as "dp_replicate" and "dp_shard". Pass only the '
             'dimensions over which the model\'s inputs are split, such as mesh["dp"], or '
             "process_group=(shard_group, replicate_group)."

@@ -158,7 +158,7 @@ class History:
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def reach(self, kind: Hashable, number: int) -> None:
-        """Set the number of collectives of ``kind`` that this rank has begun to ``number``."""
+        """Record that this rank has begun ``number`` collectives of ``kind`` so far."""
         self.begun[kind] = number
 
     def needs(
@@ -352,7 +352,7 @@ class AsyncWork:
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects kept alive until all ranks have received everything
     _: KW_ONLY
-    # For error messages: the rank from which each of ``works`` receives. May be shorter than
+    # For error messages: for each of ``works``, the rank that sends the data. May be shorter than
     # ``works``.
     peers: Sequence[int] = ()
     # Called once after the wait for ``works``, to compute the result from the received data.

@@ -1,1 +1,1 @@
-"""One training step."""
+"""Runs a training step: unshards units, computes, reduces gradients, and reshards units."""

@@ -93,7 +93,7 @@ def agree(
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
     maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
     program, orders, started, waiting, edited, left_over, used = maxima[: len(engine_votes)]
-    where = f"backward of {state.root.name or 'the model'!r}"
+    where = f"backward of {unit_text(state.root.name)}"
     _check_program(where, program)
     _check_order(state, where, orders)
     for voter, voter_maxima in zip(voters, maxima[len(engine_votes) :], strict=True):
@@ -116,7 +116,7 @@ def agree(
 
 
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
-    """For each original parameter, whether any rank that trains the unit used the parameter.
+    """Return a flag per original parameter: whether any rank that trains the unit used it.
 
     Collective: the ranks that train the unit.
     """
@@ -173,9 +173,8 @@ def gathering_groups(state: RunState) -> list[Communicator]:
 def _order(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if the ranks all-gathered units in the same order.
 
-    Returns no bytes if the transport (native backend or sockets, for example) matches all-gathers
-    by tag, because then the order does not matter. Collective in each smaller group in which units
-    all-gather.
+    Returns no bytes if the transport (sockets, for example) matches all-gathers by tag, because
+    then the order does not matter. Collective in each smaller group in which units all-gather.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:

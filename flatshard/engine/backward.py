@@ -128,9 +128,9 @@ class Backward:
     def _may_reduce_early(self) -> bool:
         """Whether this model may start reductions before the end of its backward.
 
-        One backward may compute gradients of two models. If a transport (native backend or sockets,
-        for example) matches reductions by order, the second model's reductions must not start
-        between the first model's reductions: a rank that lacks a gradient starts the first model's
+        One backward may compute gradients of two models. If a transport (the native backend, for
+        example) matches reductions by order, the second model's reductions must not start between
+        the first model's reductions: a rank that lacks a gradient starts the first model's
         reductions only at the end of the backward, and reductions of different models would be
         matched with each other. So all reductions of the second model start in the second model's
         ``_end``, which runs after the first model's ``_end``.

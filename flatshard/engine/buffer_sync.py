@@ -39,7 +39,8 @@ class BufferSync(Voter):
         self.is_due = True
         self.source = 0  # source rank of the broadcast
 
-        # The buffers of the last exchange in which all ranks had equal dtypes, shapes and devices.
+        # The buffers at the last comparison in which dtypes, shapes and devices were equal on all
+        # ranks. Later broadcasts use the sizes of these buffers.
         self._agreed = buffers()
         self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
         # Whether a forward ran since the ranks last compared the dtypes, shapes and devices. If no

@@ -69,14 +69,14 @@ class RunContext(RunState):
 
     def refresh(self) -> None:
         """Recompute what is cached about the units' buffers, after the buffers were reallocated."""
-        # `device`: the device of the units that communicate. A unit without an unsharded buffer on
-        # a single rank never communicates, so skip such units. None: no unit communicates.
+        # `device`: the device of the units that communicate. If the model trains on a single rank,
+        # units without an unsharded buffer never communicate, so skip these units. None: no unit
+        # communicates.
         is_alone = self.world.size == 1
         devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
         # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the buffers'
-        # storages: a tensor that autograd saves is a view of a buffer if both have the same
-        # storage.
+        # storages, to recognise views of a buffer among the tensors that autograd saves.
         self._prefetch.refresh()
         self._backward.queue.refresh()
         self._forward.refresh()

@@ -57,7 +57,7 @@ class ReducePlan:
     topology: Topology
     reduce_dtype: torch.dtype
     device: torch.device
-    tags: tuple[int, int, int]  # of collectives in the intra, the inter and the replicate group
+    tags: tuple[int, int, int]  # tags for collectives of the intra, inter and replicate group
     fixed_order: bool  # whether flatshard, and not the backend, adds up gradients, in rank order
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
 

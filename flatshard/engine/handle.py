@@ -373,7 +373,7 @@ class FlatParamHandle:
             self.put_back()
 
     def put_back(self) -> None:
-        """Put the sharded parameters into the modules, whatever the modules hold now."""
+        """Put the sharded parameters into the modules, in place of all other parameters."""
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.sharded
             param.held = None

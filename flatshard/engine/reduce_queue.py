@@ -259,7 +259,7 @@ class ReduceQueue:
                 self._num_unreduced[bucket.unit] += 1
 
     def add(self, bucket: ReduceBucket) -> None:
-        """Mark a bucket as complete, start the buckets whose turn has come, finish old reductions.
+        """Mark a bucket as complete, start all buckets whose turn it is, and finish old reductions.
 
         May wait for the oldest reduction, to limit memory (``_finish_old``).
         """

@@ -89,8 +89,8 @@ class SavedTensors:
         output = pytree.tree_map_only(Tensor, lambda t: t.clone() if self._owner(t) else t, output)
         if any(map(self._owner, tensors_in(output))):
             raise RuntimeError(
-                f"{unit_text(unit_name)} returns a view of its parameters inside an object that is "
-                "no tuple, list or dict. Parameters are resharded after forward: return a clone()."
+                f"{unit_text(unit_name)} returns a view of its parameters in an object that is no "
+                "tuple, list or dict. Resharding after forward frees the view: return a clone()."
             )
         return output
 

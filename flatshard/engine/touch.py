@@ -40,10 +40,10 @@ Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
 
 class Touch(ParamOwner):
-    """Runs operations on the sharded parameters of one model."""
+    """Runs operations on sharded parameters of one model, outside of their units' forwards."""
 
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
-        """Become the ``ParamOwner`` of the model's parameters, which runs their operations."""
+        """Make this object the ``ParamOwner`` of all parameters of the model."""
         self._state, self._forward, self._backward = state, forward, backward
         # Maps the `ShardSpec` of each sharded parameter to the unit, the flat parameter and the
         # original parameter.

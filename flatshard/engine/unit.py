@@ -92,7 +92,7 @@ class Unit:
     ) -> None:
         # For each module of the unit, how inputs and outputs are cast.
         self.casts = dict(modules)
-        # `names`: names of the modules in the unwrapped model. `name`: one name made of all names.
+        # `names`: names of the modules in the unwrapped model. `name`: a name made of all names.
         self.names, self.name = list(names), name_of(names)
         # The unit's flat parameters. A unit has one flat parameter for each combination of dtype
         # and `requires_grad`; in the root, each large parameter is a separate flat parameter. Empty

@@ -241,8 +241,8 @@ class Gather(NamedTuple):
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     purpose: str  # what the all-gather is for, such as "forward", for error messages
 
-    # The ``BufferMemory`` from ``allocate_unsharded`` of which ``out`` is the buffer. None: the
-    # memory of ``out`` has another origin.
+    # The ``BufferMemory`` whose ``buffer`` is ``out``, if ``allocate_unsharded`` has returned it.
+    # None: ``out`` was allocated in another way.
     memory: BufferMemory | None = None
     # Whether the values are sent unrounded, even if the user chose a narrower ``wire_dtype``.
     exact: bool = False
@@ -371,7 +371,7 @@ class Transport(abc.ABC):
         return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Return the size in bytes from which a gradient is sent directly from its own tensor.
+        """Return the minimum bytes of a gradient that is sent directly from its own tensor.
 
         Smaller gradients are first copied together, because a message of their own would cost more
         than the copy. None: ``reduce_scatter`` cannot send several tensors, so all gradients of a
@@ -418,7 +418,7 @@ class LocalTransport(Transport):
         return AsyncWork([], op_name)
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        raise NotImplementedError("a group of one rank needs no reduce-scatter.")
+        raise NotImplementedError("internal error: a reduce-scatter in a group of one rank")
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
         return AsyncWork([], op_name, [buffer])

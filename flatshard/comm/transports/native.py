@@ -25,8 +25,8 @@ _LARGE_NUMEL = 1 << 20
 class NativeTransport(Transport):
     """Moves tensors by the backend's collectives, on every device that the backend supports.
 
-    In reductions the backend adds, in its own order and in the dtype of the tensors. Only if the
-    user requests a fixed order, flatshard adds.
+    In reductions, the backend adds gradients, in its own order and in the dtype of the tensors. If
+    the user requests a fixed order, flatshard adds the gradients instead.
     """
 
     is_ordered = True
