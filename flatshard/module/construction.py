@@ -237,7 +237,7 @@ def _warnings(plan: ModelPlan) -> list[str]:
             "with all settings."
         )
     if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
-        found.append("cpu_offload has no effect on parameters in CPU memory. Leave it out.")
+        found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
     # Read the topology of the root unit, not `settings.topology`. If all units may diverge, no unit
     # has the placement of `settings`. Then reading `settings.topology` would create process groups,
     # which is collective, but this function runs only on rank 0.

@@ -43,7 +43,7 @@ def leave_empty(module: nn.Module) -> None:
 
 @dataclass
 class InitialValues:
-    """The values with which parameters and buffers start, as all ranks have decided together."""
+    """Which values parameters and buffers start with. All ranks have made the same decision."""
 
     world: Communicator
     sync: bool | None  # `sync_module_states`
@@ -90,11 +90,11 @@ class InitialValues:
 
 
 def compare_values(plan: ModelPlan) -> InitialValues:
-    """Decide whose values each rank takes, and which tensors must be initialised. Collective.
+    """Decide whether all ranks start with rank 0's values, and find the tensors without values.
 
-    All ranks take rank 0's values if ``sync_module_states`` is True. They also do if
-    ``sync_module_states`` is None and the ranks' checksums differ. Tensors on the meta device have
-    no values.
+    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
+    values differ between ranks (by checksums). Otherwise, each rank keeps its own values. Tensors
+    on the meta device have no values, and must be initialised. Collective: all ranks.
     """
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     named = [*plan.params(), *plan.buffers()]

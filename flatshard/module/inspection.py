@@ -110,10 +110,10 @@ def check_shares_no_memory(params: Iterable[tuple[str, nn.Parameter]]) -> None:
             is_trained = param.requires_grad or other.requires_grad
             if is_trained and _share_elements(param, other):
                 raise ValueError(
-                    f"ShardedWrapper: parameters {name!r} and {other_name!r} share memory: they "
-                    "are views of one tensor. Their shards could not share memory. If both are "
-                    "the same weight, assign one nn.Parameter to both places. Otherwise make one "
-                    "of them a clone()."
+                    f"ShardedWrapper: parameters {name!r} and {other_name!r} are views of the same "
+                    "memory, but would get separate shards. To tie the two weights, assign the "
+                    "same nn.Parameter object to both attributes. To keep two weights, replace "
+                    f"{other_name!r} by nn.Parameter(weight.detach().clone())."
                 )
 
 
@@ -157,15 +157,15 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
     for name, inner in module.named_modules():
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
-                f"ShardedWrapper: {name or 'the module'!r} is a {type(inner).__name__}, which "
+                f"ShardedWrapper: module {name or '(root)'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Wrap its .module instead."
             )
     for sharding in shardings_in(module):
         for extension in sharding.context.extensions:
             if not extension.is_made_anew:
                 raise ValueError(
-                    f"ShardedWrapper: {extension.name}() was called on a part of the module. Call "
-                    "it on the outermost wrapper, after that wrapper is made."
+                    f"ShardedWrapper: {extension.name}() was called on a part of the module. First "
+                    f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
     for name, inner in module.named_modules():
         if policy is not None and isinstance(inner, ModuleProxy):

@@ -106,15 +106,15 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group, topology.across))
     # Compare the shard group and the replicate group of each unit with those of the outermost unit.
-    # This check needs no communication, because all ranks get the same result: if a unit has the
-    # two groups in exchanged roles, it has them so on every rank.
+    # This check needs no communication, because all ranks get the same result: if the two groups of
+    # a unit are swapped on this rank, they are swapped on every rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard.ranks_text} and "
                 f"replicates over {replicate.ranks_text}, "
-                f"but {outermost.name or 'the module around it'!r} does the opposite. Pass the "
+                f"but {unit_text(outermost.name)}, which contains it, does the opposite. Pass the "
                 "same pair of groups (shard group, replicate group) to both."
             )
 
@@ -139,9 +139,9 @@ class RootChecks(RootModule):
             self.writes.take_over()
 
     def shared_buffers(self) -> Buffers:
-        """Return the buffers to broadcast, each once.
+        """Return the buffers to broadcast. A buffer that several modules share is returned once.
 
-        Without ignored buffers, and without buffers of modules that fewer ranks train.
+        Ignored buffers, and buffers of modules that only some of the ranks train, are left out.
         """
         # Do not call ``named_buffers()``: this method runs in every step, and ``named_buffers()``
         # takes longer, because it builds the name of every buffer.
@@ -251,7 +251,7 @@ def accumulating(
 
 
 def plan_backward(model: nn.Module, *, reduces: bool) -> None:
-    """Make the next backward reduce or accumulate gradients, whatever the forward has planned."""
+    """Make the next backward reduce or accumulate gradients, even if forward planned otherwise."""
     for sharding in outermost_shardings(model):
         for unit in sharding.context.units:
             unit.plan_sync(Sync.ALL if reduces else Sync.NONE)

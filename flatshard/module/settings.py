@@ -114,8 +114,8 @@ class Settings:
         if precision.gather_dtype is not None and keeps_secondary:
             raise NotImplementedError(
                 f"{unit_text(plan.name)}: mixed_precision: gather_dtype={precision.gather_dtype} "
-                "with reshard_after_forward=k or HYBRID_SHARD_OP, which keep secondary shards, is "
-                "not supported. Leave one of them out."
+                "is not supported with reshard_after_forward=k or HYBRID_SHARD_OP (secondary "
+                "shards are not sent in float8). Leave out gather_dtype, or use FULL_SHARD."
             )
         return dataclasses.replace(
             self, strategy=strategy, placement=placement, precision=precision, boundary=boundary
@@ -141,15 +141,15 @@ class Settings:
 def ranks_or_alone(
     process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: TransportOptions
 ) -> Ranks:
-    """Return the ranks that train the model. Without a process group: this rank, and a warning."""
+    """Return the ranks that train the model. Without a process group, warn and return this rank."""
     given = process_group if isinstance(process_group, list | tuple) else ()
     # Accept negative numbers, which cannot be devices: on ranks outside of a group, torch's
     # `new_group` returns a negative number instead of a group.
     if any(isinstance(d, str | torch.device) or (isinstance(d, int) and d >= 0) for d in given):
         raise TypeError(
-            f"process_group: expected a ProcessGroup or a pair, got {process_group!r}, which looks "
-            "like DistributedDataParallel's device_ids. Pass device_ids by name: "
-            f"device_ids={process_group!r}."
+            f"process_group: expected a ProcessGroup or a pair of ProcessGroups, got a list of "
+            f"devices, {process_group!r}. DistributedDataParallel takes this list as second "
+            f"argument. Here, pass it by name: device_ids={process_group!r}."
         )
     if process_group is None and device_mesh is None:
         if dist.is_available() and dist.is_initialized():

@@ -60,7 +60,7 @@ class Sharding:
         if context.is_running:
             raise RuntimeError(
                 f"{caller} was called while a forward or backward of "
-                f"{self.unit.name or 'the model'!r} is running. Call it between steps."
+                f"{unit_text(self.unit.name)} is running. Call it between steps."
             )
         return context
 
@@ -145,7 +145,7 @@ def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """Return a model's units. Raises RuntimeError inside of a step or ``summon_full_params``."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}: expected an nn.Module first, got a {type(module).__name__}.")
+        raise TypeError(f"{caller}: the model must be an nn.Module, got {type(module).__name__}.")
     for one in shardings_in(module):
         one.check_between_steps(caller)
     for one in outermost_shardings(module):

@@ -105,7 +105,7 @@ def show_bytes(count: int) -> str:
 
 
 def one_unit_warning(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
-    """Return a warning if a large model with repeated blocks is one unit, else an empty list."""
+    """Return a list with a warning if a large model with repeated blocks is a single unit."""
     # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
     tree = ModuleTree(module, ignored)
     size = numel(tree.params(module))

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Maps the name of each extra's folder to the purpose of the extra, a text for the error of a user
-# without the folder. At an event of a step, extras act in the order of this table.
+# Maps the folder of each extra to the purpose of the extra. The error for a missing folder contains
+# the purpose. If several extras act at one moment of a step, they act in the order of this table.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
     "divergence": "lets ranks skip units, or run them in another order",

@@ -128,7 +128,7 @@ class MixedPrecision:
         if self.keep_low_precision_grads and not HAS_GRAD_DTYPE:
             raise NotImplementedError(
                 "MixedPrecision: keep_low_precision_grads needs Tensor.grad_dtype, which torch "
-                f"{torch.__version__} lacks. Leave it out: gradients get the parameter's dtype."
+                f"{torch.__version__} lacks. Leave the keyword out, or install a newer torch."
             )
         object.__setattr__(
             self, "module_classes_to_ignore", _as_classes(self.module_classes_to_ignore)
@@ -229,7 +229,7 @@ def as_mixed_precision(value: object) -> MixedPrecision:
     if isinstance(value, MixedPrecision):
         return value
     if not hasattr(value, "param_dtype"):
-        raise TypeError(f"mixed_precision: expected a MixedPrecision, got {value!r}.")
+        raise TypeError(f"mixed_precision: expected a MixedPrecision policy, got {value!r}.")
     ours = MixedPrecision.__dataclass_fields__
     fields: dict[str, Any] = {}
     for name, given in vars(value).items():
@@ -238,8 +238,8 @@ def as_mixed_precision(value: object) -> MixedPrecision:
             fields[name] = given
         elif given is not None and given is not False:
             raise NotImplementedError(
-                f"mixed_precision: {name}={given!r} is not supported. Leave it out; "
-                f"flatshard.MixedPrecision has {', '.join(ours)}."
+                f"mixed_precision: {name}={given!r} is not supported. Leave {name} out. The "
+                f"supported options are {', '.join(ours)}."
             )
     # FSDP1's policy has a separate field for the root, `cast_root_forward_inputs`. FSDP2's policy
     # has only `cast_forward_inputs`, which also applies to the root.

@@ -44,7 +44,7 @@ class Placement:
 
 
 class _SameAsTorchs(enum.Enum):
-    """Base of enums that torch has under the same name.
+    """Base class of enums for which torch has an enum of the same name.
 
     A member is equal to the member of the same name in torch's enum, so users may pass either.
     """
@@ -128,7 +128,9 @@ def resharding(
         strategy: the user's strategy.
         after_forward: True to reshard after forward, False not to reshard, None to do as the
             strategy does. An int k means that each rank keeps 1/k of the parameters after forward,
-            so that backward all-gathers from k ranks. Returns:
+            so that backward all-gathers from k ranks.
+
+    Returns:
         Two values: the resulting strategy (``FULL_SHARD`` without resharding after forward becomes
         ``SHARD_GRAD_OP``, for example), and its placement.
     """
@@ -143,7 +145,7 @@ def resharding(
     # Compare by identity: `after_forward != False` would let 0 pass, because 0 == False.
     if after_forward is not False and after_forward < 1:
         raise ValueError(
-            f"reshard_after_forward={after_forward}: expected True, False, or at least 1 rank."
+            f"reshard_after_forward={after_forward}: expected a bool or a positive number of ranks."
         )
     if after_forward and not placement.reshard_after_forward:
         raise ValueError(

@@ -28,8 +28,8 @@ MIN_UNIT_NUMEL = 250_000
 # Minimum number of elements of a module that is opened, so that its children may become units. In a
 # module of this size, most children are large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# If the root has too few elements, small units are dissolved, and the root owns their parameters.
-# Maximum number of elements of such a unit. The root stays unsharded throughout a step, so a
+# Maximum number of elements of a unit that is dissolved: if the root has too few elements, the root
+# takes over the parameters of small units. The root stays unsharded throughout a step, so a
 # dissolved unit costs at most 4 MB of float32.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
 # Blocks (repeated modules) that are too small for units stay in the root, if all of them together
@@ -40,10 +40,10 @@ ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
 # computes, the next unit is all-gathered, so at the peak two units are unsharded: with this limit,
 # at most a quarter of the model.
 LARGE_SHARE = 1 / 8
-# A module is made of blocks (repeated modules), and is opened, if at least this share of its
-# elements is in blocks. A module with a smaller share only has a few similar children, and is
-# rather a block itself. For example, a decoder layer has two attentions, with about half of the
-# layer's elements.
+# If at least this share of a module's elements is in blocks (repeated modules), the module is
+# opened, so that the blocks may become units. A module with a smaller share has only a few similar
+# children, and may be a block itself. For example, a decoder layer has two attentions, with about
+# half of the layer's elements.
 BLOCKS_SHARE = 2 / 3
 # Generic containers. Two containers of one class may have different contents, so two containers
 # count as repeated blocks only if their parameters have the same shapes.

@@ -51,9 +51,9 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Return the number of elements that ``boundary`` keeps together, such as a row's elements.
+    """Return the size, in elements, of the blocks of a parameter that must stay on one rank.
 
-    Each such block of the parameter must stay on one rank.
+    For example, with the boundary "row", each row of the parameter is a block.
     """
     if isinstance(boundary, int):
         return boundary
@@ -66,7 +66,7 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
-    """Return a layout with cuts of parameters only where ``boundary`` allows.
+    """Return a layout in which shards cut parameters only where ``boundary`` allows.
 
     Args:
         layout: the layout without a boundary.
@@ -135,7 +135,7 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Return numbers to try: the length of a shard shall be a multiple of one of these numbers.
+    """Return numbers for ``move`` to try: a shard's length will be a multiple of such a number.
 
     If two shard ends cut the same parameter, the length of a shard must be a multiple of the
     parameter's block. A number that is a multiple of more blocks allows this in more parameters.
@@ -196,8 +196,8 @@ def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) 
     raise ValueError(
         f"boundary={boundary!r}: {unit_text(unit)} would have {padding:,} elements of padding, "
         f"{padding / numel:.0%} of its {numel:,} elements. At most {MAX_PADDING:.0%} are allowed. "
-        f"In parameter {span.name!r}, {span.shape}, each block of {block:,} elements must be on 1 "
-        f"of {worst.world_size} ranks. Make the unit larger (coarser policy, or coalesce_bytes), "
+        f"In parameter {span.name!r} of shape {span.shape}, blocks of {block:,} elements must not "
+        f"be cut ({worst.world_size} ranks). Make the unit larger (coarser policy, coalesce_bytes) "
         "or let a CustomPolicy return another boundary for the unit."
     )
 

@@ -96,7 +96,7 @@ def find_ignored(
         if inner in tops:
             _check_apart(name, inner, nested)
             names.append(name)
-    first_names: dict[int, str] = {}  # first name of each tensor, keyed by id; tied ones have more
+    first_names: dict[int, str] = {}  # keyed by the tensor's id; a tied tensor has several names
     places = set()
     for name, inner, attribute, tensor in places_in(module):
         first_names.setdefault(id(tensor), name)

@@ -14,10 +14,10 @@ has the same strides as the unwrapped parameter (channels_last, for example). ``
 Torch's checkpoints consist of n-D boxes. ``boxes_of`` cuts a range of a parameter's elements into
 boxes:
 
-    shape (4, 3), elements [2, 11):    . . a     a: offsets (0, 2), sizes (1, 1)
-                                       b b b     b: offsets (1, 0), sizes (2, 3)
-                                       b b b
-                                       c c .     c: offsets (3, 0), sizes (1, 2)
+    shape (4, 3), elements [2, 11):    . . 1     box 1: offsets (0, 2), sizes (1, 1)
+                                       2 2 2     box 2: offsets (1, 0), sizes (2, 3)
+                                       2 2 2
+                                       3 3 .     box 3: offsets (3, 0), sizes (1, 2)
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class FlatLayout:
             named_shapes: names and shapes of the parameters.
             world_size: number of ranks that share the flat parameter.
             itemsize: bytes per element.
-            orders: the memory order of each parameter. None means that all are contiguous.
+            orders: the memory order of each parameter. None: all parameters are contiguous.
         """
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []

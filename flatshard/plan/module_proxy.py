@@ -149,8 +149,8 @@ class ModuleProxy(nn.Module):
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module."""
-    # Import only here, because the import is slow. In a training, it costs no additional time:
-    # torch's optimizers import the same module.
+    # Import only here, because the import is slow. In training, the import costs no additional
+    # time, because torch's optimizers import the same module.
     from torch._dynamo.decorators import skip
 
     proxy.module, proxy.training = module, module.training

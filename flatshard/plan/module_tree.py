@@ -118,7 +118,7 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter, and all its places in the model, of which the first gives its name."""
+    """An original parameter, and all its places in the model. The first place gives the name."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
@@ -171,7 +171,7 @@ def find_owners(
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:
-    """Return the modules of which other code may read parameters without calling the module."""
+    """Return the modules whose parameters other code may read without calling the module."""
     closed: set[nn.Module] = set()
     for module in root.modules():
         if isinstance(module, ParametrizationList):
@@ -203,4 +203,4 @@ def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name
             return f"{new}.{local}" if new else local
-    raise AssertionError(f"{name} belongs to none of {', '.join(before)}")
+    raise AssertionError(f"internal error: {name} is in none of {', '.join(before)}")

@@ -155,7 +155,9 @@ def test_too_much_padding_is_refused() -> None:
     assert layout.padding_numel > max(FREE_PADDING, MAX_PADDING * layout.numel)
     with pytest.raises(ValueError, match=r"unit 'head' would have 3,1.*, 300% of its 1,048,586"):
         check_padding("head", [layout], "tensor")
-    with pytest.raises(ValueError, match=r"'head.weight', \(2048, 512\), each block of 1,048,576"):
+    with pytest.raises(
+        ValueError, match=r"'head.weight' of shape \(2048, 512\), blocks of 1,048,576"
+    ):
         check_padding("head", [layout, plain], "tensor")
     # Small units may: it costs nothing.
     tiny = FlatLayout.build([("weight", (10, 10))], world_size=8, itemsize=4)

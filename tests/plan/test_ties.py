@@ -443,7 +443,10 @@ class _Views(nn.Module):
 def test_views_of_one_tensor() -> None:
     """Each became a tensor of its own: what one of them learnt no longer reached the other."""
     for kind in ("one in the other", "the same", "overlapping", "crossing", "bytes"):
-        with allow_warnings(), pytest.raises(ValueError, match="'first' and 'second' share memo"):
+        with (
+            allow_warnings(),
+            pytest.raises(ValueError, match="'first' and 'second' are views of the same memo"),
+        ):
             ShardedWrapper(_Views(kind))
         with allow_warnings():
             ShardedWrapper(_Views(kind, trained=False))
