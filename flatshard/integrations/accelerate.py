@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def adopt(
         cls, accelerator: accelerate.Accelerator, sharding: Mapping[str, Any] | None = None
     ) -> None:
-        """Turn ``accelerator``, which a framework has made, into this class. Before ``prepare``."""
+        """Change the class of a framework's ``accelerator`` to this class, before ``prepare``."""
         if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "Accelerator: dynamo_backend and dynamo_plugin would compile the whole model. "
@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # ------------------------------------------------------------ saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict on the CPU of rank 0, else an empty dict. Collective."""
+        """Return the full state dict (on the CPU) on rank 0, {} on other ranks. Collective."""
         if not sharded_modules(model):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         return checkpoint.full_state_dict(model)
@@ -217,7 +217,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
         """Hide models and optimizers from accelerate, which would save only rank 0's shards.
 
-        Yields pairs of a model and its optimizer; the optimizer is None if the model has none.
+        Yields a list with a pair ``(model, optimizer)`` for each optimizer of a model, and
+        ``(model, None)`` for a model without an optimizer.
         """
         models: list[nn.Module] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]

@@ -227,7 +227,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         for model in self._models:
             if ids & {id(param) for param in model.parameters()}:
                 return model
-        raise ValueError("Fabric: an optimizer has no model. Call fabric.setup(model, optimizer).")
+        raise ValueError("Fabric: the model is not set up. Call fabric.setup(model, optimizer).")
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]

@@ -52,9 +52,9 @@ class Watchdog(CollectiveWatch):
     """Watches all waits of this process for collectives, in a thread; see the module docstring."""
 
     def __init__(self) -> None:
-        self._pid = 0  # id of the process that runs the thread; 0 until the first process group
-        self._waits: dict[watched, BlockedWait] = {}  # the waits that the last `look` found
-        self._users: set[int] = set()  # ids of the threads of Python that communicate
+        self._pid = 0  # id of the process in which the watchdog's thread runs; 0: not started
+        self._waits: dict[watched, BlockedWait] = {}  # waits of all threads at the last `look`
+        self._users: set[int] = set()  # ids of Python's threads that have waited for other ranks
         self._thread: threading.Thread | None = None
         self._looking = threading.Lock()  # held during a check, which may run a backend's C++ code
         self._deadlock = Deadlock()
@@ -160,7 +160,7 @@ class Watchdog(CollectiveWatch):
         elsewhere = ", ".join(map(str, self._deadlock.ranks_elsewhere(wait)))
         if elsewhere:
             lines.append(
-                f"No wait is known of rank {elsewhere}, which computes, has ended, or waits in "
+                f"No wait is reported by rank {elsewhere}, which computes, has ended, or waits in "
                 "send(), recv() or an asynchronous work of the program"
             )
         return ". ".join([*lines, _REMEDY])

@@ -245,7 +245,7 @@ class Deadlock:
                 _logger.error("%s", history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Return the ranks awaited by ``wait``, without the ranks that report a wait, too.
+        """Return the ranks that ``wait`` awaits, and that do not report a wait themselves.
 
         These ranks may compute, have ended, or wait in a way unknown to flatshard.
         """
@@ -452,8 +452,7 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
     """Return the latest published finding for the group of ``need``, or None.
 
-    With ``is_exact``, a finding counts only if the finding is about the very collective of
-    ``need``.
+    With ``is_exact``, a finding counts only if it is about the same collective as ``need``.
     """
     key = f"flatshard/deadlock/{need.group}"
     if not store.check([key]):

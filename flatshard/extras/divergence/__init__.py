@@ -77,9 +77,9 @@ class DivergentUnits(StepExtension):
             # first.
             unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            # `Forward` takes an unsharded unit in phase FORWARD as ready, and does not unshard the
-            # unit. But only `Forward`'s unshard puts the full parameters into the modules. So enter
-            # phase FORWARD only if the all-gather is still under way.
+            # `Forward` does not unshard a unit in phase FORWARD whose parameters are unsharded
+            # already. But only `Forward` puts the full parameters into the modules. So enter phase
+            # FORWARD only if the all-gather is still under way.
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 

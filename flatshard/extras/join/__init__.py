@@ -66,8 +66,8 @@ def joining(
     histories = [group.history for group in gathering_groups(context)]
     try:
         # With gloo, a rank may wait before an all-gather until all ranks have compared the names of
-        # their all-gathers. Turn this off: a rank without input learns of an all-gather only from a
-        # rank that begins the all-gather, and would never arrive.
+        # their all-gathers. Switch the comparison off: a rank without input learns of an all-gather
+        # only from a rank that begins the all-gather, and would never take part in the comparison.
         with temporarily(histories, announces=False):
             yield
             join.follow()
@@ -82,7 +82,7 @@ def _check(root: Sharding) -> None:
     """Raise if ``join`` does not support a setting of the model. All ranks raise the same error."""
     if not root.wrapper.check_is_root():
         name = unit_text(root.unit.name)
-        raise RuntimeError(f"join(): {name} is inside a wrapper. Call join() on the outermost.")
+        raise RuntimeError(f"join(): {name} is inside a wrapper. Call join() on the root wrapper.")
     for extension in root.context.extensions:
         extension.needs_gradients("join()")
     for unit in root.context.units:
@@ -118,7 +118,8 @@ class Join(StepExtension):
         self._is_following = False
         self._syncs = self._state.syncs, self._state.under_no_sync
         self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
-        self._options: dict[Any, Any] = {}  # `_options_of` an optimizer when the last step began
+        # Result of `_options_of` at the beginning of an optimizer's last step, keyed by `_key`.
+        self._options: dict[Any, Any] = {}
 
         # Maps each gradient to the gradient's version after backward or clipping. If the version
         # has changed later, the program has edited the gradient.

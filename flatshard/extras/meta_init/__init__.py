@@ -240,7 +240,7 @@ class MetaInit:
     """Initialises all tensors of a model on the meta device.
 
     Collective: all ranks. Raises ValueError, on every rank, if a module has no function to
-        initialise tensors, or if the function would overwrite existing values.
+    initialise tensors, or if the function would overwrite existing values.
     """
 
     def __init__(self, plan: ModelPlan, start: InitialValues) -> None:
@@ -435,14 +435,14 @@ class MetaInit:
                 slot.allocate(self._device)
         elif tensor.is_meta:
             raise RuntimeError(
-                f"param_init_fn left {slot.name!r} on the meta device. Let it call "
+                f"param_init_fn left {slot.name!r} on the meta device. In the function, call "
                 "module.to_empty(device=..., recurse=False) and then initialise the module, or "
-                "flatshard.leave_empty(module) if load_state_dict() follows."
+                "call flatshard.leave_empty(module) if load_state_dict() follows."
             )
         elif _is_patterned(tensor):
             raise RuntimeError(
                 f"{' and '.join(self._resets[slot.module])} of {self._where(slot.module)} left "
-                f"{slot.name!r} without values. Set its values there, or pass a param_init_fn."
+                f"{slot.name!r} without values. Set the values there, or pass a param_init_fn."
             )
 
     def _keep(self, slots: Sequence[_Slot], values: dict[str, Any]) -> None:

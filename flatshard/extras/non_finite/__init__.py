@@ -59,7 +59,7 @@ class NonFiniteWatch(StepObserver):
                 warnings.warn(
                     f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} "
                     f"contains {abs(largest)} on this rank, before any average over "
-                    "ranks. It is the first such gradient of this backward. "
+                    "ranks. This is the first gradient of this backward with inf or NaN. "
                     "torch.autograd.detect_anomaly() finds the operation that made it. If fp16 "
                     "overflows, use torch.amp.GradScaler. Checking ends with this warning: call "
                     "warn_non_finite() to check again.",

@@ -126,8 +126,8 @@ class OverridesPlan(PrecisionPlan):
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # `Override(None)` lets parameters keep their own dtype. Use this override if all parameters
-    # already have the dtype: only parameters with equal overrides share a flat parameter, and then
-    # the parameters can share a flat parameter with all others in their own dtype.
+    # If all parameters already have the dtype, return `Override(None)` (each parameter's own dtype)
+    # instead of `Override(dtype)`. Parameters share a flat parameter only if their overrides are
+    # equal, so fewer different overrides mean fewer flat parameters.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)

@@ -95,7 +95,7 @@ class MemoryPlan:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all ``.grad`` after a backward (in truth 0 with ``step_in_backward``)."""
+        """Bytes of all ``.grad`` after a backward, if no optimizer steps in backward."""
         return sum(unit.gradient_bytes for unit in self.units)
 
     @property
@@ -126,8 +126,8 @@ class MemoryPlan:
     def peak_gradient_bytes(self) -> int:
         """Upper bound of the bytes of gradients during backward."""
         reduced = sum(unit.reduced_bytes for unit in self.units)
-        # The gradients of two neighbouring units may be in memory at once. Only the root is alone:
-        # the reduction of the root begins after all other reductions.
+        # The gradients of two neighbouring units may be in memory at once. The root's gradients
+        # have no such neighbour: the root's reduction begins after all other reductions.
         moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
         return reduced + max(map(self._gradients_at_once, moments))
 
@@ -314,5 +314,5 @@ def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | No
 
 
 def _windows(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
-    """Return all runs of ``length`` consecutive units, or one run of all units if too few."""
+    """Return all runs of ``length`` consecutive units, or one run of all units if fewer."""
     return [units[i : i + length] for i in range(max(1, len(units) - length + 1))]

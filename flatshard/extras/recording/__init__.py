@@ -174,7 +174,7 @@ class StepRecorder(StepObserver):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """End the last work in ``_doing`` equal to ``doing``. All other entries stay."""
+        """End the work ``doing``: remove the last equal entry of ``_doing``, and no other entry."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()

@@ -133,7 +133,7 @@ class StepReport:
         return self.other_bytes + sum(of_units)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures as a dict for JSON, except the timelines ``memory``, ``ranges``."""
+        """Return all fields except ``memory`` and ``ranges``, as a dict for JSON."""
         others = ("units", "memory", "ranges")
         names = [one.name for one in dataclasses.fields(self) if one.name not in others]
         names += ["other_seconds", "blocked_seconds", "moved_bytes"]

@@ -59,7 +59,7 @@ def register(
     """Use ``hook`` to reduce the gradients of ``units``; see ``register_comm_hook``.
 
     Collective: all ranks of the model. If a rank raises, no unit gets the hook, and all other ranks
-        raise ValueError with the name of the rank and the error.
+    raise ValueError with the name of the rank and the error.
 
     Args:
         units: pairs of a unit and the unit's precision; the outermost unit comes first.
@@ -93,8 +93,8 @@ def register(
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # Hooks communicate in a separate process group. Create the group now: all ranks must create
-        # a group at the same time, but would first need the group in the middle of a backward.
+        # Hooks are called in the middle of a backward, after an exchange in a separate process
+        # group. Create the group now, because creating a group is collective.
         _ = world.apart
 
 
@@ -151,10 +151,9 @@ def _check_can_register(unit: Unit) -> None:
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Find out whether ``hook`` is a function of torch that only averages gradients.
+    """Return whether ``hook`` is a hook of torch that only averages gradients, and its dtype.
 
-    Returns two values: the answer, and the dtype in which the hook reduces. The dtype is None if
-    the hook reduces in the dtype of the gradients.
+    The dtype is the one in which the hook reduces, or None for the dtype of the gradients.
     """
     # Compare functions, not names: another function may have the same name through
     # ``functools.wraps``. Do not import torch's modules of hooks, because the modules need numpy.
@@ -185,10 +184,10 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
         NotImplementedError: the hook expects buckets, or the unit has a HYBRID strategy.
         TypeError: the hook takes other arguments than flatshard would pass.
     """
-    arguments, kind = "state, grad", "not sharded: it averages grad over the ranks, in place"
+    arguments, kind = "state, grad", "not sharded: the hook averages grad over ranks, in place"
     if unit.placement.sharded:
-        arguments, kind = "state, full, out", "sharded: it fills out, this rank's part, with the "
-        kind += "average of full over the ranks"
+        arguments, kind = "state, full, out", "sharded: the hook fills out, this rank's part, with "
+        kind += "the average of full over the ranks"
     expected = f"hook({arguments}) for {unit_text(unit.name)}, which is {kind}"
     try:
         signature = inspect.signature(hook)
@@ -230,12 +229,12 @@ def _user_hook(
             # flatshard would not wait for the future.
             if hasattr(returned, "wait"):
                 raise TypeError(
-                    f"the hook returned a {type(returned).__name__}, but its reduction must be "
-                    "over when the hook returns. Call wait() in the hook."
+                    f"the hook returned a {type(returned).__name__}, but the reduction must be "
+                    "finished when the hook returns. Call wait() in the hook."
                 )
             if out.shape != shape:
                 raise ValueError(
-                    f"the hook resized its result: expected shape {tuple(shape)}, got "
+                    f"the hook resized `out`: expected shape {tuple(shape)}, got "
                     f"{tuple(out.shape)}. Write to `out` in place: out.copy_(...)."
                 )
         except Exception as error:

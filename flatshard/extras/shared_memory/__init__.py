@@ -14,9 +14,9 @@ resharding drops the mapped pages. A rank must not write its shard until all oth
 finished reading the shard: ``PendingSends`` waits until then.
 
 The mapping is private, so writes of a module to unsharded parameters do not change the shards:
-resharding drops the written values, as with copied shards. If a rank cannot create a file, or
-cannot map another rank's file, the rank copies the shards instead. For all other ranks, this makes
-no difference.
+resharding drops the written values, as with copied shards. A shard that cannot be mapped is copied
+into the buffers instead: into every rank's buffer if the shard's own rank cannot create a file, and
+only into this rank's buffer if this rank cannot map the file. Results are the same.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class SharedMemoryTransport(Transport):
                 divide(total, members.size, result)
 
     def close_taken_files(self) -> None:
-        """Close files that all ranks have mapped: the usual limit is 1,024 open files."""
+        """Close files that all ranks have mapped: a process can usually open only 1,024 files."""
         for one in list(self._open_files):
             file, taken = one
             if all(record.is_completed() for record in taken):

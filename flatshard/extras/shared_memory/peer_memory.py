@@ -203,7 +203,7 @@ class Awaited:
                 now = time.monotonic()
                 if self._is_given_up:
                     raise RuntimeError(
-                        f"stopped waiting for {process.name} after another error. See that error."
+                        f"flatshard ended a wait for {process.name} that would never have ended."
                     )
                 if now - began > timeout:
                     process.given_up = now

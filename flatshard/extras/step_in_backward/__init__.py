@@ -4,9 +4,9 @@ Each unit's gradients are freed after the unit's step, so the gradients of the w
 exist at the same time. A unit's step overlaps with the reductions of other units.
 
 The supported optimizers update each element separately, without communication. So ranks may step
-parts of a unit at different times, with the same result, and each rank decides alone about the
-units to step before the end of backward ("early"). At the end of backward, when each rank knows the
-parameters used by any rank, each rank steps the remaining units.
+parts of a unit at different times, with the same result, and each rank decides for itself which
+units to step early (before the end of backward). At the end of backward, when each rank knows which
+parameters any rank has used, each rank steps the remaining units.
 
 Without this folder, ``ShardedWrapper.step_in_backward()`` raises ``MissingExtraError``.
 """
@@ -343,10 +343,10 @@ def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any)
 
 def _got_more(what: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} got more gradient after step_in_backward() had stepped it. It is used both inside "
-        "and outside of an activation checkpoint with use_reentrant=True, or outside of forward. "
-        "Pass use_reentrant=False, or call optimizer.step() after backward. The parameters are "
-        "wrong now: load a checkpoint."
+        f"{what} got more gradient after step_in_backward() had stepped its parameters. They are "
+        "used both inside and outside of an activation checkpoint with use_reentrant=True, or "
+        "outside of forward. Pass use_reentrant=False, or call optimizer.step() after backward. "
+        "The parameters are wrong now: load a checkpoint."
     )
 
 

@@ -70,8 +70,8 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "ignored_params": lambda value: {"ignored_states": value},
 }
 
-# Public methods of torch's wrappers, missing in ShardedWrapper, separated by spaces. The key is the
-# advice in the error for all of these methods.
+# Values: public methods of torch's wrappers that ShardedWrapper does not have, separated by spaces.
+# Keys: the advice in the error for all of these methods.
 _MISSING = {
     "use `with model.join():`": "join_hook join_device join_process_group",
     "one process trains on one device": "scatter gather",

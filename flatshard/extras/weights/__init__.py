@@ -109,8 +109,8 @@ def full_tensors(
         request.check(world.size)
         if any(one.wrapper in _OPEN for one in shardings_in(model)):
             raise ValueError(
-                "another full_tensors() of this model is not finished. Read it to its end, or call "
-                "its close() on every rank, before the next call."
+                "another full_tensors() of this model is not finished. First read that iterator to "
+                "the end, or call its close(), on every rank."
             )
         with options_set(parts, StateDictOptions()):
             reader = _Reader(model, request, world)
@@ -127,7 +127,7 @@ def full_tensors(
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of ``full_tensors``. The text of a request is the same on all ranks."""
+    """The arguments of one call of ``full_tensors``. Ranks compare the ``repr`` of this object."""
 
     dtype: torch.dtype | None
     device: torch.device | None
@@ -170,7 +170,7 @@ class _Request:
 
 
 class _Flat:
-    """One flat parameter with the original parameters to yield; its all-gather."""
+    """One flat parameter: starts the all-gather, and lists the original parameters to yield."""
 
     def __init__(self, handle: FlatParamHandle, asked: torch.dtype | None) -> None:
         self.handle = handle
@@ -187,8 +187,8 @@ class _Flat:
     def start(self, cache: BufferCache) -> tuple[Tensor, AsyncWork | None]:
         """Start the all-gather. Collective: all ranks of the shard group.
 
-        Returns the full flat parameter, ``(padded_numel,)``, in memory of ``cache``, and the work
-        that fills it. None: it is filled already.
+        Returns a pair: the full flat parameter, ``(padded_numel,)``, in memory of ``cache``, and
+        the work that fills the flat parameter, or None if no all-gather was needed.
         """
         handle = self.handle
         with torch.inference_mode(False), torch.no_grad():
@@ -227,11 +227,12 @@ class _Reader:
         # Names of the tensors to yield, in order.
         self.order = [*(n for flat in self._flats for n, _ in flat.wanted), *dict(self._rest)]
         self._largest = max((flat.nbytes for flat in self._flats), default=0)
-        # Flat parameters whose all-gather has not started, and those that are being all-gathered.
+        # `_waiting`: flat parameters whose all-gather has not started. `_started`: flat parameters
+        # whose all-gather has started, but whose tensors have not been yielded.
         self._waiting = deque(self._flats)
         self._started: deque[tuple[_Flat, Tensor, AsyncWork | None]] = deque()
-        # The last flat parameter, the present one and the next one. A cache does not reuse memory
-        # in which the consumer still holds a tensor.
+        # Memory for three flat parameters: the last, the present and the next. A cache does not
+        # reuse memory in which the consumer still holds a tensor.
         self._caches = deque(BufferCache() for _ in range(3))
 
     def read(self) -> Iterator[Any]:
@@ -294,8 +295,9 @@ class _Reader:
         limit = self._request.bucket_bytes
         budget = 2 * (limit or self._largest) + self._largest
         bucket: list[Item] = []
-        # Bytes of the tensors in `bucket`; bytes of the flat parameters whose memory the bucket
-        # holds, and of those that the consumer may still hold: the last bucket.
+        # `size`: bytes of the tensors in `bucket`. `held`: bytes of the flat parameters whose
+        # memory `bucket` keeps alive. `before`: the same for the last bucket that was yielded,
+        # which the consumer may still hold.
         size = held = before = 0
         for flat in [*self._flats, None]:
             self._start(budget - before - held, is_needed=True)

@@ -49,7 +49,7 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
             grouped.setdefault(name, []).append(value)
         found = Norms({name: _joined(values, order) for name, values in grouped.items()})
         found.non_finite = {name: [] for name, value in found.items() if not math.isfinite(value)}
-        if found.non_finite:  # on all ranks
+        if found.non_finite:  # the same on all ranks, so all ranks take part in the exchange below
             mine = set()
             for name, (_, tensor) in zip(names, pairs, strict=True):
                 if name in found.non_finite and not torch.isfinite(local_range(tensor)).all():
@@ -65,7 +65,10 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
 def _pairs(
     handles: list[FlatParamHandle], kind: str, before: dict[FlatParamHandle, Tensor]
 ) -> list[tuple[OriginalParam, Tensor]]:
-    """Return the tensors to measure, with their parameters. Updates ``before`` for updates."""
+    """Return pairs of a parameter and the tensor whose norm is wanted.
+
+    For updates, also replaces the chunks in ``before`` by copies of the present chunks.
+    """
     found: list[tuple[OriginalParam, Tensor | None]] = []
     for handle in handles:
         handle.absorb_replaced()
@@ -80,7 +83,7 @@ def _pairs(
                 change = chunk - last
                 for param in handle.params:
                     found.append((param, param.of_chunk(change)))
-                    # The ranks compare the role, so that an update never meets a gradient.
+                    # The ranks compare the role, so an update is never combined with a gradient.
                     found[-1][1].role = "update of"  # type: ignore[union-attr]
     return [
         (param, tensor)
@@ -92,7 +95,8 @@ def _pairs(
 def _norms(tensors: list[Tensor], order: float) -> list[float]:
     if not tensors:
         return []
-    # torch rounds a norm to the dtype of the tensor, and bfloat16 has only 3 digits.
+    # Compute norms in fp32 at least. By default, torch rounds a norm to the dtype of the tensor,
+    # and bfloat16 has only 3 digits.
     is_double = any(tensor.dtype.to_real() is torch.float64 for tensor in tensors)
     found = reduction_ops.norms(tensors, order, torch.float64 if is_double else torch.float32)
     values: list[float] = torch.stack([norm.to(found[0].device) for norm in found]).tolist()

@@ -24,9 +24,9 @@ Params = Sequence[Any]
 
 
 class StepMode(enum.Enum):
-    """In which form, and on which ranks, an optimizer gets the parameters to step.
+    """How an optimizer steps parameters: on shards or full parameters, and on which ranks.
 
-    For optimizers that are not known to be element-wise.
+    An optimizer that is known to be element-wise needs no mode, because it steps shards.
     """
 
     ON_SHARDS = "on the sharded parameters"
@@ -78,7 +78,7 @@ def copy_with_params(
     for group, params in zip(own, groups, strict=True):
         memo.update({id(old): new for old, new in zip(group["params"], params, strict=False)})
         memo[id(group["params"])] = list(params)
-    # The copy refers to the same tensors for parameters that have no new parameter.
+    # Do not copy a parameter without a new parameter: the copy refers to the same tensor.
     memo.update({id(old): old for old in all_params(optimizer) if id(old) not in memo})
     twin_groups = copy.deepcopy(own, memo)
     for group, params in zip(twin_groups, groups, strict=True):

@@ -121,7 +121,7 @@ class WholeStep:
             shapes = [param.spec.shape for param in params]
             owners: Sequence[int | None] = [None] * len(params)
             if mode is not StepMode.ON_EVERY_RANK:
-                # Earlier owners stay, because only they have the state.
+                # Keep each parameter's earlier owner, because only the owner has optimizer state.
                 known = [self._owners.get(param) for param in params]
                 numels = [{rank: one.numel for rank, one in parts.items()} for parts in held]
                 chosen = owners = choose_owners(shapes, numels, comm.size, known)

@@ -303,7 +303,7 @@ def _own_work(rank: int, world_size: int) -> None:
             model.state_dict()
     (line,) = lines.lines
     assert "tests/extras/deadlock/test_watchdog.py:" in line, line
-    assert "model.state_dict(). No wait is known of rank 1, 2, which computes" in line, line
+    assert "model.state_dict(). No wait is reported by rank 1, 2, which computes" in line, line
 
 
 # ---------------------------------------------------------------- what does not switch it off

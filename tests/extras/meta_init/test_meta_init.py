@@ -383,7 +383,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: nn.Linear(3, 3),
         {"param_init_fn": forgetful},
         RuntimeError,
-        "param_init_fn left '0.weight' on the meta device. Let it call module.to_empty",
+        "param_init_fn left '0.weight' on the meta device. In the function, call module.to_empty",
     ),
     "another shape": (
         lambda: nn.Linear(3, 3),

@@ -149,7 +149,7 @@ def test_methods_of_fully_shard() -> None:
 
 def test_devices_as_the_second_argument() -> None:
     """It is DistributedDataParallel's ``device_ids``."""
-    with pytest.raises(TypeError, match=r"got \[0\], which .* Pass .* device_ids=\[0\]"):
+    with pytest.raises(TypeError, match=r"devices, \[0\]\. .* pass it by name: device_ids=\[0\]"):
         ShardedWrapper(nn.Linear(2, 2), [0])  # type: ignore[arg-type]
 
 
