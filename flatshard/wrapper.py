@@ -583,11 +583,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         per: Literal["parameter", "unit"] = "parameter",
         norm_type: float = 2.0,
     ) -> dict[str, float]:
-        """Return the norm of each full parameter, gradient or update, by the unwrapped names.
+        """Return the norms of all full parameters, gradients or updates, keyed by unwrapped name.
 
-        One collective for all parameters of a model whose units train on the same ranks, and one
-        wait of the host. The returned dict has an attribute ``non_finite``: for each name whose
-        norm is inf or NaN, the ranks whose part of the tensor has an element that is inf or NaN.
+        Costs one collective, if all units train on the same ranks, and one wait of the host. The
+        returned dict has an attribute ``non_finite``: for each name whose norm is inf or NaN, the
+        ranks whose part of the tensor has an element that is inf or NaN.
 
         Collective: all ranks, between steps.
 
@@ -694,7 +694,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return full tensors under the unwrapped module's names, on every rank.
+        """Return the full state dict, with the names of the unwrapped module, on every rank.
 
         As with an unwrapped model, in-place writes into the tensors reach the model: at the model's
         next use, or when the tensors are deleted. If the model has changed since the call, the
@@ -760,7 +760,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         if not isinstance(state_dict, Mapping):
             got = type(state_dict).__name__
-            raise TypeError(f"load_state_dict: expected a model's state dict, got a {got}.")
+            raise TypeError(f"load_state_dict: expected a dict of tensors by name, got a {got}.")
         self._sharding.context.recover()
         children = [name for name, _ in self.module.named_children()]
         own = model_state.without_ddp_prefix(dict(state_dict), children)
