@@ -1,4 +1,4 @@
-"""``record``: lists the collectives that this rank starts, for tests and measurements."""
+"""``record``: records the collectives started by this rank, for tests and measurements."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ class ModelPlan:
             # A unit needs one collective per kind of parameter. So joining two modules would save
             # no collective if their parameters are of different kinds.
             kinds = {(param.dtype, param.requires_grad) for param in params}
-            # Do not join a module that contains other units: the module runs while these units run,
-            # not before or after them.
+            # Do not join a module that contains other units. Joined modules should run one after
+            # the other, but the module runs while the units inside the module run.
             inside = (inner for inner in plan.module.modules() if inner != plan.module)
             is_around = any(inner in modules for inner in inside)
             this = None if is_around else (self.settings_of[plan.module], kinds)

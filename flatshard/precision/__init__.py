@@ -120,8 +120,8 @@ class ModuleCasts:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Save the dtype of the caller's arguments, to which `_after` casts the output. `_after`
-        # cannot see it, because torch passes the cast arguments to forward hooks.
+        # Save the dtype of the caller's arguments: `_after` casts the output to this dtype, but
+        # cannot read the dtype, because torch passes the cast arguments to forward hooks.
         self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
         # Look up the module's dtype in each call: the user may convert the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
@@ -235,8 +235,8 @@ def check_dtype(
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
             return
-    # The class that defines `step` decides, not the optimizer's own class: a subclass may inherit
-    # torch's `step`, or define its own `step`, which may accept the gradient.
+    # Look up the class that defines `step`, not the optimizer's class: a subclass of torch's
+    # optimizer may inherit torch's `step`, or define a `step` that accepts the gradient.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
     why = _REFUSALS.get(kind)
@@ -283,9 +283,9 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """The dtype of modules or parameters that do not use their unit's ``param_dtype``.
+    """A dtype for modules or parameters, in place of ``param_dtype`` of the unit's policy.
 
-    If ``dtype`` is None, each of these parameters is unsharded in its own dtype.
+    If ``dtype`` is None, each parameter keeps its own dtype when the parameter is unsharded.
     """
 
     dtype: torch.dtype | None
@@ -306,7 +306,7 @@ class PrecisionPlan:
         # The policy of every planned unit, including the root. If an inner unit has another policy
         # than the outer unit, no override of the outer unit's policy applies to the inner unit.
         policies: Mapping[nn.Module, MixedPrecision],
-        # Ids of parameters and buffers that are ignored, or belong to a unit with its own plan.
+        # Ids of parameters and buffers that are ignored, or belong to units wrapped earlier.
         left_alone: Collection[int],
     ) -> None:
         """Choose the dtypes of all modules and parameters. The model is not changed.
@@ -398,7 +398,7 @@ class PrecisionPlan:
         ]
 
     def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:
-        """Return the dtypes of ``param`` and of its gradient. ``policy`` is its unit's policy."""
+        """Return the dtypes of ``param`` and its gradient. ``policy`` is the policy of the unit."""
         own = ParamPrecision(
             keeps_reduce_dtype=policy.keep_low_precision_grads,
             fixed_order=policy.reduce_mode is ReduceMode.FIXED_ORDER,

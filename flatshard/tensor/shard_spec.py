@@ -25,7 +25,7 @@ class ParamSplit(Protocol):
     part; the ranks of ``comms`` hold the other parts.
     """
 
-    # For each mesh dimension that splits the DTensor, the ranks that hold the other parts.
+    # For each mesh dimension that splits the DTensor, a communicator of the ranks along it.
     comms: tuple[Communicator, ...]
     shape: tuple[int, ...]  # shape of the whole DTensor
     stride: tuple[int, ...]  # strides of the whole DTensor, in elements

@@ -130,7 +130,7 @@ class Join(StepExtension):
 
     @property
     def _leads(self) -> bool:
-        """Whether other ranks follow this rank, which has input and must announce its actions."""
+        """Whether this rank has input, and must announce its actions to ranks without input."""
         return len(self._active) < self._comm.size and not self._is_following
 
     def _exchange(self, mine: Doing | None) -> Doing | None:

@@ -237,7 +237,7 @@ class Publication(AsyncWork):
 
     _: KW_ONLY
     records: dict[int, Awaited]  # the publications of the other ranks, keyed by rank
-    take: Callable[[], None]  # tells the other ranks that this rank has read their memory
+    take: Callable[[], None]  # publishes that this rank has read the memory of all other ranks
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -359,8 +359,8 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # This rank does not read shards through the buffer any more. Tell the other ranks, which
-        # may then write their shards.
+        # Publish that this rank no longer reads shards through the buffer: then the other ranks
+        # may write their shards.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
