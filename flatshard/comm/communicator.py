@@ -229,8 +229,8 @@ class Communicator(Members):
         shard, out = request.shard, request.out
         if out.numel() != shard.numel() * self.size:
             raise ValueError(
-                f"{unit_text(request.unit_fqn)}: all-gathering {shard.numel()} elements from each "
-                f"of {self.size} ranks does not fill a buffer of {out.numel()} elements."
+                f"{unit_text(request.unit_fqn)}: internal error: {shard.numel()} elements from "
+                f"each of {self.size} ranks do not fill a buffer of {out.numel()} elements."
             )
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:

@@ -172,7 +172,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
     """
     if device_mesh is not None:
         if process_group is not None:
-            raise ValueError("ShardedWrapper: pass either process_group or device_mesh, not both")
+            raise ValueError("ShardedWrapper: pass either process_group or device_mesh, not both.")
         process_group = _groups_of_mesh(device_mesh)
     groups = _as_groups(process_group)
     rows = _compare(groups, mode)
