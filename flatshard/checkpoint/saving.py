@@ -277,7 +277,7 @@ def _at_exit() -> None:
 
 @dataclass(frozen=True)
 class Save:
-    """One save: the folder, the ranks, and the number of checkpoints to keep."""
+    """Saves one checkpoint: holds its folder, the ranks, and how many checkpoints to keep."""
 
     path: Path
     ranks: HostRanks

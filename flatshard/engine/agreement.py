@@ -66,8 +66,8 @@ def agree(
             orders. All ranks raise.
     """
     handles = state.handles
-    # Other parts of a step that send bytes in this exchange: the synchronization of buffers, and
-    # the extensions. All ranks have the same voters in the same order.
+    # Voters are other parts of a step that send bytes in this exchange: the synchronization of
+    # buffers, and the extensions. All ranks have the same voters in the same order.
     voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
     # Call `votes()` before the exchange below, and not during the exchange: `votes()` may run a
     # collective, and all ranks must run all collectives in the same order.

@@ -36,8 +36,8 @@ class Sharding:
     ignored: Ignored
     reason: str = ""  # why a policy chose the module; empty for a module that was wrapped by hand
 
-    # Raises before the first forward if `leave_empty` left a tensor empty and no state dict filled
-    # the tensor. None: no tensor was left empty.
+    # Function that is called before the first forward, and raises if `leave_empty` left a tensor
+    # empty and no state dict filled the tensor. None: no tensor was left empty.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
     # Whether a `param_init_fn` is running. Construction calls the function for every module, so
     # `apply` and conversions inside of the function must not go into other units.

@@ -227,8 +227,8 @@ def _sharded_params(
 
 
 # Key of the stamp in an optimizer's state dict. The stamp records which rank made the state dict.
-# It is in the first parameter group, because torch keeps unknown keys of groups when it loads a
-# state dict, but drops unknown top-level keys. If a user loads a state dict before the first step,
+# The stamp is in the first parameter group: loading keeps unknown keys of groups, but drops unknown
+# top-level keys of a state dict. If a user loads a state dict before the first step,
 # flatshard's hooks are not registered on the optimizer yet; then the first step checks the stamp.
 STAMP = "flatshard"
 

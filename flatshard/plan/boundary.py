@@ -32,9 +32,9 @@ MAX_PADDING = 0.25
 # small unit, because it costs next to nothing.
 FREE_PADDING = 1 << 18
 
-# `move` tries `_TRIES` shard lengths. Each length is greater than the one before by 1 / `_FINENESS`
-# of the length without boundaries, so the last length is an eighth greater. Greater lengths are not
-# tried: to put whole parameters on ranks (`_in_bins`) rarely needs a greater length.
+# `move` tries `_TRIES` shard lengths. The first is the length without boundaries, and each later
+# length is greater by 1 / `_FINENESS` of the first, so the last is an eighth greater. Greater
+# lengths are not tried: `_in_bins`, which puts whole parameters on ranks, rarely needs more.
 _TRIES = 64
 _FINENESS = 512
 

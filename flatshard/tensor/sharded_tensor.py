@@ -94,7 +94,7 @@ _COLLECTIVE_MODULES = (
 class Origin:
     """How the values of a sharded tensor were computed. Aliases of the tensor share this object.
 
-    It tells whether the ranges of all ranks are parts of the same full tensor.
+    The attributes tell whether the ranges of all ranks are parts of the same full tensor.
 
     Attributes:
         digest: checksum of the operations and Python numbers that computed the values from

@@ -50,8 +50,8 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Reason why other processes cannot read this process. "" if there is no such reason. Otherwise,
-    # the remaining fields are not valid.
+    # Reason why other processes cannot read this process. If there is such a reason, the remaining
+    # fields are not valid. "": other processes may be able to read this process.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
