@@ -201,7 +201,8 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
                 right.append(f"`{name}` ({IDIOMS[name].title})")
             else:
                 rows.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
-        part = [f"| idiom | | {heads} |", "|---" * (len(columns) + 2) + "|", *rows] if rows else []
+        head = [f"| idiom | what it does | {heads} |", "|---" * (len(columns) + 2) + "|"]
+        part = [*head, *rows] if rows else []
         part += ["", f"Right in all columns: {'; '.join(right)}."] if right else []
         lines += folded(f"{title}: {len(names)} idioms", part)
     return "\n".join([*lines, *notes.lines()])

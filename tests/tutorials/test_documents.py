@@ -531,6 +531,15 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in anchors, f"{path.name}: {target}"
 
 
+def test_tables_have_titles() -> None:
+    """A blank line in a table would make text of the rows below it."""
+    for path in DOCUMENTS:
+        for table in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.MULTILINE):
+            titles, line = table.split("\n")[:2]
+            assert set(line) <= set("|-: "), f"{path.name}: {titles}"
+            assert not re.search(r"\| *\|", titles), f"{path.name}: {titles}"
+
+
 def test_site(tmp_path: Path) -> None:
     """It builds, and no link of it leads nowhere."""
     build = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
