@@ -44,6 +44,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ``save_state`` saves models and optimizers with ``flatshard.checkpoint.save``; each rank writes
     its own part. ``load_state`` loads these checkpoints on any number of ranks.
 
+    Example:
+        ```python
+        from flatshard.integrations.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True, sharding={"sharding_strategy": "SHARD_GRAD_OP"})
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for inputs, labels in batches:
+            accelerator.backward(loss_fn(model(inputs), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state("checkpoint")
+        ```
+
     Collective: all ranks call ``save_state``, ``load_state``, ``get_state_dict`` and
     ``save_model``.
 

@@ -43,6 +43,32 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     memory. A *sharded* checkpoint is a folder into which each rank writes its own part with
     ``flatshard.checkpoint``. Full and sharded checkpoints load on any number of ranks.
 
+    Example:
+        ```python
+        from lightning.pytorch import LightningModule, Trainer
+
+        from flatshard.integrations.lightning import FlatshardStrategy
+
+
+        class Classifier(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = Model()
+
+            def training_step(self, batch, index):
+                inputs, labels = batch
+                return loss_fn(self.model(inputs), labels)
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+        strategy = FlatshardStrategy(state_dict_type="sharded", sharding_strategy="SHARD_GRAD_OP")
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1)
+        trainer.fit(Classifier(), torch.utils.data.DataLoader(batches, batch_size=None))
+        trainer.save_checkpoint("sharded.ckpt")  # a folder
+        ```
+
     Args:
         state_dict_type: the format of saved checkpoints, ``"full"`` or ``"sharded"``.
         keywords: keywords of DDPStrategy (``process_group_backend``, ``timeout``,
@@ -177,8 +203,28 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
 
     ``fabric.save`` saves full state dicts in the format of ``strategy="ddp"``. These files load on
     any number of ranks, with ``strategy="ddp"`` and with ``strategy="flatshard"``. For sharded
-    checkpoints, call ``flatshard.checkpoint.save(path, model, optimizer)``. Set up a model before
-    its optimizers: ``fabric.setup(model, optimizer)``.
+    checkpoints, pass ``flatshard.checkpoint.save`` the wrapper and the optimizer inside Fabric's
+    objects: ``flatshard.sharded_modules(model)[0]`` and ``optimizer.optimizer``. Set up a model
+    before its optimizers: ``fabric.setup(model, optimizer)``.
+
+    Example:
+        ```python
+        from lightning.fabric import Fabric
+
+        from flatshard.integrations.lightning import FlatshardFabricStrategy
+
+        strategy = FlatshardFabricStrategy(sharding_strategy="SHARD_GRAD_OP")
+        fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+        fabric.launch()
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = fabric.setup(model, optimizer)
+        for inputs, labels in batches:
+            fabric.backward(loss_fn(model(inputs), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save("full.ckpt", {"model": model, "optimizer": optimizer})
+        ```
 
     Args:
         keywords: keywords of DDPStrategy, and keywords of ``ShardedWrapper``.

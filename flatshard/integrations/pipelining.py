@@ -19,6 +19,22 @@ class PipelineStage(TorchStage):
     gradients are the same. The arguments are those of torch's class. Modules other than
     ``ShardedWrapper`` are handled as in torch's class.
 
+    Example:
+        ```python
+        from torch.distributed.pipelining import ScheduleGPipe
+
+        from flatshard.integrations.pipelining import PipelineStage
+
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+        number, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        model = ShardedWrapper(Block(), device_mesh=mesh["dp"])
+        group = mesh["pp"].get_group()
+        stage = PipelineStage(model, number, size, torch.device("cpu"), group=group)
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        rows = (torch.randn(4, 8),) if stage.is_first else ()
+        schedule.step(*rows, target=torch.randn(4, 8) if stage.is_last else None)
+        ```
+
     Collective: all ranks of the pipeline and of the wrapper, as in torch's schedules.
     """
 

@@ -32,6 +32,18 @@ def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module],
     the model's configuration ties are tied again, because accelerate's ``init_empty_weights``
     separates tied weights.
 
+    Example:
+        ```python
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from flatshard.integrations.transformers import init_weights
+
+        with torch.device("meta"):
+            llama = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("llama"))
+        init = init_weights(llama)
+        model = ShardedWrapper(llama, auto_wrap_policy="auto", param_init_fn=init, device_id="cpu")
+        ```
+
     Args:
         model: an unwrapped ``PreTrainedModel``, or a module that contains unwrapped models.
         device: the device of the new tensors.
@@ -61,6 +73,23 @@ class ShardedTrainerMixin:
     rank 0 writes the full model in the format of ``save_pretrained``. A checkpoint of Trainer also
     contains a folder of ``flatshard.checkpoint`` with the model and the optimizer, from which any
     number of ranks can resume.
+
+    Example:
+        ```python
+        from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+        from flatshard.integrations.transformers import ShardedTrainerMixin
+
+
+        class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):
+            pass
+
+
+        arguments = Seq2SeqTrainingArguments("runs", max_steps=2, use_cpu=True, report_to=[])
+        keywords = {"sharding_strategy": "SHARD_GRAD_OP"}
+        trainer = ShardedSeq2SeqTrainer(llama, arguments, train_dataset=rows, sharding=keywords)
+        trainer.train()
+        ```
 
     Args:
         sharding: keywords of ``ShardedWrapper``, which override ``TrainingArguments``. The default
@@ -145,7 +174,20 @@ class ShardedTrainerMixin:
 
 
 class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """transformers' Trainer with a sharded model; see ``ShardedTrainerMixin``."""
+    """transformers' Trainer with a sharded model; see ``ShardedTrainerMixin``.
+
+    Example:
+        ```python
+        from transformers import TrainingArguments
+
+        from flatshard.integrations.transformers import FlatshardTrainer as Trainer
+
+        arguments = TrainingArguments("runs", max_steps=2, use_cpu=True, report_to=[])
+        trainer = Trainer(llama, arguments, train_dataset=rows)
+        trainer.train()
+        trainer.save_model("model")  # on all ranks
+        ```
+    """
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

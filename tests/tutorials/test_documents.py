@@ -52,10 +52,12 @@ pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
 BLOCKS = [fence for path in DOCUMENTS for fence in fences(path)]
 PYTHON = [fence for fence in BLOCKS if fence.language == "python"]
 PROGRAMS = [fence for fence in PYTHON if "torchrun" in fence.text.splitlines()[0]]
+FRAMEWORK = re.compile(r"^(?:from|import) (?:lightning|transformers)\b", re.MULTILINE)
 DEADLOCKS = [f for f in BLOCKS if f.document == "troubleshooting.md" and f.heading == "Deadlocks"]
 ELSEWHERE = [
     *DEADLOCKS,  # below, because every rank of this program raises
     *(f for f in BLOCKS if f.document == "huggingface.md"),  # in test_transformers.py
+    *(f for f in BLOCKS if FRAMEWORK.search(f.text)),  # in tests/integrations/test_examples.py
 ]
 DIFFS = [fence for fence in BLOCKS if fence.language == "diff"]
 SAVES = [f for f in DIFFS if f.document == "README.md" and "torch.save" in f.text]
@@ -109,7 +111,8 @@ def test_every_piece_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 MODULES = sorted((ROOT / "flatshard").rglob("*.py"))
-EXAMPLES = [fence for path in MODULES for fence in examples(path)]
+INTEGRATIONS = ROOT / "flatshard" / "integrations"  # in tests/integrations/test_examples.py
+EXAMPLES = [f for path in MODULES if path.parent != INTEGRATIONS for f in examples(path)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

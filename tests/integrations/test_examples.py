@@ -1,0 +1,61 @@
+"""Examples of flatshard/integrations in docstrings and docs/frameworks.md run on two ranks."""
+
+import contextlib
+import os
+import re
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatshard import sharded_modules
+from tests.documents import Fence, examples, fences, surroundings
+from tests.harness import ROOT, naming, run_ranks
+from tests.integrations import PRELOAD
+
+pytestmark = pytest.mark.skipif(
+    not all(find_spec(name) for name in ("accelerate", "lightning", "transformers", "trl")),
+    reason="accelerate, lightning, transformers or trl is not installed",
+)
+MODULES = sorted((ROOT / "flatshard" / "integrations").glob("*.py"))
+DOCSTRINGS = [fence for path in MODULES for fence in examples(path)]
+PAGE = [
+    fence
+    for fence in fences(ROOT / "docs" / "frameworks.md")
+    if fence.language == "python" and re.search("import (lightning|AutoConfig|Fabric)", fence.text)
+]
+
+
+def _run(rank: int, world_size: int, pieces: list[Fence], folder: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
+    os.environ.update({k: str(v) for k, v in variables.items()}, MASTER_ADDR="127.0.0.1")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    rows = [{"input_ids": torch.arange(n, n + 8), "labels": torch.arange(8)} for n in range(32)]
+    for number, fence in enumerate(pieces):
+        own = Path(folder) / str(number)
+        own.mkdir(exist_ok=True)
+        with contextlib.chdir(own), naming(fence), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if rank == 0:
+                LlamaForCausalLM(config).save_pretrained("llama")
+            dist.barrier()
+            names = surroundings(fence.text, rank)
+            names |= {"llama": LlamaForCausalLM(config), "rows": rows}
+            exec(compile(fence.text, f"{fence.document}: {fence.heading}", "exec"), names)
+            trainer = names.get("trainer", names)
+            model = getattr(trainer, "model_wrapped", getattr(trainer, "model", names["model"]))
+            assert sharded_modules(model)
+        dist.barrier()
+
+
+def test_every_example_runs(tmp_path: Path) -> None:
+    assert {fence.heading for fence in PAGE} == {"Trainer, TRL, PEFT", "Lightning"}
+    assert len(DOCSTRINGS) == 7  # an example for each public name
+    pieces = [*DOCSTRINGS, *PAGE]
+    run_ranks(_run, 2, pieces, str(tmp_path), fresh=True, preload=PRELOAD, timeout=150)
