@@ -181,7 +181,7 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
     others = [name for name in present if name not in ours]
     columns = [name for name in ("ddp",) if name in others] + (["flatshard"] if ours else [])
     columns += [name for name in others if name != "ddp"]
-    notes = Notes("idioms", longest=140)
+    notes = Notes("idioms", longest=90)
     lines = [*_explanation(world, command), *_summary(table, present), ""]
     for section, title in SECTIONS.items():
         names = [name for name in table if IDIOMS[name].section == section]

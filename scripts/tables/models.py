@@ -71,7 +71,7 @@ def try_model(ranks: Ranks, name: str, policy: str, sides: list[str], seconds: f
 
 
 def markdown(rows: list[Row], sides: list[str], command: str) -> str:
-    notes = Notes("architectures", longest=200)
+    notes = Notes("architectures", longest=90)
     tried = [row for row in rows if row.cells]
     lines = [
         f"{datetime.date.today().isoformat()}, torch {torch.__version__}: `{command}`. The median "

@@ -200,7 +200,7 @@ def markdown(cells: Cells, about: str) -> str:
     implementations = list(next(iter(cells.values())))
     header = ["optimizer", "package", "flatshard steps it on", *map(TITLES.get, implementations)]
     lines = ["| " + " | ".join(map(str, header)) + " |", "|---" * len(header) + "|"]
-    notes = Notes("optimizers", longest=160)
+    notes = Notes("optimizers", longest=90)
     for (package, name), row in cells.items():
         verdict, mode = row.get("flatshard", Cell(""))
         shown = [f"`{name}`", package, mode if verdict.startswith("right") else ""]

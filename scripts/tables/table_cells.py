@@ -54,9 +54,11 @@ class Notes:
         self._numbers: dict[str, int] = {}
 
     def of(self, cell: Cell) -> str:
-        """Text of a cell, with the number of its footnote."""
+        """Text of a cell, with the number of its footnote, or with a difference in brackets."""
         if not cell.why:
             return cell.verdict
+        if difference := re.search(r"\bdiffers by (\S+)$", cell.why):
+            return f"{cell.verdict} ({difference[1]})"
         number = self._numbers.setdefault(self._shortened(cell.why), len(self._numbers) + 1)
         return f"{cell.verdict} [{number}](#{self._title.lower().replace(' ', '-')})"
 
