@@ -5,7 +5,7 @@
 The parts of the check:
 
 nccl     trains on real NCCL ranks, and compares with the unwrapped model. One rank per GPU; if
-         there is only one GPU, several ranks share the GPU, if this NCCL supports this
+         there is only one GPU, several ranks share the GPU
 gloo     the same with gloo, with tensors on the GPU, or on the CPU if there is no GPU
 fake     measures time and memory of a step with a billion parameters in bf16, beside FSDP1, FSDP2
          and the unwrapped model. Simulates rank 0 of eight; collectives move nothing
@@ -15,6 +15,8 @@ streams  checks that slow collectives, on a separate stream as NCCL's, and slow 
 single   the same with NCCL's own collectives over one rank, which run on any GPU. So streams, works
          and dtypes are real
 overlap  profiles one step, and prints the share of the collectives' time in which the GPU computes
+diverge  lets one of two ranks do what the other does not: skip a unit, clip alone, raise. All ranks
+         must raise an error within 15 seconds, and end without a crash
 
 Each part runs in separate processes with a time limit. A part that hangs or crashes is a line of
 the table. On a machine without a GPU, the parts run as far as possible on tiny models, and print
@@ -39,6 +41,7 @@ import lib.prerequisites  # noqa: F401  (first, because this import may end the 
 import torch
 import torch.distributed as dist
 from gpu_checks.contenders import part_fake
+from gpu_checks.divergence import part_diverge
 from gpu_checks.equality import part_ranks
 from gpu_checks.overlap import part_overlap
 from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, in_ranks, one_line
@@ -68,19 +71,21 @@ PARTS: dict[str, Callable[[Place, argparse.Namespace], Outcome]] = {
     "streams": part_streams,
     "single": part_single,
     "overlap": part_overlap,
+    "diverge": part_diverge,
 }
 
 
 # Limits in seconds. On a GPU, most of the time goes into starting processes and loading libraries.
 LIMITS_OF_PARTS = {
     "probe": 45,
-    "nccl": 110,
+    "nccl": 230,
     "gloo": 110,
     "fake": 150,
     "sync": 60,
     "streams": 75,
     "single": 75,
     "overlap": 75,
+    "diverge": 75,
 }
 
 
@@ -112,8 +117,6 @@ def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) 
         # resolve to an address.
         loopback = "lo" if sys.platform == "linux" else "lo0"
         environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "TMPDIR": folder}
-        if place.backend == "nccl" and place.shares_gpu:
-            environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         with log.open("w") as stream:
             process = subprocess.Popen(
                 command, stdout=stream, stderr=stream, env=environment, start_new_session=True
@@ -140,6 +143,8 @@ def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
         return Place(device, "gloo", args.ranks or (4 if args.gpus else 2))
     if name in ("fake", "streams", "single"):
         return Place(device, "fake", 1)
+    if name == "diverge":
+        return Place(device, "nccl" if args.nccl_ranks else "gloo", 2)
     if args.nccl_ranks:
         return Place("cuda", "nccl", args.nccl_ranks)
     if name == "nccl":
@@ -152,7 +157,7 @@ def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
 def find_nccl(args: argparse.Namespace, left: Callable[[], float]) -> None:
     """Set the number of NCCL ranks that this machine can run; if 0, also set the reason."""
     args.nccl_ranks, args.why_no_nccl = 0, NO_GPU
-    if not args.gpus or not {"nccl", "sync", "overlap"} & set(args.parts):
+    if not args.gpus or not {"nccl", "sync", "overlap", "diverge"} & set(args.parts):
         return
     if not dist.is_nccl_available():
         args.why_no_nccl = "this torch has no NCCL"

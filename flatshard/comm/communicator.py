@@ -46,7 +46,7 @@ from flatshard.comm.transports import (
 )
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.comm.transports.sockets import SocketTransport
-from flatshard.comm.work import AsyncWork, WaitCondition, named
+from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.extras import default_extra
 from flatshard.options.transport_options import Collectives, TransportOptions
@@ -279,13 +279,9 @@ class Communicator(Members):
 
     # ------------------------------------------------------------ small things, at once
 
-    def _begin_small(self, op_name: str) -> WaitCondition | None:
-        """Record that this rank begins a collective on ``gather_group`` that is not a ``Gather``.
-
-        Returns the condition that ends the wait for the collective; None if the host does not wait.
-        """
-        what = compared_name(op_name) if self.transport_for().is_ordered else ""
-        return self.begin(self.gather_group, what=what)
+    def _begin_small(self, op_name: str) -> None:
+        """Record that this rank begins a collective on a stream that is not a ``Gather``."""
+        self.begin(self.gather_group, what=compared_name(op_name))
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``values``.
@@ -346,7 +342,8 @@ class Communicator(Members):
 
     def _named_on_stream(self, op_name: str) -> named:
         words = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
-        return named(words, self._begin_small(op_name))
+        self._begin_small(op_name)
+        return named(words)
 
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
@@ -389,13 +386,14 @@ class Communicator(Members):
         came = wire.new_empty(sum(expected))
         name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
         if wire.device.type == self.control_device.type:
-            group, need = self.host.group, None
+            group = self.host.group
             self.host.meet(op_name)
         else:
-            group, need = self.gather_group, self._begin_small(op_name)
-        with named(name, need):
+            group = self.gather_group
+            self._begin_small(op_name)
+        with named(name):
             work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
-        return AsyncWork([work], name, [wire, came], need=need), came
+        return AsyncWork([work], name, [wire, came]), came
 
 
 def _marks(op_name: str, op: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def join(place: Place, rank: int, store: str) -> torch.device:
     if place.is_cuda:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if place.backend == "nccl" and place.shares_gpu:
+            share_gpu(rank)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
@@ -64,6 +67,18 @@ def join(place: Place, rank: int, store: str) -> torch.device:
         timeout=timedelta(seconds=60),
     )
     return device
+
+
+def share_gpu(rank: int) -> None:
+    """Let NCCL run this rank on a GPU that other ranks use too.
+
+    NCCL refuses two ranks with the same host and the same GPU ("Duplicate GPU detected"). It reads
+    the host from NCCL_HOSTID, so each rank names another host. NCCL then connects the ranks over
+    sockets, of which only the loopback interface is sure to work on one machine.
+    """
+    os.environ["NCCL_HOSTID"] = f"host-{rank}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_IB_DISABLE"] = "1"
 
 
 def simulate(device: torch.device, world_size: int) -> None:

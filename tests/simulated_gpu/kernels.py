@@ -121,7 +121,16 @@ _IN_FLOAT32 = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
 
 
 class Kernels(TorchDispatchMode):
-    """Takes every operation on the simulated device."""
+    """Takes every operation on the simulated device.
+
+    With ``loads_lazily``, the first operation of a kind waits for all operations before it, as CUDA
+    may do when it loads a kernel.
+    """
+
+    def __init__(self, *, loads_lazily: bool = False) -> None:
+        super().__init__()
+        self._loads_lazily = loads_lazily
+        self._loaded: set[str] = set()
 
     def __enter__(self) -> Any:
         # What is left is the one that consists of other operations.
@@ -167,6 +176,9 @@ class Kernels(TorchDispatchMode):
 
     def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make what it returns; have the stream fill it."""
+        if self._loads_lazily and func.name() not in self._loaded:
+            self._loaded.add(func.name())
+            torch.cuda.synchronize()
         planned = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         is_many = isinstance(planned, tuple) and len(func._schema.returns) > 1
         outs = [

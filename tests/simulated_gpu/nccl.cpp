@@ -5,6 +5,7 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -12,9 +13,11 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <sys/stat.h>
 #include <thread>
+#include <tuple>
 #include <unistd.h>
 #include <vector>
 
@@ -22,11 +25,17 @@ extern "C" void simulated_call(cudaStream_t stream, std::function<void()>* work)
 
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(60);
+std::chrono::seconds patience() {
+  const char* value = getenv("SIMULATED_PATIENCE");
+  return std::chrono::seconds(value ? atoi(value) : 60);
+}
+
+using Flag = std::shared_ptr<std::atomic<bool>>;
 
 struct Comm {
   std::string folder;
   int size, rank;
+  Flag aborted = std::make_shared<std::atomic<bool>>(false);
   long begun = 0, splits = 0;  // collectives, and groups made of it
 };
 
@@ -45,17 +54,30 @@ void write(const std::string& path, const void* data, size_t nbytes) {
   rename((path + ".part").c_str(), path.c_str());
 }
 
-std::string read(const std::string& path) {
-  auto deadline = std::chrono::steady_clock::now() + kPatience;
-  while (std::chrono::steady_clock::now() < deadline) {
-    if (std::ifstream file(path, std::ios::binary); file)
-      return {std::istreambuf_iterator<char>(file), {}};
+// Waits until `is_true`, as NCCL's kernels do: for ever, or until the communicator is aborted.
+// Returns whether it is true.
+bool wait_until(const Flag& aborted, const std::string& what, std::function<bool()> is_true) {
+  auto deadline = std::chrono::steady_clock::now() + patience();
+  while (!is_true()) {
+    if (*aborted) return false;
+    if (std::chrono::steady_clock::now() > deadline) fail("nobody came to " + what);
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  fail("nobody came to " + path);
+  return true;
 }
 
-// Every rank's `send`, given to `done` when the stream has come so far.
+std::string read(const Flag& aborted, const std::string& path) {
+  std::string found;
+  wait_until(aborted, path, [&] {
+    std::ifstream file(path, std::ios::binary);
+    if (file) found.assign(std::istreambuf_iterator<char>(file), {});
+    return bool(file);
+  });
+  return found;
+}
+
+// Every rank's `send`, given to `done` when the stream has come so far. Not if the communicator is
+// aborted before. As with NCCL, ranks that send different numbers of bytes wait until then.
 ncclResult_t meet(
     ncclComm_t handle, cudaStream_t stream, const void* send, size_t nbytes,
     std::function<void(const Parts&)> done) {
@@ -64,14 +86,15 @@ ncclResult_t meet(
   auto path = [folder = comm.folder](long number, int rank) {
     return folder + "/" + std::to_string(number) + "." + std::to_string(rank);
   };
-  simulated_call(stream, new std::function<void()>([=, size = comm.size, rank = comm.rank] {
+  auto [size, rank, aborted] = std::tuple(comm.size, comm.rank, comm.aborted);
+  simulated_call(stream, new std::function<void()>([=, size = size, rank = rank, aborted = aborted] {
+    if (*aborted) return;
     write(path(number, rank), send, nbytes);
     Parts parts;
     for (int peer = 0; peer < size; ++peer) {
-      parts.push_back(read(path(number, peer)));
-      if (parts.back().size() != nbytes)
-        fail("collective " + std::to_string(number) + ": rank " + std::to_string(peer) + " sent " +
-             std::to_string(parts.back().size()) + " bytes, this one " + std::to_string(nbytes));
+      parts.push_back(read(aborted, path(number, peer)));
+      bool is_alike = parts.back().size() == nbytes;
+      if (!wait_until(aborted, "an abort", [=] { return is_alike; })) return;
     }
     unlink(path(number - 1, rank).c_str());  // all ranks have read it: they are at this one
     done(parts);
@@ -174,7 +197,7 @@ ncclResult_t ncclCommSplit(
   std::vector<std::pair<int, int>> members;
   for (int peer = 0; peer < comm.size; ++peer) {
     int told[2];
-    memcpy(told, read(base + "." + std::to_string(peer)).data(), sizeof told);
+    memcpy(told, read(comm.aborted, base + "." + std::to_string(peer)).data(), sizeof told);
     if (told[0] == color) members.emplace_back(told[1], peer);
   }
   *out = nullptr;
@@ -210,7 +233,12 @@ ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
 
 ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }
-ncclResult_t ncclCommAbort(ncclComm_t) { return ncclSuccess; }
+
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  *comm_of(comm).aborted = true;
+  return ncclSuccess;
+}
+
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclGroupStart() { return ncclSuccess; }
 ncclResult_t ncclGroupEnd() { return ncclSuccess; }

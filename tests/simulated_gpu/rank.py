@@ -7,11 +7,16 @@ reads requests, a line of JSON each: the ``cases``, the number of ranks (``world
 writes a line of JSON for each case to FOLDER/out-0, all write what they say to FOLDER/err-RANK; the
 answer is a line with their exit statuses.
 
+A request with ``programs`` starts ranks for each of them at the same time, in FOLDER/NUMBER. They
+run functions of `programs.py`, which return what the ranks write to ``out-RANK``. The answer is a
+line with the exit statuses, program by program.
+
 A case is a strategy, a precision and a variant, with commas between. With
 SIMULATED_WITHOUT_WAIT=FUNCTION in the environment no stream or host waits for another stream where
 that function of flatshard's says so (``Class.method``); nowhere with ``every``.
 """
 
+import atexit
 import dataclasses
 import json
 import os
@@ -28,6 +33,7 @@ import torch.distributed as dist
 from gpu_checks import equality
 
 from flatshard.engine import forward_edits
+from tests.simulated_gpu import programs
 from tests.simulated_gpu.kernels import Kernels
 
 
@@ -78,6 +84,23 @@ def train(rank: int, world_size: int, store: str, cases: list[str]) -> None:
         torch.cuda.synchronize()
 
 
+def run(rank: int, world_size: int, folder: str, program: list[str]) -> int:
+    """Run a program; returns the exit status that a script would have."""
+    torch.set_num_threads(1)
+    name, backend, *arguments = program
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(f"{folder}/store", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    with Kernels(loads_lazily=True):
+        result = getattr(programs, name)(rank, *arguments)
+    print(json.dumps(result), flush=True)
+    return 1 if result["error"] else 0
+
+
 def fork(rank: int, request: dict[str, Any]) -> int:
     """The id of a process that is a rank."""
     child = os.fork()
@@ -88,6 +111,10 @@ def fork(rank: int, request: dict[str, Any]) -> int:
         for descriptor, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
         os.environ.update(request["environment"])
+        if "program" in request:
+            status = run(rank, request["world_size"], str(folder), request["program"])
+            atexit._run_exitfuncs()  # what the end of a script would call
+            os._exit(status)
         train(rank, request["world_size"], str(folder / "store"), request["cases"])
         os._exit(0)  # what belongs to the device ends with the process
     except BaseException:
@@ -99,9 +126,23 @@ def fork(rank: int, request: dict[str, Any]) -> int:
 def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
-        ranks = [fork(rank, request) for rank in range(request["world_size"])]
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-        print(json.dumps(statuses), flush=True)
+        if "programs" in request:
+            started = []
+            for number, program in enumerate(request["programs"]):
+                folder = Path(request["folder"], str(number))
+                folder.mkdir()
+                started.append(start({**request, "folder": str(folder), "program": program}))
+            print(json.dumps([wait(ranks) for ranks in started]), flush=True)
+        else:
+            print(json.dumps(wait(start(request))), flush=True)
+
+
+def start(request: dict[str, Any]) -> list[int]:
+    return [fork(rank, request) for rank in range(request["world_size"])]
+
+
+def wait(ranks: list[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
 
 
 if __name__ == "__main__":

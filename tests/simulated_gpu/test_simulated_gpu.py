@@ -1,71 +1,16 @@
 """Training on a simulated GPU: its streams, events, memory and NCCL are real to torch."""
 
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
 from tests import simulated_gpu
 from tests.combinations import diagonal
-from tests.harness import ROOT
+from tests.simulated_gpu.server import Gpu
 
 missing = simulated_gpu.what_is_missing()
 pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
-
-
-class Gpu:
-    """Trains on ranks that a process forks which has a simulated GPU."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        environment = {
-            **simulated_gpu.build(folder),
-            "OMP_NUM_THREADS": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "PYTHONPATH": str(ROOT / "scripts"),
-        }
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.simulated_gpu.rank"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, world_size: int, *cases: str, **environment: str) -> list[Limits]:
-        """How far training is from the unwrapped model's, case by case."""
-        folder = tempfile.mkdtemp(dir=self._folder)
-        request = {"folder": folder, "world_size": world_size, "cases": cases}
-        server = self._server
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
-        server.stdin.flush()
-        answers, _, _ = select.select([server.stdout], [], [], 280)
-        assert answers, self._errors(folder)
-        statuses = json.loads(server.stdout.readline())
-        assert statuses == [0] * world_size, self._errors(folder)
-        found = Path(folder, "out-0").read_text().splitlines()
-        assert len(found) == len(cases)
-        return [Limits(**json.loads(line)) for line in found]
-
-    @staticmethod
-    def _errors(folder: str) -> str:
-        return "\n".join(path.read_text() for path in sorted(Path(folder).glob("err-*")))
-
-    def close(self) -> None:
-        os.killpg(self._server.pid, signal.SIGKILL)  # its ranks, too
-        self._server.communicate()
 
 
 @pytest.fixture(scope="module")

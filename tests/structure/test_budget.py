@@ -11,9 +11,9 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 17_270,
+    "code_lines": 17_435,
     "core_lines": 10_925,
-    "modules": 126,
+    "modules": 127,
     "strict_zips_in_core": 34,
 }
 

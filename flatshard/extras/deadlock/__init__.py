@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from flatshard.comm.process_groups import abort
 from flatshard.comm.work import CollectiveWatch, History, WaitCondition, waits_by_thread, watched
-from flatshard.extras.deadlock import detector, program
+from flatshard.extras.deadlock import detector, gpu, program
 from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
 from flatshard.extras.deadlock.program import OwnCollective
 
@@ -61,6 +61,8 @@ class Watchdog(CollectiveWatch):
         # Wait in a collective called by the user's program (not by flatshard). None if the last
         # `look` found no such wait.
         self._own: _OwnWait | None = None
+        self._gpu_waits = gpu.GpuWaits()
+        self._on_gpu: _GpuWait | None = None  # wait for the GPU, found by the last `look`
         self._failure = ""
 
     def add_group(self, history: History) -> None:
@@ -90,6 +92,9 @@ class Watchdog(CollectiveWatch):
         # code, the process aborts with SIGABRT, whatever the program's exit code is.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
+            # After an error, this rank may have begun an NCCL collective that never completes. Then
+            # torch's thread for NCCL could end the process with SIGABRT, too.
+            gpu.settle(_END_SECONDS)
 
     def _watch(self) -> None:
         while True:
@@ -141,14 +146,22 @@ class Watchdog(CollectiveWatch):
         The wait is the last of ``waits``, or in a collective called by the user's program.
         """
         wait = waits[-1] if waits else None
-        is_known = wait is not None and wait.need is not UNKNOWN
-        found = None if is_known else program.own_collective(user)
-        if found is None:
+        if wait is not None and wait.need is not UNKNOWN:
             self._own = None
             return wait
-        if self._own is None or self._own.work() is not found.work:
+        found = program.own_collective(user)
+        if found is None:
+            self._own = None
+        elif self._own is None or self._own.work() is not found.work:
             self._own = _OwnWait(found, user, wait)
-        return self._own if self._own.is_known(found) else wait
+        if found is not None and self._own is not None and self._own.is_known(found):
+            return self._own
+        on_gpu = self._gpu_waits.look(user, detector.FIRST_LOOK_SECONDS)
+        if on_gpu is None:
+            return wait
+        if self._on_gpu is None or self._on_gpu.found != on_gpu[0]:
+            self._on_gpu = _GpuWait(*on_gpu)
+        return self._on_gpu
 
     def _about(self, wait: BlockedWait) -> str:
         lines = [wait.text()]
@@ -204,6 +217,18 @@ class _OwnWait(BlockedWait):
         if self._outer is not None:
             self._outer.verdict, self._outer.is_given_up = self.verdict, True
         abort(group)
+
+
+class _GpuWait(BlockedWait):
+    """A wait for an NCCL collective on the GPU, in a line that needs a result of the GPU."""
+
+    def __init__(self, found: gpu.GpuCollective, began: float) -> None:
+        self.found = found
+        need = WaitCondition(found.group, detector.ON_GPU, found.number, found.others, self._end)
+        super().__init__(lambda: found.name, need, thread=found.thread, began=began)
+
+    def _end(self) -> None:
+        gpu.end_waits(self.thread, f"{self.text()} failed: {self.verdict}")
 
 
 def tell_of_end() -> None:

@@ -30,6 +30,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from flatshard.comm.work import REMEDY, Begun, History, WaitCondition, first_difference
-from flatshard.extras.deadlock import program
+from flatshard.extras.deadlock import gpu, program
 
 _logger = logging.getLogger("flatshard")
 
@@ -62,6 +63,7 @@ _LEAVE_LOOKS = 2
 _WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
 PROGRAM = "the program's own"  # kind of the collectives called by the user's program
+ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
 # Maps each group's name and each kind of collective to the collectives begun by a rank: the number
 # of collectives, and a list of the most recent, in order.
@@ -225,6 +227,7 @@ class Deadlock:
         wait.is_given_up = True
         if wait.need.abort is not None:
             wait.need.abort()
+        gpu.abort()
 
     @staticmethod
     def _compare(now: float) -> None:
@@ -243,6 +246,9 @@ class Deadlock:
             history.problem = _reason(need, _reports_for(need, store)) or ""
             if history.problem:
                 _logger.error("%s", history.problem)
+                # On a GPU, the different collectives may never end, and the program's thread may
+                # wait for them in any line that uses the GPU.
+                gpu.end_waits(threading.main_thread().ident or 0, history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Return the ranks that ``wait`` awaits, and that do not report a wait themselves.
@@ -272,8 +278,10 @@ class Deadlock:
 
     def _publish(self, wait: BlockedWait) -> _Report:
         begun = _all_begun()
-        for group, number in program.begun(wait.thread).items():
-            begun.setdefault(group, {})[PROGRAM] = number, []
+        own = program.begun(wait.thread)  # empty if another thread may begin a collective
+        for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
+            for group, number in numbers.items():
+                begun.setdefault(group, {})[kind] = number, []
         wait.published = wait.text()[:_WORDS]
         report = _Report(wait.number, time.monotonic(), wait.published, wait.need, begun)
         _publish(self._store, report)
@@ -342,7 +350,7 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
     # A rank publishes the number of collectives of the user's program only during waits, and only
     # if a single thread communicates. If the number is unknown, assume that the rank has begun the
     # collective. Then no false deadlock is reported.
-    unsaid = need.number if need.kind == PROGRAM else 0
+    unsaid = need.number if need.kind in (PROGRAM, ON_GPU) else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
 
@@ -359,10 +367,12 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return report.text
-    mine = _all_begun().get(need.group, {})
-    for kind, rank in product(mine, reports):
-        _, theirs = reports[rank].begun.get(need.group, {}).get(kind, (0, []))
-        differ = first_difference({dist.get_rank(): mine[kind][1], rank: theirs})
+    # Compare the collectives of all groups. After ranks began different collectives on the GPU, the
+    # host may wait in an exchange of another group.
+    mine = [(group, *one) for group, kinds in _all_begun().items() for one in kinds.items()]
+    for (group, kind, (_, ours)), rank in product(mine, reports):
+        _, theirs = reports[rank].begun.get(group, {}).get(kind, (0, []))
+        differ = first_difference({dist.get_rank(): ours, rank: theirs})
         if differ is not None:
             where = reports[rank].text and f" Now rank {rank} is in [{reports[rank].text}]."
             return f"ranks began different collectives. {differ}.{where} {REMEDY}"

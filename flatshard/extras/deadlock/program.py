@@ -70,7 +70,9 @@ class OwnCollective(NamedTuple):
             # The last record belongs to this collective only if it has the group's present sequence
             # number. Otherwise the number was increased by a send or receive, which the recorder
             # does not number.
-            if last is not None and last["op_id"] == _sequence_number(self.group):
+            # A complete record belongs to an earlier collective: this one may run on NCCL.
+            here = _sequence_number(self.group)
+            if last is not None and last["op_id"] == here and last["state"] != "completed":
                 return int(last["collective_seq_id"])
         return None
 
@@ -146,7 +148,7 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     for other, frame in sys._current_frames().items():
-        if other == thread or other in ours:
+        if other == thread or other in ours or _is_in_backward(frame):
             continue
         # Check every frame of the stack. The innermost frame is not enough: if a function of the
         # program waits for a DataLoader, the innermost frame is harmless, but the function may
@@ -155,6 +157,12 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
         if other in began or any(map(_may_begin, paths)):
             return False
     return True
+
+
+def _is_in_backward(frame: FrameType) -> bool:
+    """Whether a thread only waits for autograd's threads, which run the hooks of a backward."""
+    code = frame.f_code
+    return code.co_name == "_engine_run_backward" and code.co_filename.startswith(_TORCH)
 
 
 def _may_begin(path: str) -> bool:

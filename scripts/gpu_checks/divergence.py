@@ -1,0 +1,199 @@
+"""Part `diverge`: a rank that does what the others do not makes all ranks raise, and soon."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, share_gpu
+
+CASES = (
+    "a unit is skipped",
+    "an extra forward",
+    "state_dict() on one rank",
+    "clipping on one rank",
+    "the norm of a gradient on one rank",
+    "out of data",
+    "a rank raises",
+    "a barrier on one rank",
+)
+SOON = 15.0
+"""Longest time, in seconds, until all ranks of a case must have raised."""
+WIDTH = 64
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, skips: bool = False) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if not (skips and number == 2):
+                x = layer(x)
+        return x
+
+
+class Program:
+    """A training program in which rank 0 does something that the other ranks do not do."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.is_odd = rank == 0  # whether this rank does what the others do not
+        model = Layers().to(device)
+        self.model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Layer}))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batch = torch.randn(4, WIDTH).to(device)
+
+    def backward(self, skips: bool = False) -> None:
+        self.model(self.batch, skips).square().sum().backward()
+
+    def step(self, skips: bool = False) -> None:
+        self.backward(skips)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def diverge(self, case: str) -> None:
+        """Run the step of a case; then the ranks go on as they would without the divergence."""
+        if case == "a unit is skipped":
+            self.step(skips=self.is_odd)
+        elif case == "an extra forward":
+            if self.is_odd:
+                self.model(self.batch)
+        elif case == "state_dict() on one rank":
+            if self.is_odd:
+                self.model.state_dict()
+        elif case == "clipping on one rank":
+            self.backward()
+            if self.is_odd:
+                self.model.clip_grad_norm_(1.0)
+            self.optimizer.step()
+        elif case == "the norm of a gradient on one rank":
+            self.backward()
+            if self.is_odd:
+                gradient = next(self.model.parameters()).grad
+                assert gradient is not None
+                gradient.norm().item()
+            self.optimizer.step()
+        elif case == "out of data":
+            if self.is_odd:
+                return
+        elif case == "a rank raises":
+            if self.is_odd:
+                raise ValueError("an error of the program")
+        elif self.is_odd:
+            dist.barrier()
+        for _ in range(2):
+            self.step()
+        if self.batch.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def run_program(case: str, rank: int, device: torch.device) -> dict[str, Any]:
+    """Train some steps, and then diverge. Returns the error, or "", and its time in seconds."""
+    program = Program(rank, device)
+    for _ in range(3):
+        program.step()
+    begin, error = time.monotonic(), ""
+    try:
+        program.diverge(case)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "seconds": time.monotonic() - begin}
+
+
+def one_rank(rank: int, case: str, place: Place, folder: str) -> None:
+    """Run a rank in its own process. Exits with status 1 if the program raised."""
+    if place.is_cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if place.backend == "nccl" and place.shares_gpu:
+            share_gpu(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        f"cpu:gloo,cuda:{place.backend}" if place.is_cuda else place.backend,
+        store=dist.FileStore(f"{folder}/store", place.ranks),
+        rank=rank,
+        world_size=place.ranks,
+        timeout=timedelta(seconds=60),
+    )
+    device = torch.device("cuda") if place.is_cuda else torch.device("cpu")
+    result = run_program(case, rank, device)
+    Path(folder, f"result.{rank}").write_text(json.dumps(result))
+    sys.exit(1 if result["error"] else 0)
+
+
+@dataclass
+class Started:
+    """The ranks of a case."""
+
+    case: str
+    folder: str
+    processes: list[Any] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """What is wrong: ranks that did not raise, raised late, or did not end with status 1."""
+        found = []
+        for rank, process in enumerate(self.processes):
+            path = Path(self.folder, f"result.{rank}")
+            result = json.loads(path.read_text()) if path.exists() else None
+            where = f"{self.case}, rank {rank}"
+            goes_on = self.case == "out of data" and rank == 0
+            if result is None:
+                found.append(f"{where}: still waits, or was killed ({process.exitcode})")
+            elif bool(result["error"]) is goes_on:
+                found.append(f"{where}: {result['error'] or 'no error'}")
+            elif result["seconds"] > SOON:
+                found.append(f"{where}: raised after {result['seconds']:.0f} s")
+            elif process.exitcode != (0 if goes_on else 1):
+                found.append(f"{where}: ended with exit status {process.exitcode}")
+            if result is not None:
+                print(f"{where}: {result}", flush=True)
+        return found
+
+
+def part_diverge(place: Place, args: argparse.Namespace) -> Outcome:
+    context = mp.get_context("spawn")
+    deadline = time.monotonic() + 0.8 * args.limit
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for number, case in enumerate(CASES):
+            one = Started(case, f"{folder}/{number}")
+            Path(one.folder).mkdir()
+            for rank in range(place.ranks):
+                process = context.Process(target=one_rank, args=(rank, case, place, one.folder))
+                process.start()
+                one.processes.append(process)
+            started.append(one)
+        for one in started:
+            for process in one.processes:
+                process.join(max(0.1, deadline - time.monotonic()))
+        problems = [problem for one in started for problem in one.problems()]
+        for one in started:
+            for process in one.processes:
+                process.kill()
+    if problems:
+        return Outcome(FAIL, "\n".join([f"{len(problems)} ranks", *problems]), problems)
+    text = f"{place.describe()}: {len(CASES)} cases, all ranks raised within {SOON:.0f} s"
+    return Outcome(PASS if place.is_cuda else SKIP, text if place.is_cuda else f"{NO_GPU}; {text}")

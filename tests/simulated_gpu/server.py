@@ -1,0 +1,91 @@
+"""A process with a simulated GPU, which forks ranks that train on it."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu_checks.equality import Limits
+
+from tests import simulated_gpu
+from tests.harness import ROOT
+
+
+class Ended(NamedTuple):
+    """The end of a rank: exit status, and the JSON that the rank's program returned, or ""."""
+
+    status: int
+    text: str
+
+
+class Gpu:
+    """Trains on ranks that a process forks which has a simulated GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        environment = {
+            **simulated_gpu.build(folder),
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "PYTHONPATH": str(ROOT / "scripts"),
+        }
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.simulated_gpu.rank"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, world_size: int, *cases: str, **environment: str) -> list[Limits]:
+        """How far training is from the unwrapped model's, case by case."""
+        request = {"world_size": world_size, "cases": cases, "environment": environment}
+        folder, statuses = self._ask(request)
+        assert statuses == [0] * world_size, self._errors(folder)
+        found = Path(folder, "out-0").read_text().splitlines()
+        assert len(found) == len(cases)
+        return [Limits(**json.loads(line)) for line in found]
+
+    def run_programs(
+        self, world_size: int, *programs: Sequence[str], **environment: str
+    ) -> list[list[Ended]]:
+        """How each rank of each program ended. The programs run at the same time.
+
+        A program is the name of a function of `programs.py`, a backend, and arguments.
+        """
+        request = {"world_size": world_size, "programs": programs}
+        folder, statuses = self._ask({**request, "environment": environment})
+        return [
+            [
+                Ended(status, Path(folder, str(number), f"out-{rank}").read_text())
+                for rank, status in enumerate(of_program)
+            ]
+            for number, of_program in enumerate(statuses)
+        ]
+
+    def _ask(self, request: dict[str, Any]) -> tuple[str, Any]:
+        folder = tempfile.mkdtemp(dir=self._folder)
+        server = self._server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps({**request, "folder": folder}) + "\n")
+        server.stdin.flush()
+        answers, _, _ = select.select([server.stdout], [], [], 280)
+        assert answers, self._errors(folder)
+        return folder, json.loads(server.stdout.readline())
+
+    @staticmethod
+    def _errors(folder: str) -> str:
+        return "\n".join(path.read_text() for path in sorted(Path(folder).glob("err-*")))
+
+    def close(self) -> None:
+        os.killpg(self._server.pid, signal.SIGKILL)  # its ranks, too
+        self._server.communicate()
