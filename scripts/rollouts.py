@@ -181,6 +181,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    options = parse_args()
     dist.init_process_group("gloo")
-    train(parse_args())
+    train(options)
     dist.destroy_process_group()

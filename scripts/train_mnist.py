@@ -90,7 +90,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         type=at_least(0),
         default=20_000,
         metavar="N",
-        help="make modules of at least N parameters units (default: 20000); 0: a single unit",
+        help="shard modules of at least N parameters as units (default: 20000); 0: a single unit",
     )
     spread("--cpu-offload", action="store_true", help="keep the shards in CPU memory")
     spread(

@@ -1,4 +1,4 @@
-"""``flatshard inspect`` and ``flatshard convert``: list or convert a checkpoint's tensors."""
+"""Lists the tensors of a checkpoint, or converts a checkpoint to another format."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one = commands.add_parser(
         "convert",
         help="write a model's weights in another format",
-        description="From torch.save, DistributedDataParallel, torch.distributed.checkpoint "
-        "(flatshard, FSDP1, FSDP2), DeepSpeed ZeRO-1, 2, 3 and safetensors, one tensor at a time.",
+        description="Convert a file of torch.save or safetensors, or a checkpoint of flatshard, "
+        "FSDP1, FSDP2 (torch.distributed.checkpoint) or DeepSpeed ZeRO, one tensor at a time.",
     )
     one.add_argument("source", help="a file or a folder")
     one.add_argument("destination", help="model.safetensors, model.pt, or a folder")
-    one.add_argument("--to", choices=FORMATS, help="format to write; default: by the suffix")
+    one.add_argument("--to", choices=FORMATS, help="format to write (default: by the suffix)")
     one.add_argument("--key", help="the entry that contains the model, such as app.model")
     one.add_argument("--dtype", help="dtype for floating point tensors, such as bfloat16")
     one.add_argument("--max-shard-size", help="largest size of a safetensors file, such as 5GB")

@@ -1,4 +1,4 @@
-"""Runs idioms of DistributedDataParallel users with flatshard and torch's FSDP.
+"""Runs idioms of DistributedDataParallel scripts with flatshard and torch's FSDP.
 
     python scripts/tables/conformance.py --page docs/evidence.md
     python scripts/tables/conformance.py --idiom tied --impl ddp "flatshard FULL_SHARD"
@@ -262,10 +262,10 @@ def main() -> int:
         "--timeout",
         type=positive_number,
         default=20.0,
-        help="time limit of a cell in seconds (default: 20)",
+        help="time limit of each program in seconds (default: 20)",
     )
     parser.add_argument(
-        "--jobs", type=at_least(1), default=3, help="number of cells at a time (default: 3)"
+        "--jobs", type=at_least(1), default=3, help="programs to run at a time (default: 3)"
     )
     parser.add_argument(
         "--page", type=page_file, help="write the table into this page instead of printing it"

@@ -439,16 +439,18 @@ def table(found: dict[Setting, Outcome]) -> list[str]:
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="run cells with these words")
     parser.add_argument(
-        "--sample", action="store_true", help="run few cells, such that each pair of values occurs"
+        "--only", nargs="+", default=[], help="run programs with all of these words"
     )
     parser.add_argument(
-        "--share", type=positive_number, default=1, help="run one of this number of cells"
+        "--sample", action="store_true", help="run a sample in which each pair of values occurs"
+    )
+    parser.add_argument(
+        "--share", type=positive_number, default=1, help="run every SHARE-th program"
     )
     parser.add_argument("--quick", action="store_true", help="look for deadlocks ten times sooner")
     parser.add_argument(
-        "--at-once", type=positive_number, default=6, help="number of cells at a time (default: 6)"
+        "--at-once", type=positive_number, default=6, help="programs to run at a time (default: 6)"
     )
     options = parser.parse_args()
     settings = [

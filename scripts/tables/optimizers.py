@@ -263,7 +263,7 @@ def main() -> None:
         "--timeout",
         type=positive_number,
         default=60.0,
-        help="time limit of a cell in seconds (default: 60)",
+        help="time limit of each training in seconds (default: 60)",
     )
     parser.add_argument(
         "--strategies", action="store_true", help="table of flatshard's strategies on 1 to 4 ranks"

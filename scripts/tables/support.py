@@ -363,7 +363,7 @@ def main() -> None:
         "--timeout",
         type=positive_number,
         default=60.0,
-        help="time limit of a cell in seconds (default: 60)",
+        help="time limit of each training in seconds (default: 60)",
     )
     parser.add_argument(
         "--page", type=page_file, help="write the table into this page instead of printing it"
