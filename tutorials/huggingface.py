@@ -16,8 +16,8 @@
 # A model of Hugging Face's `transformers` is an `nn.Module` like any other. This notebook takes the
 # Llama architecture, shards it by its layers, trains it in a plain loop, saves files that
 # `from_pretrained` reads, and fine-tunes the model with LoRA by `peft`. The weights are random and
-# the model is small, so nothing is downloaded; with `LlamaForCausalLM.from_pretrained(...)` in its
-# place the cells are the same.
+# the model is small, so nothing is downloaded. The cells are the same for a model of
+# `LlamaForCausalLM.from_pretrained(...)`.
 #
 # It takes three minutes on two CPU cores. To run it on your machine:
 # `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
@@ -180,7 +180,7 @@ print(f"loss {losses['flatshard'][-1]:.3f}; largest difference from DDP in a ste
 print("saved:", ", ".join(sorted(path.name for path in (folder / "llama").iterdir())))
 
 # %% [markdown]
-# The curves of both runs lie on each other:
+# The curves of both runs coincide:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")

@@ -362,7 +362,7 @@ for name, plan, found in rows:
     print(f"{name:20}{cells}")
 
 # %% [markdown]
-# The first and the third pair as a picture. Bars show the predictions, divided by kind of memory;
+# Persistent and peak memory as a picture. Bars show the predictions, divided by kind of memory;
 # marks show the measurements.
 
 # %%

@@ -62,9 +62,9 @@ TOY = "TUTORIAL_TOY" in os.environ  # the tests run a few steps on the digits
 #
 # A rank is a process. `launch(function)` runs a function in two processes and returns what each
 # process returns. It uses torch's own launcher, the one behind `torchrun`. The processes are forked
-# from this notebook, so they know everything that the cells above define. (A fork survives neither
-# CUDA nor torch computing on several threads in the notebook's own process. In a program of your
-# own, start the ranks with `torchrun`.)
+# from this notebook, so they know everything that the cells above define. (Forked processes fail if
+# the notebook's own process has used CUDA, or torch on several threads. In a program of your own,
+# start the ranks with `torchrun`.)
 
 
 # %%
@@ -502,9 +502,9 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# Both runs end at 99.11 %, and have the same accuracy after each epoch. Readers who expect 99.2 %,
-# which is often reported for this network, see noise and not an effect of sharding: on 10,000 test
-# images, the standard error of such an accuracy is 0.09 points. The settings of torch's own example
+# Both runs end at 99.11 %, and have the same accuracy after each epoch. Often 99.2 % is reported
+# for this network. The difference is noise, and not an effect of sharding: on 10,000 test images,
+# the standard error of such an accuracy is 0.09 points. The settings of torch's own example
 # (batches of 64, 14 epochs) end at 99.10 % here.
 #
 # ## Saving
@@ -527,7 +527,7 @@ print(f"the unwrapped network: {100 * right:.1f} % of the first {len(images):,} 
 #
 # ## What to take along
 #
-# | | |
+# | to do | how |
 # |---|---|
 # | replace the wrapper, then make the optimizer | `ShardedWrapper(model)` |
 # | call forward and `full_state_dict(model)` on every rank | also in evaluation |

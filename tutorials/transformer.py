@@ -231,7 +231,7 @@ apart = max(abs(loss - uninterrupted[step]) for step, loss in resumed.items())
 print(f"{len(resumed)} steps on {OTHER} ranks: losses differ by at most {apart:.1e}")
 
 # %% [markdown]
-# The losses after resuming lie on the losses of the uninterrupted training:
+# After resuming, the losses coincide with those of the uninterrupted training:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
