@@ -33,7 +33,6 @@ from flatshard.module.settings import (
 from flatshard.module.sharding import (
     Sharding,
     handles_in,
-    outermost_shardings,
     shardings_in,
     state_dicts_in,
     units_between_steps,
@@ -1011,7 +1010,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
         """Return all wrappers in ``module``, or only the outermost wrappers, as in FSDP1."""
-        found = outermost_shardings(module) if root_only else shardings_in(module)
+        found = shardings_in(module, nested=not root_only)
         return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
-from flatshard.module.sharding import Sharding, shardings_in, units_in
+from flatshard.module.sharding import Sharding, check_not_summoned, shardings_in, units_in
 from flatshard.plan.layout import memory_order, strides_of
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
@@ -39,7 +39,7 @@ def convert(
         apply_to_module()
         return
     context.recover()
-    root.check_not_summoned("converted")
+    check_not_summoned(units_in(root.wrapper), "converted")
     units = units_in(root.wrapper) if recurse else [root.unit]
     handles = [handle for unit in units for handle in unit.handles]
     # Several small modules may share a unit, and converting only one of these modules raises an
@@ -123,7 +123,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
 
 def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of the wrapper of ``root``, with all units inside. No communication."""
-    root.check_not_summoned("copied")
+    check_not_summoned(units_in(root.wrapper), "copied")
     # The outermost wrapper puts all units into `memo`, where inner wrappers find their units.
     is_outermost = id(root.unit) not in memo
     inside = shardings_in(root.wrapper) if is_outermost else []

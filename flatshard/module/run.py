@@ -25,14 +25,7 @@ from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.settings import as_flags
-from flatshard.module.sharding import (
-    Sharding,
-    handles_in,
-    modules_apart,
-    outermost_shardings,
-    sharding_of,
-    shardings_in,
-)
+from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.plan.module_proxy import ModuleProxy
@@ -252,7 +245,7 @@ def accumulating(
 
 def plan_backward(model: nn.Module, *, reduces: bool) -> None:
     """Make the next backward reduce or accumulate gradients, even if forward planned otherwise."""
-    for sharding in outermost_shardings(model):
+    for sharding in shardings_in(model, nested=False):
         for unit in sharding.context.units:
             unit.plan_sync(Sync.ALL if reduces else Sync.NONE)
         sharding.context.accumulates = not reduces
@@ -297,7 +290,7 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
             "rank0_only=False and make the same edit on every rank."
         )
-    shardings = shardings_in(module) if recurse else outermost_shardings(module)
+    shardings = shardings_in(module, nested=recurse)
     for one in shardings:
         one.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)

@@ -55,7 +55,7 @@ def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
     return values
 
 
-def _part(tensor: FlatShardTensor) -> Tensor:
+def own_part(tensor: FlatShardTensor) -> Tensor:
     """Return this rank's elements of a sharded tensor.
 
     Raises:
@@ -134,18 +134,25 @@ def _sharded_norms(
 
     Collective: all ranks of ``comms``, which must be the communicators of each of ``tensors``.
     """
-    parts = [_part(tensor) for tensor in tensors]
+    parts = [own_part(tensor) for tensor in tensors]
     # Take the absolute values of complex numbers first, because torch warns when it counts nonzero
     # complex numbers (order 0). A norm depends only on absolute values, so it stays the same.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     local = _local_norms(parts, order, device, dtype)
-    op_name = _name_of_norms(tensors, order)
+    return joined_norms(local, order, comms, _name_of_norms(tensors, order))
+
+
+def joined_norms(local: Tensor, order: float, comms: Comms, op_name: str) -> Tensor:
+    """Return norms of sharded tensors, from the norms of this rank's elements, ``local``.
+
+    ``local``: 0, or infinity for a negative order, for a tensor without elements on this rank.
+    Collective: all ranks of ``comms``.
+    """
     if math.isinf(order):
         return _extremes(local, comms, largest=order > 0, op_name=op_name)
-    if order == 0:
-        return _reduced(local, comms, "SUM", op_name)
-    return _reduced(local.pow(order), comms, "SUM", op_name).pow(1 / order)
+    power = order or 1.0  # the norm of order 0 is the number of nonzero elements
+    return _reduced(local.pow(power), comms, "SUM", op_name).pow(1 / power)
 
 
 def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
@@ -191,7 +198,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """
     given = _bind(func, args, kwargs)
     tensor, dtype = given["self"], given.get("dtype")
-    spec, part = tensor.spec, _part(tensor)
+    spec, part = tensor.spec, own_part(tensor)
     if dtype is not None:
         part = part.to(dtype)
     # Add elements of float16 and bfloat16 in float32, and round to the narrow dtype only once,
@@ -206,7 +213,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, name = _bind(func, args, kwargs)["self"], func._schema.name.removeprefix("aten::")
-    part = _part(tensor)
+    part = own_part(tensor)
     is_logical = name in ("any", "all") or part.dtype is torch.bool
     if is_logical:
         part = (part != 0).to(torch.uint8)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.module.sharding import outermost_shardings, units_between_steps
+from flatshard.module.sharding import units_between_steps
 from flatshard.tensor import reduction_ops
-from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import local_range
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, sharded_in
 
-# For each model, copies of this rank's chunks at the last `norms("update")`.
-_BEFORE: weakref.WeakKeyDictionary[nn.Module, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+# In this file, a group is a tuple that describes tensors whose norms are reduced together:
+# - text that names the tensors, and that ranks compare;
+# - the communicators over which the norms are reduced;
+# - the tensors' indices in the list of the tensors of all parameters;
+# - the indices of the tensors that have elements on this rank;
+# - the positions of the latter indices in the former list, on the tensors' device.
+
+# For each model: copies of this rank's chunks at the last `norms("update")`, keyed by run link; and
+# the groups of the last call of each kind, with the names, types and devices for which the groups
+# are valid. Usually, gradients of the next step form the same groups.
+_KEPT: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class Norms(dict[str, float]):
@@ -37,74 +47,89 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
             f"norms(): expected kind 'grad', 'param' or 'update', and per 'parameter' or 'unit', "
             f"got {kind!r} and {per!r}."
         )
-    units = units_between_steps(model, "norms()")
-    wrapper, order = outermost_shardings(model)[0].wrapper, float(norm_type)
+    units, order = units_between_steps(model, "norms()"), float(norm_type)
     handles = [handle for unit in units for handle in unit.handles]
+    specs = [param.spec for handle in handles for param in handle.params]
+    attribute, kept = ("unit" if per == "unit" else "name"), _KEPT.setdefault(model, {})
     # Without this context, each access to an attribute of a sharded tensor takes 10 microseconds.
-    with torch._C.DisableTorchFunctionSubclass():
-        pairs = _pairs(handles, kind, _BEFORE.setdefault(wrapper, {}))
-        names = [param.name if per == "parameter" else param.spec.unit for param, _ in pairs]
-        grouped: dict[str, list[float]] = {}
-        for name, value in zip(names, _norms([tensor for _, tensor in pairs], order), strict=True):
-            grouped.setdefault(name, []).append(value)
-        found = Norms({name: _joined(values, order) for name, values in grouped.items()})
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        tensors = _tensors(kind, handles, kept)
+        names = [spec.name for spec in specs]
+        state = names, [*map(type, tensors)], [handle.flat_param.device for handle in handles]
+        if kind not in kept or kept[kind][0] != state:
+            kept[kind] = state, _groups(kind, specs, tensors)
+        groups = kept[kind][1]
+        values = [_norms(group, tensors, order) for group in groups]
+        # One copy to the host, and so one wait of the host, for all groups.
+        numbers = torch.cat([one.to(values[0].device) for one in values]).tolist() if values else []
+        names = [getattr(specs[index], attribute) for group in groups for index in group[2]]
+        found = Norms(zip(names, numbers, strict=True))
+        for unit in found if per == "unit" else ():
+            some = [one for name, one in zip(names, numbers, strict=True) if name == unit]
+            joined = torch.linalg.vector_norm(torch.tensor(some, dtype=torch.float64), order)
+            found[unit] = sum(some) if order == 0 else float(joined)
         found.non_finite = {name: [] for name, value in found.items() if not math.isfinite(value)}
-        if found.non_finite:  # the same on all ranks, so all ranks take part in the exchange below
-            mine = set()
-            for name, (_, tensor) in zip(names, pairs, strict=True):
-                if name in found.non_finite and not torch.isfinite(local_range(tensor)).all():
-                    mine.add(name)
+        if found.non_finite:  # on all ranks
+            own = [(specs[i], local_range(tensors[i])) for group in groups for i in group[3]]
+            mine = {getattr(s, attribute) for s, part in own if not torch.isfinite(part).all()}
             world = units[0].topology.world
             everyone = world.host.gather(mine, "norms(): which ranks have inf or NaN")
             for rank, theirs in zip(world.ranks, everyone, strict=True):
-                for name in theirs:
+                for name in theirs & found.non_finite.keys():
                     found.non_finite[name].append(rank)
     return found
 
 
-def _pairs(
-    handles: list[FlatParamHandle], kind: str, before: dict[FlatParamHandle, Tensor]
-) -> list[tuple[OriginalParam, Tensor]]:
-    """Return pairs of a parameter and the tensor whose norm is wanted.
-
-    For updates, also replaces the chunks in ``before`` by copies of the present chunks.
-    """
-    found: list[tuple[OriginalParam, Tensor | None]] = []
-    for handle in handles:
+def _tensors(kind: str, handles: list[FlatParamHandle], kept: dict[Any, Any]) -> list[Any]:
+    """Return a tensor or None for each parameter; for updates, only this rank's elements."""
+    found: list[Any] = [param.sharded for handle in handles for param in handle.params]
+    if kind == "grad":
+        # Call the getter of `Tensor`, because the property of `FlatShardTensor` takes longer.
+        found = [*map(Tensor.grad.__get__, found)]  # type: ignore[union-attr]
+        for grad in sharded_in(found) if UNREDUCED else ():
+            reduction_ops.own_part(grad)  # raises if the gradient was not reduced yet
+    changes: list[Any] = []
+    for handle in handles if kind == "update" else ():
         handle.absorb_replaced()
-        chunk = handle.flat_param.detach()
-        if kind == "grad":
-            found += [(param, param.sharded.grad) for param in handle.params]
-        elif kind == "param":
-            found += [(param, param.sharded) for param in handle.params]
-        else:
-            last, before[handle] = before.get(handle), chunk.clone()
-            if last is not None:
-                change = chunk - last
-                for param in handle.params:
-                    found.append((param, param.of_chunk(change)))
-                    # The ranks compare the role, so an update is never combined with a gradient.
-                    found[-1][1].role = "update of"  # type: ignore[union-attr]
-    return [
-        (param, tensor)
-        for param, tensor in found
-        if tensor is not None and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    ]
+        # The key is not the handle, which refers to the model: the model would never be freed.
+        chunk, last = handle.flat_param.detach(), kept.get(handle.link)
+        kept[handle.link] = chunk.clone()
+        change = None if last is None else chunk - last.to(chunk)
+        parts = [slice(one.local.start, one.local.end) for one in handle.params]
+        changes += [None if change is None else change[part] for part in parts]
+    return changes if kind == "update" else found
 
 
-def _norms(tensors: list[Tensor], order: float) -> list[float]:
-    if not tensors:
-        return []
-    # Compute norms in fp32 at least. By default, torch rounds a norm to the dtype of the tensor,
-    # and bfloat16 has only 3 digits.
-    is_double = any(tensor.dtype.to_real() is torch.float64 for tensor in tensors)
-    found = reduction_ops.norms(tensors, order, torch.float64 if is_double else torch.float32)
-    values: list[float] = torch.stack([norm.to(found[0].device) for norm in found]).tolist()
-    return values
+def _groups(kind: str, specs: list[ShardSpec], tensors: list[Any]) -> list[Any]:
+    indices_of: dict[Any, list[int]] = {}
+    for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            # A plain gradient of a sharded parameter, from the user, is the same on all ranks.
+            is_whole = not isinstance(tensor, FlatShardTensor) and kind == "grad"
+            comms = () if is_whole and spec.comm.size > 1 else spec.comms
+            indices_of.setdefault((comms, tensor.device), []).append(index)
+    groups = []
+    for (comms, device), indices in indices_of.items():
+        names = [specs[index].name for index in indices]
+        # The kind is in the text, so that a parameter never meets a gradient of the same name.
+        which = f"set {zlib.crc32(', '.join(names).encode()):08x}"
+        text = f"{len(names)} tensors from {kind} {names[0]!r} on, {which}"
+        places = [i for i, index in enumerate(indices) if local_range(tensors[index]).numel()]
+        own = [indices[place] for place in places]
+        groups.append((text, comms, indices, own, torch.tensor(places, device=device)))
+    return groups
 
 
-def _joined(values: list[float], order: float) -> float:
-    """Return the norm of several tensors together, from the norm of each tensor."""
-    if len(values) == 1 or order == 0:
-        return sum(values)
-    return float(torch.linalg.vector_norm(torch.tensor(values, dtype=torch.float64), order))
+def _norms(group: Any, tensors: list[Any], order: float) -> Tensor:
+    """Return the norms of a group, in float64. Collective: all ranks of its communicators."""
+    text, comms, indices, own, places = group
+    # A norm depends only on absolute values. torch warns when it counts complex numbers (order 0).
+    parts = [local_range(tensors[index]) for index in own]
+    parts = [part.abs() if part.is_complex() else part for part in parts]
+    # A tensor without elements on this rank must not change the norm.
+    local = places.new_full((len(indices),), 0.0 if order >= 0 else math.inf, dtype=torch.float64)
+    if parts:
+        # torch rounds a norm to the dtype of the tensor, and bfloat16 has only 3 digits.
+        dtype = torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
+        local[places] = torch.stack(torch._foreach_norm(parts, order, dtype)).double()
+    return reduction_ops.joined_norms(local, order, comms, f"norms of order {order:g} of {text}")
