@@ -65,11 +65,13 @@ class ParamGather:
         intra_group, inter_group = topology.intra_group, topology.inter_group
         # The transport (sockets, for example) matches collectives of different ranks by tag.
         # Reductions use the same tags.
-        self.tags = intra_group.new_tag(), inter_group.new_tag()
+        tags = [(intra_group.new_tag(), inter_group.new_tag()) for _ in range(3)]
         # Separate tags for all-gathers outside of a step, such as for state_dict(). If by mistake
         # only one rank calls state_dict(), that rank's all-gather must not match the all-gather of
-        # the same parameter that the other ranks start in a forward.
-        self.full_tags = intra_group.new_tag(), inter_group.new_tag()
+        # the same parameter that the other ranks start in a forward. `read_tags` are the tags of
+        # full_tensors(), because programs may call state_dict() while an all-gather of
+        # full_tensors() for the next item is unfinished.
+        self.tags, self._full_tags, self.read_tags = tags
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
@@ -197,15 +199,17 @@ class ParamGather:
             with torch.inference_mode(False), torch.no_grad():
                 self._float8.unpack(packed, buffer)
 
-    def start_full(self, part: Tensor, out: Tensor) -> AsyncWork:
+    def start_full(self, part: Tensor, out: Tensor, tags: tuple[int, ...] = ()) -> AsyncWork:
         """Start to all-gather ``part``, ``(shard_numel,)``, into ``out``, outside of a step.
 
-        ``out``: ``(padded_numel,)``, in the dtype of ``part``, because nothing is cast.
+        ``out``: ``(padded_numel,)``, in the dtype of ``part``, because nothing is cast. ``tags``:
+        ``read_tags``, or nothing for an all-gather that the caller finishes at once.
+
         Collective: all ranks that share the flat parameter.
         """
         unit, topology = self._link.unit_name, self._topology
         purpose = "full tensors, which all ranks must ask for together (state_dict(), for example),"
-        intra_tag, inter_tag = self.full_tags
+        intra_tag, inter_tag = tags or self._full_tags
         if topology.inter_group.size > 1:  # first all-gather across nodes, then within the node
             source, part = part, part.new_empty(part.numel() * topology.inter_group.size)
             request = Gather(source, part, unit, inter_tag, purpose, exact=True)

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -19,19 +19,16 @@ from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.unit import Unit
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory.buffers import BufferCache
-from flatshard.module.sharding import handles_in, model_shards, shardings_in
+from flatshard.module.sharding import handles_in, model_shards, sharding_of, shardings_in
 from flatshard.plan.layout import view_of
+from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import unit_text
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.flat_parameter import OriginalParam
 
 Item = tuple["TensorName", Tensor]
-
-# The wrappers of the models that an unfinished `full_tensors` reads.
-_OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class TensorName(str):
@@ -68,8 +65,9 @@ def full_tensors(
 
     Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
     (``break``, an exception), the rank still takes part in the remaining all-gathers, and at the
-    end the other ranks raise RuntimeError. Until then, forwards of the model raise RuntimeError. Do
-    not call other methods that all-gather, such as ``state_dict()``, between two items.
+    end the other ranks raise RuntimeError. Until then, forwards of the model raise RuntimeError.
+    Other collectives, such as ``state_dict()`` and ``norms()``, may be called between two items, by
+    all ranks between the same items.
 
     Example:
         ```python
@@ -107,7 +105,8 @@ def full_tensors(
 
     def prepare() -> tuple[_Reader, Facts]:
         request.check(world.size)
-        if any(one.wrapper in _OPEN for one in shardings_in(model)):
+        wrappers = [one.wrapper for one in shardings_in(model)]
+        if any(_refuse_forward in one._forward_pre_hooks.values() for one in wrappers):
             raise ValueError(
                 "another full_tensors() of this model is not finished. First read that iterator to "
                 "the end, or call its close(), on every rank."
@@ -116,8 +115,7 @@ def full_tensors(
             reader = _Reader(model, request, world)
         return reader, {"its arguments": repr(request), "its tensors": repr(reader.order)}
 
-    remedy = "Call full_tensors() with the same arguments on every rank."
-    reader = agreed(prepare, [world], "full_tensors()", remedy)
+    reader = agreed(prepare, [world], "full_tensors()", "Pass equal arguments on every rank.")
     items = reader.read()
     # Enter the generator. If it is dropped before its first item, Python only closes generators
     # that have started, and the all-gathers of the other ranks would wait for this rank.
@@ -149,10 +147,8 @@ class _Request:
     def chosen(self, known: Iterable[TensorName]) -> set[TensorName]:
         """Return the names to yield. Raises ValueError if the user asked for an unknown name."""
         names = self.names
-        if names is None:
-            return set(known)
-        if callable(names):
-            return {name for name in known if any(map(names, name.names))}
+        if not isinstance(names, Collection):
+            return {name for name in known if names is None or any(map(names, name.names))}
         asked = {names} if isinstance(names, str) else set(names)
         unknown = asked.difference(*(name.names for name in known))
         if unknown:
@@ -193,12 +189,11 @@ class _Flat:
         handle = self.handle
         with torch.inference_mode(False), torch.no_grad():
             full = cache.take(handle.layout.padded_numel, self._dtype, handle.device)
-            if handle.is_whole:
-                return full.copy_(handle.flat_param), None
-            if handle.is_current and handle.buffer.dtype == handle.flat_param.dtype:
-                return full.copy_(handle.buffer), None
-            shard = handle.flat_param.detach().to(handle.device, self._dtype)
-            return full, handle.gather.start_full(shard, full)
+            shard, buffer, gather = handle.flat_param.detach(), handle.buffer, handle.gather
+            if handle.is_whole or (handle.is_current and buffer.dtype == shard.dtype):
+                return full.copy_(shard if handle.is_whole else buffer), None
+            shard = shard.to(handle.device, self._dtype)
+            return full, gather.start_full(shard, full, gather.read_tags)
 
 
 class _Reader:
@@ -235,34 +230,31 @@ class _Reader:
         # reuse memory in which the consumer still holds a tensor.
         self._caches = deque(BufferCache() for _ in range(3))
 
-    def read(self) -> Iterator[Any]:
-        """Yield None once, and then the items. Takes part in all all-gathers, even if closed."""
-        shardings = shardings_in(self._model)
-        hooks = [
-            one.wrapper.register_forward_pre_hook(partial(_refuse_forward, one.unit), prepend=True)
-            for one in shardings
-        ]
-        is_paired, ranks = self._request.bucket_bytes is None, self._request.ranks
-        is_reading = ranks in ("all", "local", self._world.rank)
-        stopped = ""  # where the consumer stopped, by a break or an exception
+    def read(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
+        """Yield nothing once, then the items. Takes part in all all-gathers, even if closed.
+
+        ``is_exiting``: a local variable, because Python clears global variables when it exits.
+        """
+        wrappers = [one.wrapper for one in shardings_in(self._model)]
+        hooks = [one.register_forward_pre_hook(_refuse_forward, prepend=True) for one in wrappers]
+        is_reading = self._request.ranks in ("all", "local", self._world.rank)
+        # `stopped`: where the consumer stopped, by a break or an exception.
+        is_paired, stopped = self._request.bucket_bytes is None, ""
         try:
-            _OPEN.update(one.wrapper for one in shardings)
-            try:
-                yield None
-            except GeneratorExit:
-                stopped = "stopped reading before the first item (break or exception)"
-            for bucket in self._buckets():
-                for item in [[pair] for pair in bucket] if is_paired else [bucket]:
-                    if stopped or not is_reading:
+            for bucket in chain([[]], self._buckets()):
+                for item in [[pair] for pair in bucket] if is_paired and bucket else [bucket]:
+                    if stopped or (item and not is_reading):
                         break
                     try:
-                        yield item[0] if is_paired else item
+                        yield item[0] if is_paired and item else item
                     except GeneratorExit:
-                        stopped = f"stopped reading after {item[-1][0]!r} (break or exception)"
+                        if is_exiting():  # the process can send nothing any more
+                            return
+                        place = f"after {item[-1][0]!r}" if item else "before the first item"
+                        stopped = f"stopped reading {place} (break or exception)"
                     if self._request.debug:
                         _poison(item)
         finally:
-            _OPEN.difference_update([one.wrapper for one in shardings])
             for hook in hooks:
                 hook.remove()
         self._end(stopped)
@@ -299,11 +291,13 @@ class _Reader:
         # memory `bucket` keeps alive. `before`: the same for the last bucket that was yielded,
         # which the consumer may still hold.
         size = held = before = 0
+        # These tensors are the model's own, so yield copies.
+        rest = ((n, self._request.cast(tensor.detach(), copy=True)) for n, tensor in self._rest)
         for flat in [*self._flats, None]:
             self._start(budget - before - held, is_needed=True)
             own = 0 if flat is None else flat.nbytes
             held += own
-            for name, tensor in self._copies() if flat is None else self._read():
+            for name, tensor in rest if flat is None else self._read():
                 if limit is not None and bucket and size + tensor.nbytes > limit:
                     self._start(budget - before - held)
                     yield bucket
@@ -318,13 +312,11 @@ class _Reader:
     def _start(self, budget: int, *, is_needed: bool = False) -> None:
         """Start the all-gathers that fit in ``budget`` bytes; at least one if ``is_needed``."""
         budget -= sum(flat.nbytes for flat, _, _ in self._started)
-        while self._waiting:
-            flat = self._waiting[0]
-            if flat.nbytes > budget and not (is_needed and not self._started):
-                return
+        waiting = self._waiting
+        while waiting and (waiting[0].nbytes <= budget or (is_needed and not self._started)):
+            budget -= waiting[0].nbytes
             self._caches.rotate()
-            self._started.append((self._waiting.popleft(), *flat.start(self._caches[0])))
-            budget -= flat.nbytes
+            self._started.append((waiting[0], *waiting.popleft().start(self._caches[0])))
 
     def _read(self) -> Iterator[Item]:
         """Wait for the first started flat parameter; yield the chosen original parameters in it."""
@@ -334,18 +326,14 @@ class _Reader:
             flat.handle.page_out()
         for name, param in flat.wanted:
             tensor = view_of(full, param.span)
-            is_part = self._request.ranks == "local"
-            yield name, self._request.cast(tensor if is_part else param.spec.unsplit(tensor))
-
-    def _copies(self) -> Iterator[Item]:
-        # These tensors are the model's own, so yield copies.
-        return ((n, self._request.cast(tensor.detach(), copy=True)) for n, tensor in self._rest)
+            tensor = tensor if self._request.ranks == "local" else param.spec.unsplit(tensor)
+            yield name, self._request.cast(tensor)
 
 
-def _refuse_forward(unit: Unit, *_: Any) -> None:
+def _refuse_forward(wrapper: ModuleProxy, *_: Any) -> None:
     raise RuntimeError(
-        f"{unit_text(unit.name)}: a forward began before full_tensors() was read to its end. Read "
-        "all items first, or call the iterator's close() on every rank."
+        f"{unit_text(sharding_of(wrapper).unit.name)}: a forward began before full_tensors() was "
+        "read to its end. Read all items first, or call the iterator's close() on every rank."
     )
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import flatshard
-from flatshard import CollectiveError, CPUOffload, MixedPrecision, ShardedWrapper, collectives
+from flatshard import (
+    CollectiveError,
+    CPUOffload,
+    MixedPrecision,
+    ShardedWrapper,
+    checkpoint,
+    collectives,
+)
 from tests.documents import Engine, fences
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
@@ -394,6 +403,16 @@ def _one_stops(rank: int, world_size: int, stop: Callable[[Iterator[Any]], None]
     _assert_same(_tensors(model), _expected(model))
 
 
+def test_the_interpreter_exits_before_the_last_item() -> None:
+    program = (
+        "import torch, flatshard\n"
+        "items = flatshard.full_tensors(torch.nn.Linear(2, 2))\n"
+        "print(next(items)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "weight\n", "")
+
+
 def test_all_ranks_stop_at_the_same_item() -> None:
     run_ranks(_all_stop, 2)
 
@@ -450,6 +469,45 @@ def _forward(rank: int, world_size: int) -> None:
     for _ in items:
         pass
     model(inputs).sum().backward()
+
+
+@pytest.mark.parametrize("transport", ["auto", "native", "sockets"])
+def test_other_collectives_between_two_items(transport: str) -> None:
+    """They must not meet the all-gather for the next item, which is under way."""
+    run_ranks(_others_between, 2, transport)
+
+
+def _others_between(rank: int, world_size: int, transport: str) -> None:
+    model = ShardedWrapper(
+        nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))),
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
+        coalesce_bytes=0,
+        collectives=transport,
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    expected, norms = _expected(model), model.norms()
+
+    def summon() -> None:
+        with ShardedWrapper.summon_full_params(model, writeback=False):
+            assert torch.equal(model.get_parameter("0.weight"), expected["0.weight"])
+
+    others: list[Callable[[], Any]] = [
+        lambda: _assert_same(_expected(model), expected),
+        lambda: checkpoint.full_state_dict(model),
+        lambda: checkpoint.full_optim_state_dict(model, optimizer),
+        lambda: model.clip_grad_norm_(1e9),
+        lambda: model.get_parameter("1.weight").full_tensor(),  # type: ignore[operator]
+        summon,
+    ]
+    for other in others:
+        found = {}
+        for name, tensor in flatshard.full_tensors(model):
+            found[name] = tensor.clone()
+            other()
+            assert model.norms() == norms
+        _assert_same(found, expected)
 
 
 def test_a_write_between_two_items() -> None:
