@@ -57,7 +57,9 @@ DEADLOCKS = [f for f in BLOCKS if f.document == "troubleshooting.md" and f.headi
 ELSEWHERE = [
     *DEADLOCKS,  # below, because every rank of this program raises
     *(f for f in BLOCKS if f.document == "huggingface.md"),  # in test_transformers.py
-    *(f for f in BLOCKS if FRAMEWORK.search(f.text)),  # in tests/integrations/test_examples.py
+    *(
+        f for f in BLOCKS if FRAMEWORK.search(f.text)
+    ),  # in tests/integrations/test_docstring_examples.py
 ]
 DIFFS = [fence for fence in BLOCKS if fence.language == "diff"]
 SAVES = [f for f in DIFFS if f.document == "README.md" and "torch.save" in f.text]
@@ -111,7 +113,9 @@ def test_every_piece_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 MODULES = sorted((ROOT / "flatshard").rglob("*.py"))
-INTEGRATIONS = ROOT / "flatshard" / "integrations"  # in tests/integrations/test_examples.py
+INTEGRATIONS = (
+    ROOT / "flatshard" / "integrations"
+)  # in tests/integrations/test_docstring_examples.py
 EXAMPLES = [f for path in MODULES if path.parent != INTEGRATIONS for f in examples(path)]
 
 
