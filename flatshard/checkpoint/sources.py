@@ -269,8 +269,8 @@ def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict
     first = models[0]
     if list(folder.glob("*mp_rank_01_*")) or list(folder.glob("*expert*")):
         raise ValueError(
-            f"{folder}: DeepSpeed trained this model with tensor or expert parallelism. Only "
-            "checkpoints of ZeRO and data parallelism can be read. Pass such a checkpoint."
+            f"{folder}: DeepSpeed trained this model with tensor or expert parallelism. Expected a "
+            "checkpoint of ZeRO or of plain data parallelism. Pass the folder of such a checkpoint."
         )
     facts = {"DeepSpeed": first["ds_version"], "step": first["global_steps"]}
     ties, whole = first.get("shared_params") or {}, first["module"]

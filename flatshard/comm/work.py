@@ -188,9 +188,10 @@ class History:
         self._next[self._last_two] = what if what == first else ""
 
     def to_compare(self) -> bytes:
-        """Return the digest of all descriptions, and mark all collectives as compared.
+        """Return a digest of the collectives that this rank has begun, in order.
 
-        The caller must compare the digest with the digests of the other ranks.
+        Marks these collectives as compared, so the caller must compare the digest with the digests
+        of the other ranks. Different digests mean that ranks began different collectives.
         """
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")

@@ -92,9 +92,9 @@ class StepObserver:
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
     ) -> AbstractContextManager[object]:
-        """Return a context manager that is entered and left with a range of time.
+        """Return a context manager that is entered when a range of time begins, left when it ends.
 
-        ``Observers.span`` explains the arguments.
+        ``Observers.span`` explains the arguments, which say what the thread does in this time.
         """
         return _NOTHING
 

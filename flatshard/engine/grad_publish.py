@@ -97,7 +97,11 @@ class UnreducedGrads:
         return grad.clone()
 
     def take_all_back(self) -> None:
-        """Remove shown gradients from ``.grad`` before a backward, and look for users' edits."""
+        """Remove the accumulated gradients that ``show`` put into ``.grad``, before a backward.
+
+        If the user has removed or zeroed a gradient in ``.grad``, drop the gradient from the
+        buffer, too. If the user has changed ``.grad`` in another way, set ``was_edited``.
+        """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self._shown.items():
                 # The user may have kept a reference to the tensor. Outside of `.grad`, the tensor

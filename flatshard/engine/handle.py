@@ -322,7 +322,10 @@ class FlatParamHandle:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes that the unsharded buffer and the secondary shard hold now, without the shard."""
+        """Bytes of memory that the unsharded buffer and the secondary shard occupy now.
+
+        The shard is not counted, even if it is mapped into the unsharded buffer, or is the buffer.
+        """
         is_freed = self.state is ShardState.SHARDED and not self.lingers
         secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
         return (0 if is_freed else self.memory.held_bytes) + secondary
@@ -421,9 +424,10 @@ class FlatParamHandle:
         )
 
     def replan_gradients(self) -> None:
-        """Set ``reduce_plan`` again, after the communication hook or the dtype has changed.
+        """Make ``reduce_plan`` and the gradient buffer again, for a new hook or a new dtype.
 
-        Accumulated gradients are kept.
+        Call this method after the communication hook or the shard's dtype has changed.
+        Accumulated gradients move to the new buffer.
         """
         self.grad_buffer = self._plan_gradients(self.flat_param.dtype)
         self.grad_publish.replace_buffer(self.grad_buffer)

@@ -431,10 +431,12 @@ class Unit:
             and not self.may_diverge
             and not self._outstanding_inputs
             and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
-            # Frozen parameters get no gradient, so backward may still need frozen parameters after
-            # the last gradient of a trained parameter has arrived. So if some parameters are
-            # frozen, also require that gradients of inputs have shown the end of every call's
-            # backward.
+            # All gradients of trained parameters have arrived. If all parameters are trained,
+            # backward needs no parameter any more. But a frozen parameter gets no gradient, so
+            # backward may still need it. Then the unit's backward is known to be over only when the
+            # gradients of all inputs of all calls have arrived. If a call has no input that
+            # requires a gradient (`_ends_unseen`), the unit stays unsharded until the end of the
+            # model's backward.
             and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
         )
 

@@ -238,9 +238,11 @@ def _warnings(plan: ModelPlan) -> list[str]:
         )
     if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
         found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
-    # Read the topology of the root unit, not `settings.topology`. If all units may diverge, no unit
-    # has the placement of `settings`. Then reading `settings.topology` would create process groups,
-    # which is collective, but this function runs only on rank 0.
+    # Read the topology (the process groups of a strategy) from the root unit, not from `settings`,
+    # the settings of the whole model. With `allow_divergence=True`, ranks may skip any unit, which
+    # changes the placement of every unit, so no unit has created the groups for the placement in
+    # `settings`. Then `settings.topology` would create these groups, which is collective. But this
+    # function runs only on rank 0, so rank 0 would wait forever.
     is_sharded = plan.units[-1].settings.topology.shard.size > 1
     if settings.policy is None and is_sharded and not shardings_in(module):
         found += unit_report.one_unit_warning(module, ignored)

@@ -201,10 +201,10 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: clip_grad_norm_() is not supported, because this "
-                f"unit trains only on ranks {handle.topology.world.ranks_text}, and the norm would "
-                "differ between ranks. Compute a norm yourself and clip with it, or call "
-                "clip_grad_norm_() of the units."
+                f"{unit_text(handle.unit_name)}: clip_grad_norm_() cannot clip the whole model: "
+                f"this unit trains only on ranks {handle.topology.world.ranks_text}, so the total "
+                "norm would differ between ranks. Call clip_grad_norm_() on each inner "
+                "ShardedWrapper instead, or scale the gradients by a norm of your own."
             )
 
 

@@ -25,7 +25,8 @@ class Ignored:
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     # Names, in the unwrapped model, of the modules and tensors that the user chose.
     names: tuple[str, ...] = ()
-    # Whether the user chose objects to ignore, but all of them are outside of the wrapped module.
+    # Whether the user chose modules or parameters, but all of them are outside of the wrapped
+    # module. Then `ShardedWrapper` warns.
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
@@ -42,7 +43,11 @@ class Ignored:
         return {id(tensor) for tensor in self.tensors()}
 
     def within(self, module: nn.Module) -> Ignored:
-        """Return the ignored modules and tensors inside of ``module``; ``names`` stays empty."""
+        """Return the ignored modules and tensors that lie inside of ``module``.
+
+        The field ``names`` of the result is empty: only the selection for the whole model has
+        names, which ranks compare when the model is wrapped.
+        """
         inside = set(module.modules())
         places = frozenset(place for place in self.places if place[0] in inside)
         return Ignored(self.modules & inside, places)
@@ -68,8 +73,8 @@ def find_ignored(
         module: the module to wrap.
         ignored_modules: modules from the user's keyword of this name, or None.
         ignored_states: modules and parameters from the user's keyword of this name, or None.
-        nested: maps each wrapper inside ``module`` to the objects ignored by the inner wrapper.
-        sharded: ids of the parameters of units inside ``module``.
+        nested: maps each ShardedWrapper inside ``module`` to what that wrapper ignores.
+        sharded: ids of the parameters that ShardedWrappers inside ``module`` have sharded.
 
     Raises:
         TypeError: a keyword is not an iterable of modules (or parameters).
@@ -141,7 +146,11 @@ def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignored]) -> None:
-    """Raise ValueError if an ignored module contains a unit, or is part of a unit."""
+    """Raise ValueError if the user ignores a module that an inner ShardedWrapper shards.
+
+    Raises if ``module`` is a ShardedWrapper, contains one, or lies inside one that does not ignore
+    the module itself. ``nested``: for each ShardedWrapper in the model, what that wrapper ignores.
+    """
     below = set(module.modules())
     for unit, theirs in nested.items():
         if unit in below:

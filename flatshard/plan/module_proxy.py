@@ -30,8 +30,7 @@ class ModuleProxy(nn.Module):
         So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
         ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # The wrapped module may not be set yet: `Module.__init__` and unpickling read this property
-        # before it is set.
+        # `Module.__init__` and unpickling read this property before the wrapped module is set.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 

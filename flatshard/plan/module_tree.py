@@ -203,4 +203,4 @@ def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name
             return f"{new}.{local}" if new else local
-    raise AssertionError(f"internal error: {name} is in none of {', '.join(before)}")
+    raise AssertionError(f"internal error: no module of {before} has parameter {name!r}")

@@ -297,7 +297,8 @@ class Override:
 class PrecisionPlan:
     """Dtypes for all modules and parameters of a model, chosen before the model is changed.
 
-    The extra ``overrides`` has a subclass that also chooses by name and by function.
+    The extra ``overrides`` has a subclass for ``MixedPrecision(overrides=...)``, in which users
+    choose dtypes by the names of modules and parameters, or by a function of a parameter.
     """
 
     def __init__(

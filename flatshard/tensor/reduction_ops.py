@@ -342,7 +342,7 @@ def _all_reduce(
     No values are sent: SUM multiplies the tensor by the number of ranks, and AVG, MAX and MIN
     change nothing.
 
-    Collective: all ranks that train the parameter. The ranks compare that all of them call the same
+    Collective: all ranks that train the parameter. The ranks check that all ranks call the same
     operation on the same tensor.
 
     Raises:

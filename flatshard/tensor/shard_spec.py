@@ -249,7 +249,8 @@ class ShardSpec:
     def where(self, described: str | None = None) -> str:
         """Return a text for errors that names a tensor, its unit and this rank.
 
-        ``described``: ``FlatShardTensor.described`` of the tensor. None: the parameter itself.
+        ``described``: text that names the tensor, such as ``gradient of 'fc1.weight'``. None: name
+        the parameter to which this spec belongs.
         """
         what = described or f"parameter {self.name!r}"
         return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
@@ -257,9 +258,12 @@ class ShardSpec:
     def refuse(self, operation: object, described: str | None = None) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's elements.
 
-        ``described``: ``FlatShardTensor.described`` of the tensor. None: the tensor is the
-        parameter, or was computed only from parameters, so the remedy in the message may be to use
-        the parameter in forward.
+        Args:
+            operation: name of the operation, for the message.
+            described: text that names the sharded tensor that the operation got, such as
+                ``gradient of 'fc1.weight'``. None: the operation got the parameter, or a tensor
+                computed only from parameters. Then the message advises to use the parameter in the
+                forward of its module, where the module holds the full parameter.
         """
         refuse_foreign_wrapper()
         remedy = (

@@ -355,7 +355,7 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """Read the latest reports of the first ``_ASKED`` ranks that a wait needs."""
+    """Read the latest reports of the ranks that a wait waits for, at most ``_ASKED`` ranks."""
     return _read(store, need.ranks[:_ASKED])
 
 

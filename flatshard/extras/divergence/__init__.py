@@ -77,9 +77,11 @@ class DivergentUnits(StepExtension):
             # first.
             unit.reshard(Moment.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            # `Forward` does not unshard a unit in phase FORWARD whose parameters are unsharded
-            # already. But only `Forward` puts the full parameters into the modules. So enter phase
-            # FORWARD only if the all-gather is still under way.
+            # The all-gather of a unit does not change the unit's modules: they hold sharded
+            # parameters until a forward of the unit calls `Forward.unshard`, which waits for the
+            # all-gather and puts the full parameters into the modules. The call is skipped if the
+            # unit is in phase FORWARD and already unsharded, and the modules would then compute
+            # with sharded parameters. So enter phase FORWARD only if the unit is not unsharded yet.
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 

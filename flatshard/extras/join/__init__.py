@@ -156,10 +156,10 @@ class Join(StepExtension):
         for rank, one in doing.items():
             if one != first:
                 raise RuntimeError(
-                    f"join(): all ranks with input must take the same action. Rank {rank}: {one}; "
-                    f"rank {self._active[0]}: {first}. If only learning rates differ, a "
-                    "rank that ran out of input in an earlier join() has made fewer scheduler "
-                    "steps: after each join(), load the scheduler state of a rank with all steps."
+                    "join(): ranks with input must take the same action with the same arguments. "
+                    f"Rank {rank}: {one}. Rank {self._active[0]}: {first}. If only 'lr' differs, a "
+                    "rank without input has made fewer scheduler steps in an earlier join(): after "
+                    "each join(), load on all ranks the scheduler state of a rank with all steps."
                 )
         if self._throws and len(self._active) < self._comm.size:
             ranks = ranks_text(sorted({*range(self._comm.size)} - doing.keys()))

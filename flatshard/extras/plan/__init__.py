@@ -112,11 +112,13 @@ class MemoryPlan:
     @property
     def peak_gathered_bytes(self) -> int:
         """Peak bytes of unsharded parameters and secondary shards."""
-        # The root and units without reshard after forward stay unsharded. Among the remaining
-        # units, at most three neighbours are unsharded at the same time: the unit whose backward
-        # ends, the unit whose backward begins, and the prefetched unit. Units around these three
-        # are unsharded, too. The sum is an upper bound: ranks with mapped shards (shared memory)
-        # need less.
+        # The root, and units that do not reshard after forward, stay unsharded through forward and
+        # backward. Of the remaining units, three consecutive units may be unsharded at the same
+        # time: the unit whose backward ends, the unit whose backward begins, and the unit whose
+        # all-gather was prefetched. Units that contain one of these three units (nested units)
+        # are then unsharded, too, because the backward of an outer unit ends after the backward of
+        # its inner units. Ranks that map each other's shards (shared memory) need less memory than
+        # this sum.
         staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
         secondary = sum(unit.secondary_bytes for unit in self.units)
         resharded = [unit for unit in self.units if unit.is_freed]
@@ -126,8 +128,9 @@ class MemoryPlan:
     def peak_gradient_bytes(self) -> int:
         """Upper bound of the bytes of gradients during backward."""
         reduced = sum(unit.reduced_bytes for unit in self.units)
-        # The gradients of two neighbouring units may be in memory at once. The root's gradients
-        # have no such neighbour: the root's reduction begins after all other reductions.
+        # The gradients of two consecutive units may be in memory at the same time: the gradients of
+        # one unit are reduced while backward computes the gradients of the next unit. The root is
+        # counted by itself, because its reduction begins after all other reductions.
         moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
         return reduced + max(map(self._gradients_at_once, moments))
 
@@ -142,7 +145,7 @@ class MemoryPlan:
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
     def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
-        """Return the units that contain a unit of ``inner``, without the units ``inner``."""
+        """Return the units outside of ``inner`` that contain at least one unit of ``inner``."""
         names = set()
         for name in {one.name for one in inner}:
             while name:
@@ -156,8 +159,9 @@ class MemoryPlan:
         return sum(unit.gathered_bytes for unit in (*units, *around))
 
     def _gradients_at_once(self, units: Sequence[UnitMemory]) -> int:
-        # Count the incomplete gradients of the units around `units`, and a send buffer and a
-        # receive buffer for each reduction that is under way.
+        # While the gradients of `units` are reduced, backward still adds gradients to the units
+        # that contain `units`, so count these incomplete gradients, too. A reduction under way
+        # needs a send buffer and a receive buffer.
         filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
         # With NO_SHARD, the all-reduce works in place, so it needs no buffers.
         in_flight = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]

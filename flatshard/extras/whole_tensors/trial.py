@@ -115,9 +115,11 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
         step_unhooked(twin)
     except Exception:
         return False
-    # If the optimizer keeps state in an ordinary tensor of several elements, the optimizer computes
-    # with whole parameters: examples are 8-bit states of all elements, and factors of rows and
-    # columns. On shards, this state would be computed from only this rank's elements.
+    # State of one value per element is a FlatShardTensor, sharded as the parameter, and correct. A
+    # number or a tensor of one element (a step count, for example) is correct, too. But a plain
+    # tensor of several elements (the means of rows and columns in Adafactor, or values that an
+    # 8-bit optimizer quantizes in blocks) was computed as if this rank's elements were the full
+    # parameter. Such an optimizer must step full parameters.
     return all(
         isinstance(value, FlatShardTensor | int | float | str | None)
         or (isinstance(value, Tensor) and value.numel() == 1)
