@@ -192,7 +192,7 @@ class Deadlock:
         mine = self._publish(wait)
         self._heard = _reports_for(wait.need, self._store)
         stuck = self._stuck(mine)
-        finding = self._finding(wait, stuck)
+        finding = self._finding(wait, stuck, mine)
         if finding is not None:
             # Publish the finding before this rank leaves the collective. Otherwise the other ranks
             # could fail first, without the reason.
@@ -300,7 +300,7 @@ class Deadlock:
             asked |= to_ask
         return _circle(reports)
 
-    def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
+    def _finding(self, wait: BlockedWait, stuck: _Reports, mine: _Report) -> _Finding | None:
         """Return why the wait never ends, or None if neither this nor another rank knows a reason.
 
         ``stuck``: the reports of ranks that may be in a deadlock with this rank.
@@ -309,6 +309,8 @@ class Deadlock:
             return told
         if reason := _reason(wait.need, self._heard):
             return _Finding(reason, [])
+        if mixed := _mixed(mine, self._heard):
+            return mixed
         # Consider only ranks that published the same wait twice: in the reports of an earlier look,
         # and again since then (see [Note: proof]).
         lasting = {
@@ -320,9 +322,7 @@ class Deadlock:
         }
         if not (stuck := _circle(lasting)):
             return None
-        needs = [report.need for report in stuck.values()]
-        waits: list[list[Any]] = [[need.group, str(need.kind), need.number] for need in needs]
-        return _Finding(_in_words(stuck), waits)
+        return _Finding(_in_words(stuck), _waits_of(stuck.values()))
 
 
 def explain(wait: BlockedWait) -> str | None:
@@ -377,6 +377,43 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
             where = reports[rank].text and f" Now rank {rank} is in [{reports[rank].text}]."
             return f"ranks began different collectives. {differ}.{where} {REMEDY}"
     return None
+
+
+def _waits_of(reports: Iterable[_Report]) -> list[list[Any]]:
+    needs = [report.need for report in reports]
+    return [[need.group, str(need.kind), need.number] for need in needs]
+
+
+def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
+    """Return a finding if an NCCL collective of the program met one of the model, otherwise None.
+
+    Both are in one order if the program and the model use the same process group. ``reports``: of
+    other ranks that wait.
+    """
+    for rank, report in reports.items():
+        for group in mine.begun.keys() & report.begun.keys():
+            (ours, own), (theirs, their_own) = _own_on_gpu(mine, group), _own_on_gpu(report, group)
+            # The number of the program's own collectives never falls. So a rank that is as far, and
+            # has begun fewer of them, has begun a collective of the model in the place of one.
+            if report.wait > 0 and (ours - theirs) * (own - their_own) <= 0 and own != their_own:
+                text = (
+                    f"on NCCL's process group {group}, rank {dist.get_rank()} began {ours} "
+                    f"collectives, {own} of them outside of the model, and rank {rank} began "
+                    f"{theirs}, {their_own} of them outside of the model. So a collective of the "
+                    f"program met a collective of the model. {REMEDY} [FS-DEADLOCK]"
+                )
+                return _Finding(text, _waits_of([mine, report]))
+    return None
+
+
+def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
+    """Return how many NCCL collectives a rank has begun, and how many of them outside of flatshard.
+
+    Returns (0, 0) if the group has no NCCL, or no collective of flatshard.
+    """
+    of_model = [kinds[group][0] for kinds in report.begun.values() if group in kinds]
+    total, _ = report.begun[group].get(ON_GPU, (0, []))
+    return (total, total - sum(of_model)) if total and of_model else (0, 0)
 
 
 def _all_begun() -> AllBegun:

@@ -64,6 +64,16 @@ def test_waits_of_the_program_are_named(gpu: Gpu) -> None:
 
 
 @pytest.mark.timeout(200)
+def test_a_collective_of_the_program_that_meets_one_of_the_model(gpu: Gpu) -> None:
+    """On NCCL alone the model all-gathers on the program's group, in one order with its own."""
+    (ranks,) = gpu.run_programs(2, ("wait_in_own", "nccl"))
+    assert [rank.status for rank in ranks] == [1, 1], ranks
+    for rank in ranks:
+        error = json.loads(rank.text)["error"]
+        assert "So a collective of the program met a collective of the model." in error, error
+
+
+@pytest.mark.timeout(200)
 def test_without_a_look_at_the_gpu_a_rank_waits(gpu: Gpu) -> None:
     """Shows that the divergence makes a rank wait for the GPU, so that the tests above can fail."""
     program = "diverge_unseen", BOTH, "clipping on one rank"
