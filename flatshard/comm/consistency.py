@@ -168,7 +168,7 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
             if value != values[0]:
                 first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
                 return key, f"{first}, {value:.300} on rank {rank}"
-    raise AssertionError("internal error: ranks have different digests of equal texts")
+    raise AssertionError("internal error: the ranks' digests differ, but no compared value differs")
 
 
 def checksum(tensor: Tensor) -> Checksum:

@@ -5,10 +5,11 @@ flatshard still raise, because exchanges have names (see ``HostExchange``). But 
 collectives wait until the timeout of the process group, and errors do not name lines of the
 program.
 
-A thread per process looks about once a second at all waits for collectives in the process
-(``Watchdog``). If a wait lasts longer than ``PATIENCE_SECONDS``, the thread logs the wait once
-(logger ``flatshard``, level WARNING), with the line of the user's program and the ranks without a
-reported wait. The thread ends a wait only if the wait would certainly never end (see ``detector``).
+A thread per process looks about once a second at all waits for collectives in the process, on the
+host and on the GPU (``Watchdog``). If a wait on the host lasts longer than ``PATIENCE_SECONDS``,
+the thread logs the wait once (logger ``flatshard``, level WARNING), with the line of the user's
+program and the ranks without a reported wait. The thread ends a wait only if the wait would
+certainly never end (see ``detector``).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Watchdog(CollectiveWatch):
         # `look` found no such wait.
         self._own: _OwnWait | None = None
         self._gpu_waits = gpu.GpuWaits()
-        self._on_gpu: _GpuWait | None = None  # wait for the GPU, found by the last `look`
+        self._on_gpu: _GpuWait | None = None  # latest wait for the GPU that a `look` has found
         self._failure = ""
 
     def add_group(self, history: History) -> None:
@@ -92,8 +93,8 @@ class Watchdog(CollectiveWatch):
         # code, the process aborts with SIGABRT, whatever the program's exit code is.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
-            # After an error, this rank may have begun an NCCL collective that never completes. Then
-            # torch's thread for NCCL could end the process with SIGABRT, too.
+            # After an error, an NCCL collective of this rank may never complete. Then torch's own
+            # watchdog for NCCL could end the process with SIGABRT, too. So abort the collective.
             gpu.settle(_END_SECONDS)
 
     def _watch(self) -> None:
@@ -143,7 +144,8 @@ class Watchdog(CollectiveWatch):
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
         """Return the innermost wait of thread ``user``, or None if the thread does not wait.
 
-        The wait is the last of ``waits``, or in a collective called by the user's program.
+        The wait is the last of ``waits`` (waits in flatshard's collectives on the host), a wait in
+        a collective called by the user's program, or a wait for an NCCL collective on the GPU.
         """
         wait = waits[-1] if waits else None
         if wait is not None and wait.need is not UNKNOWN:
@@ -220,7 +222,10 @@ class _OwnWait(BlockedWait):
 
 
 class _GpuWait(BlockedWait):
-    """A wait for an NCCL collective on the GPU, in a line that needs a result of the GPU."""
+    """A wait for an NCCL collective, in a line of the program that waits for the GPU.
+
+    The line needs a result from the GPU, or launches a kernel for the first time.
+    """
 
     def __init__(self, found: gpu.GpuCollective, began: float) -> None:
         self.found = found

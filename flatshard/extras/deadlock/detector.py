@@ -13,9 +13,9 @@ All ranks wait at the same moment if each rank published the same wait before an
 A rank therefore publishes a wait again, with a later time, as long as the wait lasts.
 
 The proof covers waits in collectives of flatshard, and in collectives called by the user's program
-(see the note in ``program``). A computing rank publishes nothing, so ranks are never reported as
-deadlocked if they only wait for a slow rank. A process with several communicating threads publishes
-nothing either.
+(see the notes in ``program`` and ``gpu``). A computing rank publishes nothing, so ranks are never
+reported as deadlocked if they only wait for a slow rank. A process with several communicating
+threads publishes nothing either.
 
 [Note: traffic]
 The number of bytes to publish and to read does not grow with the number of ranks. A report names at
@@ -246,8 +246,9 @@ class Deadlock:
             history.problem = _reason(need, _reports_for(need, store)) or ""
             if history.problem:
                 _logger.error("%s", history.problem)
-                # On a GPU, the different collectives may never end, and the program's thread may
-                # wait for them in any line that uses the GPU.
+                # The next collective raises, because `history.problem` is set. But on a GPU, the
+                # different collectives may never end, and the main thread may wait for the GPU
+                # before its next collective. So raise in the main thread now.
                 gpu.end_waits(threading.main_thread().ident or 0, history.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
@@ -367,8 +368,8 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return report.text
-    # Compare the collectives of all groups. After ranks began different collectives on the GPU, the
-    # host may wait in an exchange of another group.
+    # Compare the collectives of all groups, not only of the group of `need`. After ranks began
+    # different collectives on the GPU, a rank may wait in a host collective of another group.
     mine = [(group, *one) for group, kinds in _all_begun().items() for one in kinds.items()]
     for (group, kind, (_, ours)), rank in product(mine, reports):
         _, theirs = reports[rank].begun.get(group, {}).get(kind, (0, []))

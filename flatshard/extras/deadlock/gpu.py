@@ -1,18 +1,20 @@
-"""Finds the NCCL collective that a thread waits for on the GPU, and ends such waits.
+"""Finds threads that wait for an NCCL collective on the GPU, and ends such waits.
 
 [Note: waits on the GPU]
-The host does not wait inside an NCCL collective: the GPU does. The host waits later, in a line that
-needs a result of the GPU, such as ``loss.item()``, ``torch.cuda.synchronize()`` or
-``tensor.cpu()``. The host also waits in a line that launches a kernel for the first time: CUDA then
-loads the kernel, and may first wait until all running kernels have ended.
+A call of an NCCL collective only queues a kernel on the GPU, and returns. The thread that called
+the collective waits later, in a line that needs a result from the GPU, such as ``loss.item()``,
+``torch.cuda.synchronize()`` or ``tensor.cpu()``. The thread may also wait in a line that launches a
+kernel for the first time: CUDA then loads the kernel, and may first wait until all running kernels
+have ended.
 
-A thread counts as waiting for a collective on the GPU if three facts last for some seconds:
-- this rank begins no NCCL collective, so the sequence numbers of all NCCL groups stay the same;
-- the thread stays at one instruction, and the instruction can wait for the GPU (``_can_wait``);
-- torch has counted fewer complete NCCL collectives than this rank has begun.
+A thread is considered to wait for a collective on the GPU if three conditions hold for some
+seconds:
+- this rank begins no NCCL collective: the sequence number of each process group stays the same;
+- the thread stays at the same bytecode instruction, which can wait for the GPU (``_can_wait``);
+- by torch's counts, at least one NCCL collective that this rank has begun is not complete.
 
-Another thread reads these facts about once a second. Training steps run no code for them: no event,
-no kernel, no exchange.
+The watchdog's thread checks these conditions about once a second. So a training step runs no extra
+code for the checks: no CUDA event, no kernel, and no communication.
 """
 
 from __future__ import annotations
@@ -35,24 +37,28 @@ from torch.distributed import distributed_c10d
 
 from flatshard.comm.work import CollectiveError
 
-# Instructions that may wait for the GPU: calls of torch's functions, and operators and tests that
-# may have a tensor as an operand. A call of another library may have the same name, but is then
-# quick, except for the names that are taken out.
+# Names of functions that may wait for the GPU: all functions and methods of torch, and conversions
+# such as `float(tensor)`. Only names are compared, so a function of another library with the same
+# name counts, too. This does no harm if the function returns quickly. So names that other libraries
+# use for functions that wait (`sleep`, `recv`) are removed.
 _WAITING_CALLS = {*dir(torch.Tensor), *dir(torch), *dir(torch._C), "synchronize", "wait"}
 _WAITING_CALLS |= {"float", "int", "bool"}
 _WAITING_CALLS -= {"select", "poll", "sleep", "acquire", "join", "get", "put", "read", "recv"}
-_ABORT_SECONDS = 10.0  # longest time that `abort` waits for each group; a second is usual
+# Maximum number of seconds that `abort` waits for each group. An abort usually takes a second.
+_ABORT_SECONDS = 10.0
+# Beginnings of the names of bytecode instructions, other than calls, that may wait for the GPU: an
+# operator may launch a kernel, and a test such as `if tensor:` reads a value.
 _WAITING_OPCODES = ("BINARY_", "COMPARE_OP", "POP_JUMP", "STORE_SUBSCR", "TO_BOOL", "UNARY_")
 
-# Groups whose NCCL backend this module has aborted. To abort a backend twice would end the process
-# with SIGSEGV.
+# Process groups whose NCCL backend this module has aborted. A second abort of a backend would end
+# the process with SIGSEGV.
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class GpuCollective(NamedTuple):
     """An NCCL collective that this rank has begun, and that is not complete."""
 
-    name: str
+    name: str  # text that names the collective, for logs and errors
     group: str  # name of the process group
     number: int  # number of the collective in its group, the same on all ranks
     others: tuple[int, ...]  # the other ranks of the group, as ranks in the default group
@@ -60,23 +66,29 @@ class GpuCollective(NamedTuple):
 
 
 class GpuWaits:
-    """Looks for a thread that waits for an NCCL collective on the GPU."""
+    """Finds waits for NCCL collectives on the GPU, by comparing repeated looks at a thread."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # of begun collectives, at the last look
-        # Where the thread was at the last look, and the time since which it has been there.
+        self._numbers: dict[str, int] = {}  # result of `begun` at the last look
+        # Result of `_place_of` at the last look, and the time of the first of the consecutive looks
+        # with this result.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
         self._found: GpuCollective | None = None
 
     def look(self, thread: int, after_seconds: float) -> tuple[GpuCollective, float] | None:
-        """Return the collective that ``thread``, or a thread of autograd, waits for on the GPU.
+        """Return the NCCL collective that ``thread`` or a thread of autograd waits for on the GPU.
 
-        Returns None if the threads do not wait for the GPU, or wait for less than
-        ``after_seconds``. The second element is the time at which the wait began.
+        Call this method about once a second.
+
+        Returns:
+            The collective, and the time (``time.monotonic()``) at which the wait was first seen.
+            None if no wait for an NCCL collective was seen, or if the wait was first seen less than
+            ``after_seconds`` ago.
         """
-        # Read the numbers first: in a training that goes on, they change between two looks, and the
-        # instruction of the thread, which takes longer to read, does not matter.
+        # Compare the sequence numbers first. During training, the numbers change between two looks,
+        # so the thread is not stuck, and its instruction, which takes longer to read, need not be
+        # read.
         numbers = begun()
         if numbers != self._numbers or not numbers:
             self._numbers, self._place, self._found = numbers, None, None
@@ -90,7 +102,7 @@ class GpuWaits:
 
 
 def begun() -> dict[str, int]:
-    """Return how many NCCL collectives this rank has begun in each process group, by name."""
+    """Return how many NCCL collectives this rank has begun, keyed by the process group's name."""
     return {
         group.group_name: int(backend._get_sequence_number_for_group())
         for group, backend in _backends().items()
@@ -98,21 +110,25 @@ def begun() -> dict[str, int]:
 
 
 def end_waits(thread: int, text: str) -> None:
-    """End the waits of this rank for NCCL collectives on the GPU.
+    """Abort this rank's incomplete NCCL collectives, and raise an error in ``thread``.
 
-    If an NCCL collective of this rank is not complete, ``thread`` raises ``CollectiveError(text)``
-    as soon as its present instruction ends. Otherwise does nothing.
+    ``thread`` raises ``CollectiveError(text)`` as soon as its present bytecode instruction ends. If
+    all NCCL collectives of this rank are complete, nothing happens.
     """
     if _incomplete():
-        # First prepare the error: once a collective is aborted, the thread goes on, with a result
-        # that the collective has not written.
+        # Set the error before the abort. An abort ends the thread's wait, although the collective
+        # has not written its result. The thread must raise before it uses the missing result.
         _raise_in_thread(thread, text)
         abort()
 
 
 def _raise_in_thread(thread: int, text: str) -> None:
+    """Make ``thread`` raise ``CollectiveError(text)`` after its present bytecode instruction."""
+
+    # Python takes a class here, and calls the class without arguments in the thread. So make a
+    # class that contains the text.
     class Raised(CollectiveError):
-        def __init__(self) -> None:  # Python makes the error in the thread, without arguments
+        def __init__(self) -> None:
             super().__init__(text)
 
     Raised.__name__ = Raised.__qualname__ = CollectiveError.__name__
@@ -121,16 +137,18 @@ def _raise_in_thread(thread: int, text: str) -> None:
 
 
 def abort() -> None:
-    """Abort the NCCL groups in which a collective of this rank is not complete.
+    """Abort the NCCL backends of process groups with incomplete collectives of this rank.
 
-    Otherwise every later wait for the GPU would last for ever, and torch's thread for NCCL could
-    end the process with SIGABRT.
+    Without an abort, every later wait of this process for the GPU would last forever, and torch's
+    own watchdog for NCCL could end the process with SIGABRT. No collective is possible in an
+    aborted group.
     """
     backends = _backends()
     groups = [*_incomplete()]
     _aborted.update(groups)
-    # Abort all groups at the same time. NCCL waits in an abort until the group's kernels have
-    # ended, and a kernel may be queued behind a kernel of another group.
+    # Abort all groups at the same time, each in its own thread. An abort waits until the group's
+    # kernels have ended, and a kernel may be queued behind a kernel of another group. So aborts in
+    # one thread could wait forever.
     threads = [
         threading.Thread(
             target=_abort, args=(backends[group],), name="flatshard-abort", daemon=True
@@ -144,12 +162,12 @@ def abort() -> None:
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # NCCL has already failed
+    with contextlib.suppress(RuntimeError):  # raised if NCCL has already failed
         backend.abort()
 
 
 def settle(seconds: float) -> None:
-    """Wait until this rank's NCCL collectives are complete, at most ``seconds``. Then abort."""
+    """Wait until all NCCL collectives of this rank are complete; after ``seconds``, abort them."""
     deadline = time.monotonic() + seconds
     while _incomplete() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -157,7 +175,7 @@ def settle(seconds: float) -> None:
 
 
 def _backends() -> dict[dist.ProcessGroup, Any]:
-    """Return the NCCL backend of each process group that has one."""
+    """Return the NCCL backends, keyed by process group. Groups without NCCL are left out."""
     found = {}
     for group in tuple(distributed_c10d._world.pg_names):
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CUDA tensors
@@ -168,9 +186,12 @@ def _backends() -> dict[dist.ProcessGroup, Any]:
 
 
 def _incomplete() -> dict[dist.ProcessGroup, int]:
-    """Return the groups with NCCL collectives that are not complete, and the oldest one's number.
+    """Return the number of the oldest incomplete NCCL collective in each process group.
 
-    Torch's thread for NCCL counts completed collectives every 0.1 seconds.
+    A collective is incomplete if this rank has begun it, and the GPU has not finished it. Groups
+    without an incomplete collective, and groups that this module has aborted, are left out. Torch's
+    watchdog for NCCL counts complete collectives about every 0.1 seconds, so the result may be
+    older. Returns {} if torch does not have these counts.
     """
     backends = _backends()
     if not backends:
@@ -178,8 +199,9 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     with contextlib.suppress(AttributeError, IndexError, RuntimeError, ValueError):
         dump: Any = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
         status = json.loads(dump(False, False))["pg_status"]
-        # The keys number the NCCL groups of this process, in the order in which they were made. If
-        # a group was destroyed, the numbers do not fit the groups that are left.
+        # The keys are the numbers of the NCCL groups, in the order in which the process created the
+        # groups. If a group was destroyed, the numbers do not match the indices of the remaining
+        # groups. Then a count may be larger than the group's sequence number, so return nothing.
         groups, found = [*backends], {}
         for key, counts in status.items():
             group = groups[int(key)]
@@ -194,6 +216,10 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
 
 
 def _oldest_incomplete(thread: int) -> GpuCollective | None:
+    """Return an incomplete NCCL collective, for which ``thread`` waits; None if all are complete.
+
+    If several process groups have incomplete collectives, returns one of the group created first.
+    """
     for group, number in _incomplete().items():
         name = group.group_name
         ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
@@ -203,10 +229,11 @@ def _oldest_incomplete(thread: int) -> GpuCollective | None:
 
 
 def _place_of(thread: int) -> tuple[int, int, int] | None:
-    """Return thread, frame and instruction of a wait for the GPU; None if no thread may wait.
+    """Return where ``thread``, or a thread of autograd, may wait for the GPU; otherwise None.
 
-    Looks at ``thread``, and at the threads of autograd: while ``thread`` is in ``backward()``, a
-    thread of autograd runs the program's hooks.
+    The result has three numbers: the thread's identifier, the id of the frame, and the offset of
+    the instruction. Autograd's threads may wait, too: they run the hooks of the user's program
+    while ``thread`` is in ``backward()``. These threads are not started by Python.
     """
     of_python = {
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)
@@ -219,14 +246,15 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
 
 
 def _in_collective(frame: FrameType | None) -> bool:
+    """Whether ``frame``, or a caller of ``frame``, is a function of ``torch.distributed``."""
     while frame is not None and frame.f_code.co_filename != distributed_c10d.__file__:
         frame = frame.f_back
     return frame is not None
 
 
 def _can_wait(code: CodeType, offset: int) -> bool:
-    """Whether the instruction at ``offset`` may wait for the GPU."""
-    loaded = ""  # name of the function that the present call calls
+    """Whether the bytecode instruction of ``code`` at ``offset`` may wait for the GPU."""
+    loaded = ""  # if the instruction is a call: name of the called function or method
     before = list(dis.get_instructions(code))
     now = next((one for one in before if one.offset == offset), None)
     if now is None or now.positions is None:
@@ -237,7 +265,8 @@ def _can_wait(code: CodeType, offset: int) -> bool:
     for one in before:
         if one.offset >= offset:
             break
-        # A call, and the instructions that load the called function, begin at the same column.
+        # The instruction that loads the called function refers to source code that begins at the
+        # same line and column as the source code of the call.
         begins = one.positions is not None and (one.positions[0], one.positions[2]) == start
         if begins and one.opname.startswith("LOAD_") and isinstance(one.argval, str):
             loaded = one.argval

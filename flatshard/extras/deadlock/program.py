@@ -70,7 +70,8 @@ class OwnCollective(NamedTuple):
             # The last record belongs to this collective only if it has the group's present sequence
             # number. Otherwise the number was increased by a send or receive, which the recorder
             # does not number.
-            # A complete record belongs to an earlier collective: this one may run on NCCL.
+            # If the record is complete, it belongs to an earlier collective. The thread then waits
+            # in a collective on another backend (NCCL), which this recorder does not record.
             here = _sequence_number(self.group)
             if last is not None and last["op_id"] == here and last["state"] != "completed":
                 return int(last["collective_seq_id"])
@@ -160,7 +161,10 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
 
 
 def _is_in_backward(frame: FrameType) -> bool:
-    """Whether a thread only waits for autograd's threads, which run the hooks of a backward."""
+    """Whether the thread of ``frame`` is in ``backward()``, and waits for autograd's threads.
+
+    Autograd's threads run the hooks of the backward. The waiting thread begins no collective.
+    """
     code = frame.f_code
     return code.co_name == "_engine_run_backward" and code.co_filename.startswith(_TORCH)
 
