@@ -1,4 +1,4 @@
-"""Part `diverge`: a rank that does what the others do not makes all ranks raise, and soon."""
+"""Part `diverge`: if rank 0 leaves the program of the other ranks, all ranks must soon raise."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ CASES = (
     "a barrier on one rank",
 )
 SOON = 15.0
-"""Longest time, in seconds, until all ranks of a case must have raised."""
+"""Number of seconds after the divergence by which every rank must have raised."""
 WIDTH = 64
 
 
@@ -60,7 +60,7 @@ class Program:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.is_odd = rank == 0  # whether this rank does what the others do not
+        self.is_odd = rank == 0  # whether this rank does something that the other ranks do not do
         model = Layers().to(device)
         self.model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Layer}))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -75,7 +75,7 @@ class Program:
         self.optimizer.zero_grad()
 
     def diverge(self, case: str) -> None:
-        """Run the step of a case; then the ranks go on as they would without the divergence."""
+        """Run the part of the program in which rank 0 differs, and then two more training steps."""
         if case == "a unit is skipped":
             self.step(skips=self.is_odd)
         elif case == "an extra forward":
@@ -111,7 +111,12 @@ class Program:
 
 
 def run_program(case: str, rank: int, device: torch.device) -> dict[str, Any]:
-    """Train some steps, and then diverge. Returns the error, or "", and its time in seconds."""
+    """Train three steps on all ranks, and then let rank 0 diverge as ``case`` says.
+
+    Returns:
+        ``error``: type and text of the error that this rank raised, "" if none; ``seconds``: time
+        from the beginning of the divergence to the error, or to the end of the program.
+    """
     program = Program(rank, device)
     for _ in range(3):
         program.step()
@@ -124,7 +129,10 @@ def run_program(case: str, rank: int, device: torch.device) -> dict[str, Any]:
 
 
 def one_rank(rank: int, case: str, place: Place, folder: str) -> None:
-    """Run a rank in its own process. Exits with status 1 if the program raised."""
+    """Run the program of one rank in this process, and write its result to ``folder``.
+
+    Exits with status 1 if the program raised, and otherwise with status 0.
+    """
     if place.is_cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if place.backend == "nccl" and place.shares_gpu:
@@ -146,14 +154,17 @@ def one_rank(rank: int, case: str, place: Place, folder: str) -> None:
 
 @dataclass
 class Started:
-    """The ranks of a case."""
+    """A case whose ranks were started: one process for each rank."""
 
     case: str
     folder: str
     processes: list[Any] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """What is wrong: ranks that did not raise, raised late, or did not end with status 1."""
+        """Return a text for each rank that did not raise, raised late, or ended with wrong status.
+
+        In the case "out of data", rank 0 ends without an error, and must end with status 0.
+        """
         found = []
         for rank, process in enumerate(self.processes):
             path = Path(self.folder, f"result.{rank}")

@@ -189,9 +189,9 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     """Return the number of the oldest incomplete NCCL collective in each process group.
 
     A collective is incomplete if this rank has begun it, and the GPU has not finished it. Groups
-    without an incomplete collective, and groups that this module has aborted, are left out. Torch's
-    watchdog for NCCL counts complete collectives about every 0.1 seconds, so the result may be
-    older. Returns {} if torch does not have these counts.
+    without an incomplete collective, and groups that this module has aborted, are left out. The
+    counts of complete collectives come from torch's own watchdog for NCCL, which counts about every
+    0.1 seconds. Returns {} if torch does not have these counts.
     """
     backends = _backends()
     if not backends:
@@ -216,9 +216,10 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
 
 
 def _oldest_incomplete(thread: int) -> GpuCollective | None:
-    """Return an incomplete NCCL collective, for which ``thread`` waits; None if all are complete.
+    """Return the oldest incomplete NCCL collective of this rank, or None if all are complete.
 
-    If several process groups have incomplete collectives, returns one of the group created first.
+    ``thread``: identifier of the waiting thread, for the result. If several process groups have
+    incomplete collectives, the result is from any of these groups.
     """
     for group, number in _incomplete().items():
         name = group.group_name
