@@ -196,11 +196,15 @@ def table(
 
 
 def markdown(cells: Cells, about: str) -> str:
-    """The table with its title line and the reasons of its cells."""
+    """The table with its title line and the reasons of its cells.
+
+    Below the rows is a list of the optimizers that are exact in all columns.
+    """
     implementations = list(next(iter(cells.values())))
     header = ["optimizer", "package", "flatshard steps it on", *map(TITLES.get, implementations)]
     lines = ["| " + " | ".join(map(str, header)) + " |", "|---" * len(header) + "|"]
     notes = Notes("optimizers", longest=90)
+    exact: dict[str, list[str]] = {}
     for (package, name), row in cells.items():
         verdict, mode = row.get("flatshard", Cell(""))
         shown = [f"`{name}`", package, mode if verdict.startswith("right") else ""]
@@ -208,7 +212,13 @@ def markdown(cells: Cells, about: str) -> str:
             is_right = cell.verdict.startswith("right")
             text = cell.verdict if is_right else notes.of(cell)
             shown.append("exact" if text == "right, to the bit" else text)
-        lines.append("| " + " | ".join(shown) + " |")
+        if mode and set(shown[3:]) == {"exact"}:
+            exact.setdefault(mode, []).append(f"`{name}` ({package})")
+        else:
+            lines.append("| " + " | ".join(shown) + " |")
+    lines += [""] if exact else []
+    for mode, some in exact.items():
+        lines.append(f"Exact in all columns, stepped on {mode}: {', '.join(some)}.")
     return "\n".join([about, "", *folded(f"{len(cells)} optimizers", lines), *notes.lines()])
 
 
