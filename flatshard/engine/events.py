@@ -92,9 +92,10 @@ class StepObserver:
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
     ) -> AbstractContextManager[object]:
-        """Return a context manager that is entered when a range of time begins, left when it ends.
+        """Return a context manager in which the engine runs one part of a step.
 
-        ``Observers.span`` explains the arguments, which say what the thread does in this time.
+        So an observer can measure how long the part takes. ``Observers.span`` explains the
+        arguments, which say what the thread does in this part.
         """
         return _NOTHING
 

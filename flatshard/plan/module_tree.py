@@ -197,10 +197,12 @@ def unit_text(name: str) -> str:
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
     """Return the new name of a parameter whose unit was renamed.
 
-    ``before`` and ``after`` are the old and the new names of the unit's modules.
+    The name of a unit's module changes if the model is wrapped again inside a larger module.
+    ``name``: the parameter's old name. ``before`` and ``after``: the old and the new names of the
+    unit's modules, in the same order.
     """
     for old, new in zip(before, after, strict=True):
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name
             return f"{new}.{local}" if new else local
-    raise AssertionError(f"internal error: no module of {before} has parameter {name!r}")
+    raise AssertionError(f"internal error: parameter {name!r} is in none of modules {before}")

@@ -381,6 +381,7 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
 
 
 def _waits_of(reports: Iterable[_Report]) -> list[list[Any]]:
+    """Return the group, kind and number of the wait in each report, as ``_Finding.waits`` needs."""
     needs = [report.need for report in reports]
     return [[need.group, str(need.kind), need.number] for need in needs]
 
@@ -388,14 +389,16 @@ def _waits_of(reports: Iterable[_Report]) -> list[list[Any]]:
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
     """Return a finding if an NCCL collective of the program met one of the model, otherwise None.
 
-    Both are in one order if the program and the model use the same process group. ``reports``: of
-    other ranks that wait.
+    If the program and the model use the same NCCL process group, the n-th collective of a rank
+    meets the n-th of every other rank. If one rank began a collective of the program there, and
+    another rank a collective of the model, both wait forever. ``reports``: reports of other ranks.
     """
     for rank, report in reports.items():
         for group in mine.begun.keys() & report.begun.keys():
             (ours, own), (theirs, their_own) = _own_on_gpu(mine, group), _own_on_gpu(report, group)
-            # The number of the program's own collectives never falls. So a rank that is as far, and
-            # has begun fewer of them, has begun a collective of the model in the place of one.
+            # Suppose that a rank has begun at least as many collectives as another rank, but fewer
+            # collectives of the program. Then this rank has begun a collective of the model where
+            # the other rank has begun a collective of the program.
             if report.wait > 0 and (ours - theirs) * (own - their_own) <= 0 and own != their_own:
                 text = (
                     f"on NCCL's process group {group}, rank {dist.get_rank()} began {ours} "
@@ -408,9 +411,10 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 
 
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
-    """Return how many NCCL collectives a rank has begun, and how many of them outside of flatshard.
+    """Return how many NCCL collectives a rank has begun in ``group``, and how many by the program.
 
-    Returns (0, 0) if the group has no NCCL, or no collective of flatshard.
+    Returns (0, 0) if the rank has begun no NCCL collective, or no collective of flatshard, in the
+    group. flatshard counts its collectives under the group's name as their kind.
     """
     of_model = [kinds[group][0] for kinds in report.begun.values() if group in kinds]
     total, _ = report.begun[group].get(ON_GPU, (0, []))
