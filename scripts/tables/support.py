@@ -394,8 +394,9 @@ def table(names: list[str], seconds: float) -> Cells:
 
 
 def markdown(cells: Cells) -> str:
-    """A row for each feature, and the reasons below."""
+    """Rows of the features that some strategy lacks, a list of the other features, and reasons."""
     lines = ["| feature | yes | otherwise | test |", "|---|---|---|---|"]
+    everywhere = []
     reasons = Notes("features", longest=400)
     for name, row in cells.items():
         good = any(verdict == "yes" for verdict, _ in row.values())
@@ -406,14 +407,18 @@ def markdown(cells: Cells) -> str:
                 why = re.sub(r"over \d replicas", "over replicas", why)
                 why = why.replace(f"{strategy} never reshards", "the strategy never reshards")
                 others.setdefault(reasons.of(Cell(verdict, why)), []).append(strategy)
-        shown = "all" if not others else "the other strategies" if good else "none"
+        if not others:
+            everywhere.append(f"{name} (`{TESTS[name]}`)")
+            continue
+        shown = "the other strategies" if good else "none"
         notes = "; ".join(f"{', '.join(some)}: {note}" for note, some in others.items())
         lines.append(f"| {name} | {shown} | {notes} | `{TESTS[name]}` |")
+    lines += ["", f"*Yes* with all strategies: {'; '.join(everywhere)}."] if everywhere else []
     version = torch.__version__.partition("+")[0]
     about = (
         f"`python scripts/tables/support.py`, {WORLD} gloo ranks as {WORLD // PER_NODE} nodes of "
-        f"{PER_NODE}, torch {version}. *All* strategies are {', '.join(STRATEGIES)}. The last "
-        "column names a file in `tests/` that shows more."
+        f"{PER_NODE}, torch {version}. The strategies are {', '.join(STRATEGIES)}. A file in "
+        "`tests/` is named for each feature."
     )
     table = folded(f"{len(cells)} features by {len(STRATEGIES)} strategies", lines)
     return "\n".join([about, "", *table, *reasons.lines()])
