@@ -75,7 +75,7 @@ class BufferMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Number of bytes that the buffer takes now, without mapped shards."""
+        """Bytes of memory that the buffer occupies now. Shards mapped into it are not counted."""
         return 0
 
     def take(self) -> None:

@@ -124,12 +124,12 @@ class ModelPlan:
         self._choose_units()
 
     def params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the name and the parameter, for all parameters to shard."""
+        """Yield name and tensor of each parameter that will be sharded."""
         named = self.module.named_parameters()
         return ((name, param) for name, param in named if id(param) not in self.left_alone)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the buffer, for all buffers to move and synchronise."""
+        """Yield name and tensor of each buffer that will be moved to the device and broadcast."""
         named = self.module.named_buffers()
         return ((name, buffer) for name, buffer in named if id(buffer) not in self.left_alone)
 

@@ -240,7 +240,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """Implement ``ShardedWrapper.clip_grad_norm_``. ``handles`` have all sharded ``params``.
+    """Implement ``ShardedWrapper.clip_grad_norm_`` for the gradients of ``params``.
+
+    ``handles``: handles of all flat parameters that contain the sharded parameters in ``params``.
 
     Collective: all ranks that hold ranges of ``params``.
     """

@@ -55,8 +55,8 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
-# Optimizers in a step, and optimizers whose last step raised. The groups may still hold
-# replacements of the sharded parameters.
+# Optimizers in a step, and optimizers whose last step raised. The parameter groups of these
+# optimizers may still hold replacements of the sharded parameters.
 stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
 
 
@@ -377,7 +377,7 @@ class BucketState(dict[str, Any]):
         self._made_of = tuple(self.values())
 
     def is_unchanged(self, state: object) -> bool:
-        """Whether ``state`` is this object, and nobody has replaced a value since it was made."""
+        """Whether ``state`` is this object, and still has the values with which it was made."""
         same = map(operator.is_, self.values(), self._made_of)
         return state is self and len(self) == len(self._made_of) and all(same)
 

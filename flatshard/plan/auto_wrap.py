@@ -51,7 +51,7 @@ _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class AutoUnits:
-    """Chooses the modules that become units. All other parameters belong to the root."""
+    """Chooses the modules that become units. All parameters outside of them belong to the root."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -149,10 +149,10 @@ class AutoUnits:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """Yield the keys of a module (class and shapes). Modules that share a key are blocks.
+        """Yield the keys by which repeated modules (blocks) are found: class, and parameter shapes.
 
-        A generic container has no key for its class, and a module without children has no key at
-        all.
+        Modules that share a key are blocks. A generic container (``nn.Sequential``, for example)
+        has no key for its class, and a module without children has no key at all.
         """
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:

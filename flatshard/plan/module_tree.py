@@ -205,4 +205,4 @@ def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name
             return f"{new}.{local}" if new else local
-    raise AssertionError(f"internal error: parameter {name!r} is in none of modules {before}")
+    raise AssertionError(f"internal error: parameter {name!r} is in none of the modules {before}")

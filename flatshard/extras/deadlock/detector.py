@@ -348,9 +348,9 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
     ``begun``: the collectives that the rank has begun.
     """
-    # A rank publishes the number of collectives of the user's program only during waits, and only
-    # if a single thread communicates. If the number is unknown, assume that the rank has begun the
-    # collective. Then no false deadlock is reported.
+    # A rank publishes the numbers of the program's collectives and of NCCL collectives only during
+    # waits, and only if a single thread communicates. If the number is unknown, assume that the
+    # rank has begun the collective. Then no false deadlock is reported.
     unsaid = need.number if need.kind in (PROGRAM, ON_GPU) else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 

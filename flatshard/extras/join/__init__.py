@@ -361,8 +361,9 @@ class Join(StepExtension):
                 "have no input at all, name the optimizer: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
-        # The optimizer may also hold parameters outside of the model, without new gradients on a
-        # rank without input. Do not step these parameters, and keep the old gradients.
+        # The optimizer may also hold parameters outside of the model. On a rank without input,
+        # these parameters have only gradients of earlier steps. Do not step these parameters
+        # again, and keep their gradients as they are.
         others = {
             param: param.grad
             for group in found[0].param_groups

@@ -42,7 +42,7 @@ def as_overrides(value: object) -> Overrides:
 
 
 class OverridesPlan(PrecisionPlan):
-    """Precision plan of a model with at least one policy with ``overrides``."""
+    """Precision plan of a model in which some unit has ``MixedPrecision(overrides=...)``."""
 
     def __init__(
         self,

@@ -146,13 +146,13 @@ class PeerProcess:
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
-        """Return an ``Awaited`` for the process's publication ``number`` of a tag."""
+        """Return a wait until the process has made its publication ``number`` of a tag."""
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """Return an ``Awaited`` for the record that the process has read publications ``number``.
+        """Return a wait until the process has read publications ``number`` of a tag.
 
-        See ``take``.
+        The process calls ``take`` when it has read the publications.
         """
         # The wait also ends if the process ends without the record: then it reads nothing any more.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
