@@ -396,7 +396,11 @@ BAD: dict[str, tuple[Callable[[], Keywords], type[Exception], str]] = {
         ValueError,
         r"equally many ranks on every node, but with LOCAL_WORLD_SIZE=3 .* \[3, 1\]",
     ),
-    "no-such-number": (lambda: {"reshard_after_forward": 0}, ValueError, "at least 1"),
+    "no-such-number": (
+        lambda: {"reshard_after_forward": 0},
+        ValueError,
+        "positive number of ranks",
+    ),
     "no-number": (lambda: {"reshard_after_forward": "yes"}, TypeError, "number of ranks"),
     "replicated": (
         lambda: {"sharding_strategy": "NO_SHARD", "reshard_after_forward": True},

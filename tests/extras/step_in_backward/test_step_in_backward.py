@@ -450,7 +450,7 @@ def _refused(rank: int, world_size: int) -> None:
         ValueError, match="SGD holds parameters that another optimizer already steps"
     ):
         model.step_in_backward(sgd)
-    with pytest.raises(ValueError, match="on the outermost wrapper"):
+    with pytest.raises(ValueError, match="on a part of the module"):
         ShardedWrapper(nn.Sequential(model))
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
         model.clip_grad_norm_(1.0)
