@@ -9,7 +9,8 @@ all-gather of the model's bytes into one tensor is the lower bound. Then measure
 backward, and the norms of the new gradients. Prints medians in milliseconds, and the peak RSS above
 the RSS before the reading, of the rank with the highest peak. The documentation promises a peak of
 at most three times the largest unit (with buckets: two buckets and the largest unit) beside the
-rank's own shards.
+rank's own shards. The RSS also contains freed memory that glibc keeps for later. To measure only
+the tensors, set the environment variable MALLOC_MMAP_THRESHOLD_=1000000; the times are then longer.
 """
 
 import argparse
