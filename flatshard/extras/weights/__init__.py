@@ -117,8 +117,9 @@ def full_tensors(
 
     reader = agreed(prepare, [world], "full_tensors()", "Pass equal arguments on every rank.")
     items = reader.read()
-    # Enter the generator. If it is dropped before its first item, Python only closes generators
-    # that have started, and the all-gathers of the other ranks would wait for this rank.
+    # Start the generator. If the user drops the iterator before the first item, `read` must still
+    # take part in the all-gathers, for which the other ranks wait. But if a generator is dropped
+    # before it has started, Python runs none of its code.
     next(items)
     return items
 
@@ -231,14 +232,16 @@ class _Reader:
         self._caches = deque(BufferCache() for _ in range(3))
 
     def read(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
-        """Yield nothing once, then the items. Takes part in all all-gathers, even if closed.
+        """Yield an empty item, at which the caller starts the generator, and then all items.
 
-        ``is_exiting``: a local variable, because Python clears global variables when it exits.
+        If the generator is closed early, it still takes part in all remaining all-gathers, unless
+        the process exits. ``is_exiting`` tells whether the process exits; it is a local variable,
+        because Python clears global variables at exit.
         """
         wrappers = [one.wrapper for one in shardings_in(self._model)]
         hooks = [one.register_forward_pre_hook(_refuse_forward, prepend=True) for one in wrappers]
         is_reading = self._request.ranks in ("all", "local", self._world.rank)
-        # `stopped`: where the consumer stopped, by a break or an exception.
+        # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
         is_paired, stopped = self._request.bucket_bytes is None, ""
         try:
             for bucket in chain([[]], self._buckets()):
@@ -248,7 +251,7 @@ class _Reader:
                     try:
                         yield item[0] if is_paired and item else item
                     except GeneratorExit:
-                        if is_exiting():  # the process can send nothing any more
+                        if is_exiting():  # a process that exits cannot take part in all-gathers
                             return
                         place = f"after {item[-1][0]!r}" if item else "before the first item"
                         stopped = f"stopped reading {place} (break or exception)"
@@ -291,7 +294,8 @@ class _Reader:
         # memory `bucket` keeps alive. `before`: the same for the last bucket that was yielded,
         # which the consumer may still hold.
         size = held = before = 0
-        # These tensors are the model's own, so yield copies.
+        # `self._rest` has the model's own tensors, not copies of all-gathered values. So copy them:
+        # the consumer may write to an item.
         rest = ((n, self._request.cast(tensor.detach(), copy=True)) for n, tensor in self._rest)
         for flat in [*self._flats, None]:
             self._start(budget - before - held, is_needed=True)

@@ -21,11 +21,13 @@ from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_ra
 # - the communicators over which the norms are reduced;
 # - the tensors' indices in the list of the tensors of all parameters;
 # - the indices of the tensors that have elements on this rank;
-# - the positions of the latter indices in the former list, on the tensors' device.
+# - for each tensor that has elements on this rank, its position among the tensors of the group: a
+#   tensor of integers, on the device of the tensors.
 
-# For each model: copies of this rank's chunks at the last `norms("update")`, keyed by run link; and
-# the groups of the last call of each kind, with the names, types and devices for which the groups
-# are valid. Usually, gradients of the next step form the same groups.
+# For each model, a dictionary with two kinds of entries:
+# - run link of a flat parameter: copy of this rank's chunk at the last `norms("update")`;
+# - "grad", "param" or "update": the groups of the last call of this kind, and the names, types and
+#   devices for which the groups are valid. Usually, the next call can use the same groups.
 _KEPT: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -60,7 +62,7 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
             kept[kind] = state, _groups(kind, specs, tensors)
         groups = kept[kind][1]
         values = [_norms(group, tensors, order) for group in groups]
-        # One copy to the host, and so one wait of the host, for all groups.
+        # Copy the norms of all groups to the host at once, so that the host waits only once.
         numbers = torch.cat([one.to(values[0].device) for one in values]).tolist() if values else []
         names = [getattr(specs[index], attribute) for group in groups for index in group[2]]
         found = Norms(zip(names, numbers, strict=True))
@@ -91,7 +93,8 @@ def _tensors(kind: str, handles: list[FlatParamHandle], kept: dict[Any, Any]) ->
     changes: list[Any] = []
     for handle in handles if kind == "update" else ():
         handle.absorb_replaced()
-        # The key is not the handle, which refers to the model: the model would never be freed.
+        # Use the run link as the key, and not the handle: the handle refers to the model, so the
+        # entry would keep the model alive forever.
         chunk, last = handle.flat_param.detach(), kept.get(handle.link)
         kept[handle.link] = chunk.clone()
         change = None if last is None else chunk - last.to(chunk)
@@ -104,14 +107,16 @@ def _groups(kind: str, specs: list[ShardSpec], tensors: list[Any]) -> list[Any]:
     indices_of: dict[Any, list[int]] = {}
     for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            # A plain gradient of a sharded parameter, from the user, is the same on all ranks.
+            # If `.grad` of a sharded parameter is a plain tensor, the user has set it, and it is the
+            # full gradient on every rank. So the norm needs no communication.
             is_whole = not isinstance(tensor, FlatShardTensor) and kind == "grad"
             comms = () if is_whole and spec.comm.size > 1 else spec.comms
             indices_of.setdefault((comms, tensor.device), []).append(index)
     groups = []
     for (comms, device), indices in indices_of.items():
         names = [specs[index].name for index in indices]
-        # The kind is in the text, so that a parameter never meets a gradient of the same name.
+        # Put the kind into the text that ranks compare. Otherwise ranks that call `norms` with
+        # different kinds would combine norms of parameters with norms of gradients.
         which = f"set {zlib.crc32(', '.join(names).encode()):08x}"
         text = f"{len(names)} tensors from {kind} {names[0]!r} on, {which}"
         places = [i for i, index in enumerate(indices) if local_range(tensors[index]).numel()]
@@ -123,13 +128,15 @@ def _groups(kind: str, specs: list[ShardSpec], tensors: list[Any]) -> list[Any]:
 def _norms(group: Any, tensors: list[Any], order: float) -> Tensor:
     """Return the norms of a group, in float64. Collective: all ranks of its communicators."""
     text, comms, indices, own, places = group
-    # A norm depends only on absolute values. torch warns when it counts complex numbers (order 0).
+    # Replace complex numbers by absolute values, which have the same norm: torch would warn about
+    # a norm of order 0 of complex numbers.
     parts = [local_range(tensors[index]) for index in own]
     parts = [part.abs() if part.is_complex() else part for part in parts]
     # A tensor without elements on this rank must not change the norm.
     local = places.new_full((len(indices),), 0.0 if order >= 0 else math.inf, dtype=torch.float64)
     if parts:
-        # torch rounds a norm to the dtype of the tensor, and bfloat16 has only 3 digits.
+        # Choose the dtype of the norms: by default, torch rounds a norm to the dtype of the tensor,
+        # and bfloat16 has only 3 decimal digits.
         dtype = torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
         local[places] = torch.stack(torch._foreach_norm(parts, order, dtype)).double()
     return reduction_ops.joined_norms(local, order, comms, f"norms of order {order:g} of {text}")
