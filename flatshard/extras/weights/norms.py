@@ -107,8 +107,8 @@ def _groups(kind: str, specs: list[ShardSpec], tensors: list[Any]) -> list[Any]:
     indices_of: dict[Any, list[int]] = {}
     for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            # If `.grad` of a sharded parameter is a plain tensor, the user has set it, and it is the
-            # full gradient on every rank. So the norm needs no communication.
+            # A plain tensor in `.grad` of a sharded parameter was set by the user, and is the full
+            # gradient on every rank. So the norm needs no communication.
             is_whole = not isinstance(tensor, FlatShardTensor) and kind == "grad"
             comms = () if is_whole and spec.comm.size > 1 else spec.comms
             indices_of.setdefault((comms, tensor.device), []).append(index)
