@@ -1,5 +1,6 @@
 """`norms`: those of the unwrapped model's tensors, in one collective."""
 
+import copy
 import gc
 import math
 import weakref
@@ -8,6 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from flatshard import CollectiveError, ShardedWrapper, collectives
 from tests.harness import run_ranks
@@ -28,6 +35,29 @@ def test_equal_the_full_tensors_norms(way: str) -> None:
 @pytest.mark.parametrize("name", ["nested", "tied-across-units", "odd-shapes", "mixed-types"])
 def test_models(name: str) -> None:
     run_ranks(_same, 3, name, "full-3")
+
+
+def test_tensor_parallel() -> None:
+    """The norms of the full tensors, which ranks split by tensor parallelism, too."""
+    run_ranks(_tensor_parallel, 4)
+
+
+def _tensor_parallel(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    unsplit = copy.deepcopy(plain)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(plain, mesh["tensor"], plan)
+    model = ShardedWrapper(plain, process_group=mesh["data"].get_group())
+    batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for module in (unsplit, model):
+        module(batch).square().sum().backward()
+    parameters = {name: p.detach() for name, p in unsplit.named_parameters()}
+    gradients = {name: p.grad for name, p in unsplit.named_parameters()}
+    for order in (2.0, math.inf):
+        _assert_close(model.norms("param", norm_type=order), parameters, order)
+        _assert_close(model.norms("grad", norm_type=order), gradients, order)
 
 
 def _norm(tensor: torch.Tensor, order: float) -> float:
