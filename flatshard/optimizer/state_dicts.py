@@ -79,8 +79,8 @@ def torch_request() -> TorchRequest | None:
         if "info" in frame.f_locals:
             info = frame.f_locals["info"]
             drops = info.full_state_dict and info.cpu_offload
-            # With ignore_frozen_params, every rank needs the full state: on every rank, torch first
-            # removes frozen parameters from the state, and only then drops the state.
+            # With ignore_frozen_params, give every rank the full state. Torch then removes frozen
+            # parameters from the state on every rank, before it drops the state on all ranks but 0.
             rank0_only = drops and not info.ignore_frozen_params
             return TorchRequest(
                 info.full_state_dict, info.cpu_offload, rank0_only, info.broadcast_from_rank0

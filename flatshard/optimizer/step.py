@@ -164,8 +164,8 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
     """
     stepper = stepper_of(optimizer)
     assert isinstance(stepper, BucketStepper), "element-wise"
-    # Make a separate group for each part, so that parameters of different parts are not joined into
-    # one bucket: these parameters may not be neighbours in the optimizer's groups.
+    # Make a separate group for each part, so that one bucket holds parameters of only one part. A
+    # bucket is one range of a flat shard, and other parameters may lie between two parts.
     narrow = [{**part.group, "params": list(part.params)} for part in parts]
     try:
         with torch.no_grad():

@@ -256,15 +256,15 @@ class Stepper:
         return optimizer
 
     def pause(self, optimizer: Optimizer) -> None:
-        """Put the sharded parameters back. Called in a step, before the closure is called again."""
+        """Undo what was replaced for the step, before the step calls the closure again."""
         self.undo(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Put the sharded parameters back. Called after a step that did not raise."""
+        """Undo what was replaced for the step. Called after a step that did not raise."""
         self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:
-        """Put the sharded parameters and their state back, if they are replaced."""
+        """Put sharded parameters and their state back into the optimizer, if they are replaced."""
 
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""

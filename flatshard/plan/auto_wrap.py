@@ -179,7 +179,7 @@ class AutoUnits:
         return counts
 
     def blocks(self) -> list[nn.Module]:
-        """Return the units that are blocks (repeated modules) and were not opened."""
+        """Return the units that are blocks: repeated modules that were not split into children."""
         return [module for module in self._held if self._is_closed_block(module)]
 
     def _is_closed_block(self, module: nn.Module) -> bool:

@@ -76,7 +76,7 @@ class WriteThrough:
         self.raise_lost()
 
     def raise_lost(self) -> None:
-        """Raise RuntimeError if a written value could not be copied, because the shard changed."""
+        """Raise RuntimeError if values that the user wrote to a state_dict() tensor are lost."""
         lost, self.lost = self.lost, ""
         if lost:
             raise RuntimeError(

@@ -146,11 +146,11 @@ class PeerProcess:
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
-        """Return a wait until the process has made its publication ``number`` of a tag."""
+        """Return an object whose ``wait`` waits for publication ``number`` of ``tag``."""
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """Return a wait until the process has read publications ``number`` of a tag.
+        """Return an object that waits until the process has read publication ``number`` of a tag.
 
         The process calls ``take`` when it has read the publications.
         """

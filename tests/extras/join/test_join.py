@@ -189,7 +189,7 @@ def _schedule_that_fell_behind(rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     _loop(model, optimizer, 3 - rank, after=schedule.step)
-    with pytest.raises(RuntimeError, match=r"must take the same action.* has made fewer scheduler"):
+    with pytest.raises(RuntimeError, match=r"must take the same action.* missed scheduler"):
         _loop(model, optimizer, 2, after=schedule.step)
 
 
