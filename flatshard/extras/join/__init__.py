@@ -158,8 +158,8 @@ class Join(StepExtension):
                 raise RuntimeError(
                     "join(): ranks with input must take the same action with the same arguments. "
                     f"Rank {rank}: {one}. Rank {self._active[0]}: {first}. If only 'lr' differs, a "
-                    "rank was without input in an earlier join(), and missed scheduler steps. After "
-                    "each join(), copy the scheduler's state from a rank with all steps."
+                    "rank was without input in an earlier join(), and missed scheduler steps. "
+                    "After each join(), copy the scheduler's state from a rank with all steps."
                 )
         if self._throws and len(self._active) < self._comm.size:
             ranks = ranks_text(sorted({*range(self._comm.size)} - doing.keys()))
