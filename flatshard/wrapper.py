@@ -20,13 +20,14 @@ from flatshard.engine.hooks import surround
 from flatshard.module import unit_report
 from flatshard.module.construction import local_parts, wrap
 from flatshard.module.conversion import convert, copy_model
-from flatshard.module.inspection import find_device, read_ignored
+from flatshard.module.inspection import read_ignored
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import accumulating, summon
 from flatshard.module.settings import (
     ProcessGroups,
     Settings,
     as_flags,
+    find_device,
     ranks_or_alone,
     read_strategy,
 )
@@ -253,7 +254,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         with local_parts(module, ignored, settings):
-            wrap(ModelPlan(module, settings, ignored), self, ShardedWrapper, notes)
+            plan = ModelPlan(module, settings, ignored)
+            wrap(plan, self, ShardedWrapper, notes)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.

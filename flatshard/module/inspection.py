@@ -1,14 +1,12 @@
-"""Inspects a module before wrapping: ignored tensors, device, tensors that cannot be sharded."""
+"""Inspects a module before wrapping: ignored tensors, and tensors that cannot be sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard.comm.process_groups import current_cuda
 from flatshard.module.sharding import handles_in, shardings_in
 from flatshard.plan.ignored import Ignored, find_ignored
 from flatshard.plan.module_proxy import ModuleProxy
@@ -28,31 +26,6 @@ def read_ignored(
     }
     sharded = {id(param) for handle in handles_in(module) for param in handle.sharded}
     return find_ignored(module, ignored_modules, ignored_states, nested=nested, sharded=sharded)
-
-
-def find_device(
-    module: nn.Module,
-    left_alone: Collection[int],  # ids of tensors that are ignored
-    device_id: int | str | torch.device | None,
-    group: dist.ProcessGroup | None,
-) -> torch.device:
-    """Return the device of shards and computation.
-
-    Raises:
-        ValueError: this host lacks the device ``device_id``.
-    """
-    if device_id is not None:
-        return _read_device(device_id)
-    present = [param for param in module.parameters() if id(param) not in left_alone]
-    # Skip tensors on the meta device: all ranks must find the same device, even if only some ranks
-    # have their tensors on the meta device.
-    devices = [param.device for param in present if not param.is_meta]
-    first = devices[0] if devices else torch.device("cpu")
-    if first.type == "cpu" and torch.cuda.is_available():
-        types = {"cpu"} if group is None else {str(device) for device in group._device_types}
-        if "cpu" not in types or (present and not devices):
-            return current_cuda(group)
-    return first
 
 
 def check_tensors(
@@ -177,27 +150,3 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
                 "Leave out the policy: then the outer wrapper takes all parameters that are not in "
                 "a unit. Or wrap the model once, with the policy."
             )
-
-
-def _read_device(device_id: int | str | torch.device) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    if isinstance(device_id, int) and not isinstance(device_id, bool):
-        if accelerator is None:
-            raise ValueError(f"device_id={device_id}: this host has no accelerator. Pass 'cpu'.")
-        device = torch.device(accelerator.type, device_id)
-    else:
-        try:
-            device = torch.device(device_id)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"device_id: expected the index of a device or a device, got {device_id!r}."
-            ) from error
-    has = accelerator is not None and accelerator.type == device.type
-    count = torch.accelerator.device_count() if has else 0
-    if device.type not in ("cpu", "meta") and (device.index or 0) >= count:
-        raise ValueError(
-            f"device_id: there is no {str(device)!r} on this host, which has {count} {device.type} "
-            "devices. Pass one of these devices, or 'cpu'."
-        )
-    # Add the index: "cuda" without an index means the current device, which a thread may change.
-    return torch.empty(0, device=device).device

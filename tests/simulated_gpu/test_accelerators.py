@@ -25,7 +25,7 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
-from flatshard.module.inspection import find_device
+from flatshard.module.settings import find_device
 from flatshard.options.precision import GradDtypes
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.plan.ignored import NOTHING
