@@ -93,9 +93,8 @@ def agree(
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
     maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
     program, orders, started, waiting, edited, left_over, used = maxima[: len(engine_votes)]
-    where = f"backward of {unit_text(state.root.name)}"
-    _check_program(where, program)
-    _check_order(state, where, orders)
+    _check_program(state.root.name, program)
+    _check_order(state, orders)
     for voter, voter_maxima in zip(voters, maxima[len(engine_votes) :], strict=True):
         voter.tally(voter_maxima)
     flags = map(bool, used)
@@ -138,24 +137,26 @@ def _program(state: RunState) -> bytes:
     return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
 
 
-def _check_program(where: str, maxima: bytes) -> None:
+def _check_program(root_name: str, maxima: bytes) -> None:
     model, loads, *reduced = differ(maxima)
     if model:
         raise RuntimeError(
-            f"{where}: another rank is at the end of the backward of another model. If one "
-            "backward() computes gradients of several ShardedWrappers, all ranks must reach the "
-            "ShardedWrappers in the same order. Call backward() once for each ShardedWrapper."
+            f"backward of {unit_text(root_name)}: another rank is at the end of the backward of "
+            "another model. If one backward() computes gradients of several ShardedWrappers, all "
+            "ranks must reach the ShardedWrappers in the same order. Call backward() once for each "
+            "ShardedWrapper."
         )
     if loads:
         raise RuntimeError(
-            f"{where}: ranks called load_state_dict(), or wrote to tensors of a state_dict(), "
-            "different numbers of times. The model now mixes shards of different states. Load the "
-            "same state on every rank: torch.load(path, mmap=True) reads only the needed values."
+            f"backward of {unit_text(root_name)}: ranks called load_state_dict(), or wrote to "
+            "tensors of a state_dict(), different numbers of times. The model now mixes shards of "
+            "different states. Load the same state on every rank: torch.load(path, mmap=True) "
+            "reads only the needed values."
         )
     if any(reduced):
         raise RuntimeError(
-            f"{where}: ranks reduce the gradients of different parameters. Set requires_grad and "
-            "use no_sync() in the same way on every rank."
+            f"backward of {unit_text(root_name)}: ranks reduce the gradients of different "
+            "parameters. Set requires_grad and use no_sync() in the same way on every rank."
         )
 
 
@@ -189,7 +190,7 @@ def _order(state: RunState) -> bytes:
     return bytes([any(differs)]) + with_complements(own)
 
 
-def _check_order(state: RunState, where: str, maxima: bytes) -> None:
+def _check_order(state: RunState, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks all-gathered units in different orders.
 
     ``maxima``: for each byte of ``_order``, the maximum over the ranks. If the orders differ, this
@@ -207,8 +208,9 @@ def _check_order(state: RunState, where: str, maxima: bytes) -> None:
             of_group.setdefault(name, {})[rank] = recent
     known = map(first_difference, of_group.values())
     raise RuntimeError(
-        f"{where}: ranks all-gathered different units, or computed different norms or sums, so a "
-        "rank may have received values of another parameter. "
+        f"backward of {unit_text(state.root.name)}: ranks all-gathered different units, or "
+        "computed different norms or sums, so a rank may have received values of another "
+        "parameter. "
         f"{next(filter(None, known), 'The first difference is too old to be recorded')}. "
         f"{REMEDY} Start again from a checkpoint. [FS-DEADLOCK]"
     )
