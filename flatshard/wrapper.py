@@ -588,7 +588,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Costs one collective, if all units train on the same ranks, and one wait of the host. The
         returned dict has an attribute ``non_finite``: for each name whose norm is inf or NaN, the
-        ranks whose part of the tensor has an element that is inf or NaN.
+        ranks whose part of the tensor has an element that is inf or NaN. After a reduction, this is
+        not the rank whose batch produced the element.
 
         Collective: all ranks, between steps.
 
@@ -603,10 +604,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             kind: ``"grad"``: the gradients in ``.grad``; parameters without a gradient are left
                 out. ``"param"``: the parameters. ``"update"``: the change of the parameters since
                 the previous ``norms("update")``; the first call copies this rank's shards, and
-                returns an empty dict.
+                returns an empty dict. Loading a checkpoint changes parameters, too.
             per: one norm for each parameter or for each unit. Units have the names of
                 ``unit_report()``; the name of the root unit is ``""``.
-            norm_type: the p of the p-norm; ``math.inf``: the largest absolute value.
+            norm_type: the p of the p-norm; ``math.inf``: the largest absolute value; 0: the number
+                of elements that are not zero.
 
         Raises:
             ValueError: ``kind`` or ``per`` has another value.

@@ -159,6 +159,8 @@ def train(args: argparse.Namespace) -> list[float]:
             )
     if engine is not None:
         engine.close()
+    if rank == 0:
+        print(f"before each of {args.steps} steps the engine had the trainer's weights, bit by bit")
     return rewards
 
 

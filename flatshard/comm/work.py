@@ -32,9 +32,10 @@ from flatshard.options.extras import default_extra
 
 REMEDY = (
     "All ranks must make the same collective calls in the same order: forward (in evaluation too), "
-    "backward, state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and "
-    "norms and sums of parameters and gradients. Units that some ranks skip, or run in another "
-    "order, such as experts and dropped layers, need allow_divergence (docs/recipes.md)."
+    "backward, state_dict(), optim_state_dict(), summon_full_params(), full_tensors(), "
+    "clip_grad_norm_(), and norms and sums of parameters and gradients. Units that some ranks "
+    "skip, or run in another order, such as experts and dropped layers, need allow_divergence "
+    "(docs/recipes.md)."
 )
 
 _KEPT = 64  # number of collectives whose descriptions a `History` keeps

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -61,11 +61,12 @@ def full_tensors(
     The tensors are copies, and a consumer may rely on a tensor until it asks for the next item.
     Use ``.clone()`` to keep a tensor for longer: a tensor without a clone keeps a whole unit in
     memory. Extra memory at the peak: three times the largest unit, or with ``bucket_bytes`` about
-    two buckets and the largest unit.
+    two buckets and the largest unit; and copies in another dtype or on another ``device``.
 
     Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
-    (``break``, an exception), the rank still takes part in the remaining all-gathers, and at the
-    end the other ranks raise RuntimeError. Until then, forwards of the model raise RuntimeError.
+    (``break``, an exception, or ``close()`` of a kept iterator), the rank still takes part in the
+    remaining all-gathers, and at the end the other ranks raise RuntimeError. From the call to the
+    end, forwards of the model raise RuntimeError.
     Other collectives, such as ``state_dict()`` and ``norms()``, may be called between two items, by
     all ranks between the same items.
 
@@ -99,18 +100,11 @@ def full_tensors(
             before the last item. At the end: another rank stopped early.
     """
     shards = model_shards(model, "full_tensors()")
-    place = None if device is None else torch.device(device)
-    request = _Request(dtype, place, bucket_bytes, names, ranks, debug)
+    request = Arguments(dtype, device, bucket_bytes, names, ranks, debug)
     world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
 
     def prepare() -> tuple[_Reader, Facts]:
         request.check(world.size)
-        wrappers = [one.wrapper for one in shardings_in(model)]
-        if any(_refuse_forward in one._forward_pre_hooks.values() for one in wrappers):
-            raise ValueError(
-                "another full_tensors() of this model is not finished. First read that iterator to "
-                "the end, or call its close(), on every rank."
-            )
         with options_set(parts, StateDictOptions()):
             reader = _Reader(model, request, world)
         return reader, {"its arguments": repr(request), "its tensors": repr(reader.order)}
@@ -125,45 +119,47 @@ def full_tensors(
 
 
 @dataclass(frozen=True)
-class _Request:
+class Arguments:
     """The arguments of one call of ``full_tensors``. Ranks compare the ``repr`` of this object."""
 
     dtype: torch.dtype | None
-    device: torch.device | None
+    device: torch.device | str | None
     bucket_bytes: int | None
     names: Callable[[str], bool] | Collection[str] | None = field(repr=False)
     ranks: Literal["all", "local"] | int
     debug: bool
 
-    def check(self, world_size: int) -> None:
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point dtype, got {self.dtype}.")
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}.")
-        if self.ranks not in ("all", "local", *range(world_size)):
+    def check(self, size: int) -> None:
+        if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
+            raise ValueError(f"dtype must be a floating-point dtype, got {self.dtype!r}.")
+        limit = 1 if self.bucket_bytes is None else self.bucket_bytes
+        if not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes!r}.")
+        torch.empty(0, device=self.device)  # raises if this host lacks the device
+        if self.ranks not in ("all", "local", *range(size)):
             raise ValueError(
-                f"ranks must be 'all', 'local' or a rank below {world_size}, got {self.ranks!r}."
+                f"ranks must be 'all', 'local' or a rank < {size}, got {self.ranks!r}."
             )
 
     def chosen(self, known: Iterable[TensorName]) -> set[TensorName]:
         """Return the names to yield. Raises ValueError if the user asked for an unknown name."""
-        names = self.names
-        if not isinstance(names, Collection):
-            return {name for name in known if names is None or any(map(names, name.names))}
-        asked = {names} if isinstance(names, str) else set(names)
+        if not isinstance(self.names, Collection):
+            return {one for one in known if self.names is None or any(map(self.names, one.names))}
+        asked = {self.names} if isinstance(self.names, str) else set(self.names)
         unknown = asked.difference(*(name.names for name in known))
         if unknown:
             raise ValueError(
-                f"names: the model has no parameter or persistent buffer {min(unknown)!r} "
-                f"({len(unknown)} of {len(asked)} names are unknown). Use the names of the "
-                "unwrapped model, as in model.state_dict()."
+                f"names: the model has no parameter or persistent buffer {min(unknown)!r}, and "
+                f"{len(unknown)} of {len(asked)} names are unknown. See model.state_dict()."
             )
         return {name for name in known if not asked.isdisjoint(name.names)}
 
-    def cast(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
-        """Return ``tensor`` in the requested dtype and on the requested device."""
-        dtype = self.dtype if tensor.is_floating_point() else None
-        return tensor.to(self.device or tensor.device, dtype or tensor.dtype, copy=copy)
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which ``tensor`` is yielded."""
+        return self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device or tensor.device, self.dtype_of(tensor))
 
 
 class _Flat:
@@ -173,12 +169,11 @@ class _Flat:
         self.handle = handle
         self.wanted: list[tuple[TensorName, OriginalParam]] = []
         handle.absorb_replaced()
-        self.version, self._dtype = handle.version, handle.flat_param.dtype
+        self.version, stored = handle.version, handle.flat_param.dtype
         # Cast before the all-gather if fewer bytes are sent then. Backends cannot send dtypes of
         # one byte, so cast to float8 afterwards.
-        is_float = self._dtype.is_floating_point
-        if asked is not None and is_float and 2 <= asked.itemsize <= self._dtype.itemsize:
-            self._dtype = asked
+        fits = asked and stored.is_floating_point and 2 <= asked.itemsize <= stored.itemsize
+        self._dtype: torch.dtype = asked if asked and fits else stored
         self.nbytes = handle.layout.padded_numel * self._dtype.itemsize
 
     def start(self, cache: BufferCache) -> tuple[Tensor, AsyncWork | None]:
@@ -200,8 +195,14 @@ class _Flat:
 class _Reader:
     """Reads the full tensors of one model, in one order on all ranks."""
 
-    def __init__(self, model: nn.Module, request: _Request, world: Communicator) -> None:
-        self._model, self._request, self._world = model, request, world
+    def __init__(self, model: nn.Module, request: Arguments, world: Communicator) -> None:
+        self._request, self._world = request, world
+        self._wrappers = [one.wrapper for one in shardings_in(model)]
+        if any(_refuse in one._forward_pre_hooks.values() for one in self._wrappers):
+            raise ValueError(
+                "another full_tensors() of this model is not finished. First read that iterator to "
+                "the end, or call its close(), on every rank."
+            )
         names: dict[Tensor, TensorName] = {}
         # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
         for text, value in model.state_dict(keep_vars=True).items():
@@ -238,29 +239,36 @@ class _Reader:
         the process exits. ``is_exiting`` tells whether the process exits; it is a local variable,
         because Python clears global variables at exit.
         """
-        wrappers = [one.wrapper for one in shardings_in(self._model)]
-        hooks = [one.register_forward_pre_hook(_refuse_forward, prepend=True) for one in wrappers]
-        is_reading = self._request.ranks in ("all", "local", self._world.rank)
+        hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in self._wrappers]
+        request, failed = self._request, None
+        is_reading = request.ranks in ("all", "local", self._world.rank)
         # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
-        is_paired, stopped = self._request.bucket_bytes is None, ""
+        is_paired, stopped = request.bucket_bytes is None, ""
         try:
             for bucket in chain([[]], self._buckets()):
                 for item in [[pair] for pair in bucket] if is_paired and bucket else [bucket]:
                     if stopped or (item and not is_reading):
                         break
                     try:
+                        item = [(name, request.cast(tensor)) for name, tensor in item]
                         yield item[0] if is_paired and item else item
+                    except Exception as error:  # no memory for a copy, for example
+                        failed, stopped = error, f"raised {type(error).__name__}: {error}"
                     except GeneratorExit:
                         if is_exiting():  # a process that exits cannot take part in all-gathers
                             return
                         place = f"after {item[-1][0]!r}" if item else "before the first item"
                         stopped = f"stopped reading {place} (break or exception)"
-                    if self._request.debug:
-                        _poison(item)
+                    for _, tensor in item if request.debug else ():
+                        if tensor.dtype is not torch.bool:
+                            is_float = tensor.is_floating_point() or tensor.is_complex()
+                            tensor.fill_(torch.nan if is_float else torch.iinfo(tensor.dtype).max)
         finally:
             for hook in hooks:
                 hook.remove()
         self._end(stopped)
+        if failed is not None:
+            raise failed
 
     def _end(self, stopped: str) -> None:
         """Raise RuntimeError if another rank stopped early, or if a parameter was written.
@@ -296,18 +304,18 @@ class _Reader:
         size = held = before = 0
         # `self._rest` has the model's own tensors, not copies of all-gathered values. So copy them:
         # the consumer may write to an item.
-        rest = ((n, self._request.cast(tensor.detach(), copy=True)) for n, tensor in self._rest)
+        rest = ((name, tensor.detach().clone()) for name, tensor in self._rest)
         for flat in [*self._flats, None]:
             self._start(budget - before - held, is_needed=True)
-            own = 0 if flat is None else flat.nbytes
-            held += own
+            held += flat.nbytes if flat else 0
             for name, tensor in rest if flat is None else self._read():
-                if limit is not None and bucket and size + tensor.nbytes > limit:
+                nbytes = tensor.numel() * self._request.dtype_of(tensor).itemsize
+                if limit is not None and bucket and size + nbytes > limit:
                     self._start(budget - before - held)
                     yield bucket
-                    bucket, size, before, held = [], 0, held, own
+                    bucket, size, before, held = [], 0, held, flat.nbytes if flat else 0
                 bucket.append((name, tensor))
-                size += tensor.nbytes
+                size += nbytes
             if bucket and (limit is None or flat is None):
                 self._start(budget - before - held)
                 yield bucket
@@ -330,19 +338,11 @@ class _Reader:
             flat.handle.page_out()
         for name, param in flat.wanted:
             tensor = view_of(full, param.span)
-            tensor = tensor if self._request.ranks == "local" else param.spec.unsplit(tensor)
-            yield name, self._request.cast(tensor)
+            yield name, tensor if self._request.ranks == "local" else param.spec.unsplit(tensor)
 
 
-def _refuse_forward(wrapper: ModuleProxy, *_: Any) -> None:
+def _refuse(wrapper: ModuleProxy, *_: Any) -> None:
     raise RuntimeError(
         f"{unit_text(sharding_of(wrapper).unit.name)}: a forward began before full_tensors() was "
         "read to its end. Read all items first, or call the iterator's close() on every rank."
     )
-
-
-def _poison(items: Sequence[Item]) -> None:
-    for _, tensor in items:
-        if tensor.dtype is not torch.bool:
-            is_float = tensor.is_floating_point() or tensor.is_complex()
-            tensor.fill_(torch.nan if is_float else torch.iinfo(tensor.dtype).max)

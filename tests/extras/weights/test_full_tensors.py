@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import pickle
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from flatshard import (
     checkpoint,
     collectives,
 )
+from flatshard.extras.weights import Arguments
 from tests.documents import Engine, fences
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
@@ -242,6 +245,33 @@ def _one_rank(rank: int, world_size: int) -> None:
     for chosen in range(world_size):
         found = _tensors(model, ranks=chosen)
         _assert_same(found, expected if rank == chosen else {})
+
+
+def test_a_copy_that_fails_on_one_rank() -> None:
+    """As if there were no memory for it: the other ranks do not wait, and the next call works."""
+    run_ranks(_fails, 2)
+
+
+def _fails(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    expected, numbers = _expected(model), itertools.count()
+
+    def cast(arguments: Arguments, tensor: torch.Tensor) -> torch.Tensor:
+        if next(numbers) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return tensor
+
+    if rank == 0:
+        with (
+            mock.patch.object(Arguments, "cast", cast),
+            pytest.raises(torch.OutOfMemoryError, match="no memory"),
+        ):
+            _tensors(model)
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 0 raised OutOfMemoryError: no memory\. Read"):
+            _tensors(model)
+    _assert_same(_tensors(model), expected)
 
 
 def test_tensor_parallel() -> None:
@@ -537,8 +567,10 @@ def _refusals(rank: int, world_size: int) -> None:
         ({"names": ["no.such"]}, "no parameter or persistent buffer 'no.such'"),
         ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
-        ({"ranks": 2}, "ranks must be 'all', 'local' or a rank below 2"),
-        ({"ranks": "some"}, "ranks must be 'all', 'local' or a rank below 2"),
+        ({"dtype": "bfloat16"}, "dtype must be a floating-point dtype, got 'bfloat16'"),
+        ({"bucket_bytes": "1GB"}, "bucket_bytes must be at least 1, got '1GB'"),
+        ({"ranks": 2}, "ranks must be 'all', 'local' or a rank < 2"),
+        ({"ranks": "some"}, "ranks must be 'all', 'local' or a rank < 2"),
     ]
     with collectives.record() as events:
         for keywords, message in wrong:
