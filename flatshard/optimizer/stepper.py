@@ -256,11 +256,11 @@ class Stepper:
         return optimizer
 
     def pause(self, optimizer: Optimizer) -> None:
-        """Undo what was replaced for the step, before the step calls the closure again."""
+        """Put the sharded parameters back into the optimizer, before the closure runs again."""
         self.undo(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Undo what was replaced for the step. Called after a step that did not raise."""
+        """Put the sharded parameters back into the optimizer, after a step that did not raise."""
         self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:

@@ -146,10 +146,11 @@ def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignored]) -> None:
-    """Raise ValueError if the user ignores a module that an inner ShardedWrapper shards.
+    """Raise ValueError if an inner ShardedWrapper shards parameters of an ignored module.
 
-    Raises if ``module`` is a ShardedWrapper, contains one, or lies inside one that does not ignore
-    the module itself. ``nested``: for each ShardedWrapper in the model, what that wrapper ignores.
+    ``module`` must not be a ShardedWrapper or contain a ShardedWrapper. ``module`` may lie inside a
+    ShardedWrapper only if the ShardedWrapper ignores the module, too. ``nested``: the ignored
+    modules and tensors of each ShardedWrapper in the model.
     """
     below = set(module.modules())
     for unit, theirs in nested.items():

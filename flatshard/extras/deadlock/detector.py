@@ -414,7 +414,7 @@ def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
     """Return how many NCCL collectives a rank has begun in ``group``, and how many by the program.
 
     Returns (0, 0) if the rank has begun no NCCL collective, or no collective of flatshard, in the
-    group. flatshard counts its collectives under the group's name as their kind.
+    group. The kind of flatshard's NCCL collectives is the name of their process group.
     """
     of_model = [kinds[group][0] for kinds in report.begun.values() if group in kinds]
     total, _ = report.begun[group].get(ON_GPU, (0, []))

@@ -13,8 +13,8 @@ seconds:
 - the thread stays at the same bytecode instruction, which can wait for the GPU (``_can_wait``);
 - by torch's counts, at least one NCCL collective that this rank has begun is not complete.
 
-The watchdog's thread checks these conditions about once a second. So a training step runs no extra
-code for the checks: no CUDA event, no kernel, and no communication.
+flatshard's watchdog thread checks these conditions about once a second. So a training step runs no
+extra code for the checks: no CUDA event, no kernel, and no communication.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flatshard.comm.work import CollectiveError
 
 # Names of functions that may wait for the GPU: all functions and methods of torch, and conversions
 # such as `float(tensor)`. Only names are compared, so a function of another library with the same
-# name counts, too. This does no harm if the function returns quickly. So names that other libraries
+# name counts, too. This does harm only if that function waits, so the names that other libraries
 # use for functions that wait (`sleep`, `recv`) are removed.
 _WAITING_CALLS = {*dir(torch.Tensor), *dir(torch), *dir(torch._C), "synchronize", "wait"}
 _WAITING_CALLS |= {"float", "int", "bool"}
@@ -86,9 +86,9 @@ class GpuWaits:
             None if no wait for an NCCL collective was seen, or if the wait was first seen less than
             ``after_seconds`` ago.
         """
-        # Compare the sequence numbers first. During training, the numbers change between two looks,
-        # so the thread is not stuck, and its instruction, which takes longer to read, need not be
-        # read.
+        # Compare the sequence numbers first, because this is faster than to read the thread's
+        # instruction. During training, the numbers change between two looks: then the thread is not
+        # stuck, and its instruction does not matter.
         numbers = begun()
         if numbers != self._numbers or not numbers:
             self._numbers, self._place, self._found = numbers, None, None
@@ -167,7 +167,7 @@ def _abort(backend: Any) -> None:
 
 
 def settle(seconds: float) -> None:
-    """Wait until all NCCL collectives of this rank are complete; after ``seconds``, abort them."""
+    """Wait up to ``seconds`` for this rank's NCCL collectives, then abort the incomplete ones."""
     deadline = time.monotonic() + seconds
     while _incomplete() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -201,7 +201,8 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
         status = json.loads(dump(False, False))["pg_status"]
         # The keys are the numbers of the NCCL groups, in the order in which the process created the
         # groups. If a group was destroyed, the numbers do not match the indices of the remaining
-        # groups. Then a count may be larger than the group's sequence number, so return nothing.
+        # groups. A number without a group, or a count above the group's sequence number, shows
+        # this: return nothing.
         groups, found = [*backends], {}
         for key, counts in status.items():
             group = groups[int(key)]
@@ -234,7 +235,7 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
 
     The result has three numbers: the thread's identifier, the id of the frame, and the offset of
     the instruction. Autograd's threads may wait, too: they run the hooks of the user's program
-    while ``thread`` is in ``backward()``. These threads are not started by Python.
+    while ``thread`` is in ``backward()``. They are recognized as threads that Python did not start.
     """
     of_python = {
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)

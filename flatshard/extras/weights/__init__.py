@@ -58,9 +58,8 @@ def full_tensors(
     consumer works on the unit before. A tied parameter appears once; ``name.names`` has all of its
     names. Buffers are this rank's own.
 
-    The tensors are copies, and a consumer may rely on a tensor until it asks for the next item.
-    Use ``.clone()`` to keep a tensor for longer: a tensor without a clone keeps a whole unit in
-    memory. Extra memory at the peak: three times the largest unit, or with ``bucket_bytes`` about
+    The tensors are copies, valid until the consumer asks for the next item. To keep a tensor for
+    longer, use ``.clone()``, so that the memory of the whole unit can be freed. Extra memory at the peak: three times the largest unit, or with ``bucket_bytes`` about
     two buckets and the largest unit; and copies in another dtype or on another ``device``.
 
     Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
@@ -80,8 +79,8 @@ def full_tensors(
 
     Args:
         model: a wrapper, a module that contains wrappers, or an unwrapped model.
-        dtype: floating-point dtype of the floating-point tensors. If ``dtype`` is not wider than
-            the parameters, each rank casts before it sends. None: the dtypes of the model.
+        dtype: floating-point dtype of the floating-point tensors. Each rank casts before it sends,
+            unless ``dtype`` is wider than the parameters or float8. None: the model's dtypes.
         device: device of the tensors. None: the device that computes.
         bucket_bytes: if set, each item is a list of ``(name, tensor)`` pairs with at most this
             many bytes, or one larger tensor.
@@ -107,7 +106,7 @@ def full_tensors(
         request.check(world.size)
         with options_set(parts, StateDictOptions()):
             reader = _Reader(model, request, world)
-        return reader, {"its arguments": repr(request), "its tensors": repr(reader.order)}
+        return reader, {"the call": repr(request), "the list of tensors": repr(reader.order)}
 
     reader = agreed(prepare, [world], "full_tensors()", "Pass equal arguments on every rank.")
     items = reader.read()
@@ -233,7 +232,7 @@ class _Reader:
         self._caches = deque(BufferCache() for _ in range(3))
 
     def read(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
-        """Yield an empty item, at which the caller starts the generator, and then all items.
+        """Yield an empty item, for which the caller asks to start the generator; then all items.
 
         If the generator is closed early, it still takes part in all remaining all-gathers, unless
         the process exits. ``is_exiting`` tells whether the process exits; it is a local variable,

@@ -576,9 +576,9 @@ def _refusals(rank: int, world_size: int) -> None:
         for keywords, message in wrong:
             with pytest.raises(ValueError, match=message):
                 flatshard.full_tensors(model, **keywords if rank == 0 else {})
-        with pytest.raises(ValueError, match="ranks differ: its arguments"):
+        with pytest.raises(ValueError, match="ranks differ: the call"):
             flatshard.full_tensors(model, ranks=rank)
-        with pytest.raises(ValueError, match="ranks differ: its tensors"):
+        with pytest.raises(ValueError, match="ranks differ: the list of tensors"):
             flatshard.full_tensors(model, names=lambda name: rank == 0)
     assert not [one for one in events if one.kind == "gather"]
     with ShardedWrapper.summon_full_params(model), pytest.raises(RuntimeError, match="summon"):
