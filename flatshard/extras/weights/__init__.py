@@ -59,8 +59,9 @@ def full_tensors(
     names. Buffers are this rank's own.
 
     The tensors are copies, valid until the consumer asks for the next item. To keep a tensor for
-    longer, use ``.clone()``, so that the memory of the whole unit can be freed. Extra memory at the peak: three times the largest unit, or with ``bucket_bytes`` about
-    two buckets and the largest unit; and copies in another dtype or on another ``device``.
+    longer, use ``.clone()``, so that the memory of the whole unit can be freed. Extra memory at the
+    peak: three times the largest unit, or with ``bucket_bytes`` about two buckets and the largest
+    unit; and copies in another dtype or on another ``device``.
 
     Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
     (``break``, an exception, or ``close()`` of a kept iterator), the rank still takes part in the
