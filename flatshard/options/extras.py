@@ -26,6 +26,7 @@ EXTRAS = {
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
     "plan": "predicts the memory of a model",
     "weights": "iterates over full tensors, and computes norms",
+    "own_collectives": "handles the program's own collectives on sharded tensors",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",
     "whole_tensors": "steps optimizers that need whole parameters",

@@ -7,13 +7,17 @@ every rank draws the numbers of the full tensor, and keeps the numbers of its ow
 from __future__ import annotations
 
 import weakref
+import zlib
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatshard.comm.consistency import checksum
 from flatshard.plan.module_tree import unit_text
+from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
@@ -84,7 +88,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
         if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
-    is_drawn = digest is None and _has_draws(func, args)
+    is_drawn = digest is None and _has_draws(func, (*args, *kwargs.values()))
     _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
@@ -106,23 +110,25 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return computed
 
 
-def _has_draws(func: Any, args: tuple[Any, ...]) -> bool:
+def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
     """Whether an operand was computed from random numbers (``Origin.is_drawn``).
 
     Raises:
-        NeedsFullTensor: an operand was computed from random numbers, and autograd would record the
-            operation, because a sharded operand requires a gradient.
+        NeedsFullTensor: a sharded operand requires a gradient, so autograd records the operation,
+            and another operand may differ between ranks.
     """
-    # Refuse to differentiate a function of a parameter and of random numbers. Under
-    # DistributedDataParallel, each rank draws numbers for the full parameter, and the gradients for
-    # the different numbers are averaged. Here each element would only have the gradient for the
-    # numbers of the rank that holds the element.
-    sharded = [value for value in args if isinstance(value, FlatShardTensor)]
+    # Refuse to differentiate a function of a parameter and of a tensor that may differ between
+    # ranks: random numbers, or a plain tensor. Under DistributedDataParallel, each rank uses its
+    # own values for the full parameter, and the gradients are averaged. Here each element would
+    # only have the gradient for the values of the rank that holds the element.
+    sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     is_drawn = any(value.origin.is_drawn for value in sharded)
-    if is_drawn and torch.is_grad_enabled():
+    has_plain = sum(isinstance(value, Tensor) for value in operands) > len(sharded)
+    if (is_drawn or has_plain) and torch.is_grad_enabled():
         for value in sharded:
             if value.requires_grad:
-                value.refuse(f"the gradient of {func._schema.name} with random numbers")
+                others = "random numbers" if is_drawn else "a tensor that may differ between ranks"
+                value.refuse(f"the gradient of {func._schema.name} with {others}")
     return is_drawn
 
 
@@ -145,16 +151,25 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 def _role_of(func: Any, args: tuple[Any, ...]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
-    The role contains the operation's name, its numbers and the roles of its sharded operands.
+    The role contains the operation's name, its numbers, the roles of its sharded operands, and the
+    checksums of its plain operands. So a norm or sum of the result raises an error if plain
+    operands differ between ranks: ranks compare the names of collectives, which contain the role.
     """
-    operands = (
-        value.role if isinstance(value, FlatShardTensor) else repr(value)
-        for value in args
-        if isinstance(value, FlatShardTensor | int | float)
-    )
-    # Cut the text off: the role of a running average contains its role of the previous step, and
+    text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
+    # Shorten the text: the role of a running average contains its role of the previous step, and
     # would grow in each step.
-    return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
+    digest = f"... {zlib.crc32(text.encode()):08x}"
+    return text if len(text) < _ROLE_LENGTH else text[:_ROLE_LENGTH] + digest
+
+
+def _operand(value: Any) -> str:
+    if isinstance(value, FlatShardTensor):
+        return value.role
+    # Compute no checksum of a number on an accelerator: optimizers keep such numbers in tensors,
+    # and must not wait for the accelerator.
+    if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
+        return f"tensor {zlib.crc32(repr(checksum(value)).encode()):08x}"
+    return repr(value) if isinstance(value, int | float) else ""
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
@@ -196,6 +211,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ]
 
     is_mutable = func._schema.is_mutable
+    if not is_mutable and torch.is_grad_enabled():
+        _has_draws(func, [*tensors_in((args, kwargs))])
     for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
         if spec is not None and not isinstance(value, FlatShardTensor):
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
@@ -236,18 +253,35 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     spec.refuse_part(func._schema.name)
     # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
     # values do not depend on the world size.
+    role = f"{_role_of(func, args)}, generator {_generator_digest(local.device, kwargs)}"
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
         # Clone this rank's range: a view of the drawn full tensor would keep the full tensor in
         # memory.
-        drawn = FlatShardTensor(part.clone(), spec, role=_role_of(func, args))
+        drawn = FlatShardTensor(part.clone(), spec, role=role)
         drawn.origin.is_drawn = True
         return drawn
     local.copy_(part)
     wrote((tensor,))
     tensor.origin.write(None)
-    tensor.origin.is_drawn = not tensor.origin.is_parameter
+    if not tensor.origin.is_parameter:
+        tensor.origin.is_drawn, tensor.role = True, role
     return tensor
+
+
+def _generator_digest(device: torch.device, kwargs: dict[str, Any]) -> str:
+    """Return a digest of the state of the generator that an operator is about to use.
+
+    Ranks whose generators have different states draw different tensors, so their ranges do not
+    form one tensor.
+    """
+    if kwargs.get("generator") is not None:
+        state = kwargs["generator"].get_state()
+    elif device.type == "cpu":
+        state = torch.get_rng_state()
+    else:
+        state = torch.get_device_module(device).get_rng_state(device)
+    return f"{zlib.crc32(state.numpy()):08x}"
 
 
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
@@ -270,18 +304,23 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     return twin
 
 
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
     """Raise for dropout on a trained sharded parameter; otherwise return NotImplemented.
 
     The gradient would be wrong: each rank would draw random numbers only for its own elements, and
-    the gradients for the numbers of different ranks would not be averaged.
+    the gradients for the numbers of different ranks would not be averaged. Raise before the first
+    number is drawn, so that the function can run again with full tensors.
     """
-    if training and isinstance(input, FlatShardTensor) and input.requires_grad:
-        input.refuse("the gradient of dropout")
+    tensor = first_sharded(args, kwargs)
+    if tensor.requires_grad:
+        tensor.refuse("the gradient of a function with random numbers")
     return NotImplemented
 
 
-ABOVE_AUTOGRAD.update(dict.fromkeys((nn.functional.dropout, torch.dropout), _dropout))
+_DRAWING = "dropout alpha_dropout feature_dropout feature_alpha_dropout gumbel_softmax".split()
+for _module in (nn.functional, torch):
+    _functions = (getattr(_module, name, None) for name in _DRAWING)
+    ABOVE_AUTOGRAD.update(dict.fromkeys(filter(None, _functions), _refuse_draws))
 
 _DRAWS = """normal_ uniform_ bernoulli_ random_ log_normal_ cauchy_ exponential_ bernoulli
     rand_like randn_like""".split()

@@ -31,6 +31,7 @@ from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.process_groups import as_bytes
+from flatshard.options.extras import default_extra
 from flatshard.plan.layout import Box, boxes_of
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
@@ -65,7 +66,6 @@ def untraced(function: Callable[..., Any]) -> Any:
 # The functions that implement torch's operators for sharded tensors, keyed by operator name. A
 # handler is called as ``handler(func, args, kwargs)``. ``elementwise_ops`` adds handlers of
 # operators without communication. ``reduction_ops`` adds handlers of operators with a collective.
-# The key "collective" stands for all collectives that the user's program calls on a sharded tensor.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # Replacements of torch functions that autograd would differentiate wrongly, keyed by the torch
 # function. If a replacement returns NotImplemented, the torch function itself is called.
@@ -75,6 +75,7 @@ ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # set by users, and must be kept when the parameter is sharded or copied.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
+_COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
 
 # Gradients in ``.grad`` before their reduction over all ranks, mapped to the name of the unit. A
@@ -103,11 +104,14 @@ class Origin:
         is_parameter: whether the tensor is a parameter. All ranks write the same tensors into a
             parameter, so the ranks' ranges always are parts of the same full tensor.
         is_drawn: whether the values were computed from random numbers of this rank's generator.
+        num_writes: number of in-place operations on the tensor. Ranks that wrote different values
+            under ``if rank == 0:`` have different numbers.
     """
 
     digest: int | None = None
     is_parameter: bool = False
     is_drawn: bool = False
+    num_writes: int = 0
     # Users' tensors with the same memory, from `p.data` for example, keyed by id. An assignment to
     # `p.data` must not change these tensors.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
@@ -117,6 +121,7 @@ class Origin:
 
         ``digest``: digest of the operation's result, see ``digest_of``.
         """
+        self.num_writes += 1
         if digest is not None or not self.is_parameter:
             self.digest = digest
 
@@ -313,6 +318,18 @@ class FlatShardTensor(torch.Tensor):
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
 
+    # Override ``dtype`` to see a collective with a list of tensors (``dist.scatter(x, [p, p])``).
+    # Neither ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists, but
+    # torch.distributed compares the dtypes of the tensors before the collective.
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of the elements, as ``Tensor.dtype`` of a plain tensor."""
+        caller = sys._getframe(1)
+        if caller.f_code is _COMPARES_DTYPES:
+            name = caller.f_back.f_code.co_name  # type: ignore[union-attr]
+            collective(getattr(torch.distributed, name), (self,), {})
+        return self.local.dtype
+
     # Override ``grad`` to bypass ``__torch_function__``, which is slow: clipping and zero_grad()
     # access ``grad`` of each parameter in each step.
     @property
@@ -471,7 +488,7 @@ class FlatShardTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if is_collective(func):
-            return HANDLERS["collective"](func, args, kwargs)
+            return collective(func, args, kwargs)
         try:
             if func.__name__ not in ATTRIBUTES and torch.is_grad_enabled() and is_counted():
                 refuse_counted(func, first_sharded(args, kwargs).spec)
@@ -503,7 +520,7 @@ class FlatShardTensor(torch.Tensor):
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
-            handler = HANDLERS["collective"]
+            handler = collective
         if handler is None or (kwargs and func._schema.is_mutable and _has_out(kwargs)):
             first_sharded(args, kwargs).refuse(func._schema.name)
         return handler(func, args, kwargs)
@@ -521,6 +538,17 @@ def _has_out(given: dict[str, Any]) -> bool:
 def is_collective(func: Any) -> bool:
     """Whether torch.distributed defines the function or operator, which is then a collective."""
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
+
+
+def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Handle a collective that the user's program calls on a sharded tensor.
+
+    Raises RuntimeError, except for an all-reduce with the same full tensor on all ranks.
+    """
+    own_collectives = default_extra("own_collectives")
+    if own_collectives is None:
+        first_sharded(args, kwargs).refuse(func.__name__)
+    own_collectives.collective(func, args, kwargs)
 
 
 def wrote(values: Sequence[Any]) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.plan.module_tree import unit_text
+from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective, untraced
 
@@ -163,6 +164,16 @@ class GatheredView(Tensor):
         if before != [tensor._version for tensor in plain.values()]:
             raise _lost(func, views[0])
         return as_views(result, plain.values(), views[0].parameter)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator that C++ code calls, such as a method of a ``ProcessGroup``."""
+        if is_collective(func) or (func._schema.is_mutable and isinstance(args[0], GatheredView)):
+            raise _lost(func, next(t for t in tensors_in(args, depth=0) if type(t) is GatheredView))
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs or {})
 
 
 def _lost(func: Any, view: GatheredView) -> RuntimeError:

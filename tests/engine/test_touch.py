@@ -532,12 +532,64 @@ def _noise(rank: int, world: int, way: str) -> None:
     assert not torch.equal(weight.full_tensor(), before)
     with _quiet():
         (model(_batch(0, rank)).mean() + weight.pow(2).sum()).backward()
+    # The same generator on all ranks: the ranges are parts of one tensor, which has a norm.
+    torch.manual_seed(5)
+    noise = torch.randn_like(weight)
+    torch.manual_seed(5)
+    expected = torch.randn(D, D, dtype=weight.dtype).norm()
+    torch.testing.assert_close(noise.norm(), expected)
+    # Otherwise each rank would add up its own numbers for its own range.
+    torch.manual_seed(rank)
+    for value in (
+        torch.rand_like(weight),
+        F.dropout(weight.detach()),
+        weight.data - _apart_on(rank),
+    ):
+        with pytest.raises(CollectiveError, match=r"different collectives"):
+            (2 * value).norm()
+
+
+def _apart_on(rank: int) -> Tensor:
+    """A tensor that differs between ranks."""
+    return torch.full((D, D), 1.0 + rank).double()
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])  # under NO_SHARD each rank draws all of it
 def test_noise_outside_of_forward_in_a_loss(way: str) -> None:
     """Each element had one rank's noise; under DDP it has the mean over ranks, by the gradients."""
     run_ranks(_noise, 2, way)
+
+
+DIFFERING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mul": lambda m, x: (x.mean(0) * m.child.weight).sum(),
+    "number": lambda m, x: (m.child.weight * x.mean()).pow(2).sum(),
+    "where": lambda m, x: torch.where(x[0] > 0, m.child.bias, 0.0).sum(),
+    "foreach": lambda m, x: sum(
+        t.sum() for t in torch._foreach_mul([m.child.bias, m.other.bias], [x[0], x[1]])
+    ),
+    "normal": lambda m, x: (torch.normal(m.child.weight.detach(), 1.0) * m.child.weight).sum(),
+    "gumbel": lambda m, x: F.gumbel_softmax(m.child.weight).pow(2).sum(),
+    "alpha dropout": lambda m, x: F.alpha_dropout(m.child.weight, 0.5, True).pow(2).sum(),
+}
+
+
+def _differing(rank: int, world: int) -> None:
+    for name, penalty in DIFFERING.items():
+
+        def loss(
+            model: Any, x: Tensor, penalty: Callable[[Any, Tensor], Tensor] = penalty
+        ) -> Tensor:
+            result = model(x).pow(2).mean()
+            torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
+            return result + penalty(model, x)
+
+        with naming(name):
+            _compare(rank, world, "full", lambda: Parent(_again), loss)
+
+
+def test_what_differs_between_ranks_in_a_loss() -> None:
+    """Each element of the parameter had the gradient of one rank's batch, not the ranks' mean."""
+    run_ranks(_differing, 2)
 
 
 def _penalties(rank: int, world: int) -> None:

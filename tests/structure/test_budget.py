@@ -11,9 +11,9 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 17_455,
+    "code_lines": 17_510,
     "core_lines": 10_925,
-    "modules": 127,
+    "modules": 128,
     "strict_zips_in_core": 34,
 }
 

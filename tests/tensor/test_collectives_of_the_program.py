@@ -246,7 +246,7 @@ def _refused(rank: int, world_size: int) -> None:
                 dist.all_reduce(tensor)
         assert_same(model, before, 0.0, 0.0)
         param.mul_(rank + 1.0)
-        with pytest.raises(RuntimeError, match=r"the ranks have computed differently"):
+        with pytest.raises(RuntimeError, match=r"the ranks have computed or written differently"):
             dist.all_reduce(param.data)
 
 
@@ -477,15 +477,49 @@ def _nested_lists(rank: int, world_size: int) -> None:
     groups = [dist.new_group([each]) for each in range(world_size)]
     model = ShardedWrapper(nn.Linear(8, 8))
     weight, alone = model.module.weight, groups[rank]
-    other = torch.zeros(8, 8)
+    other, before = torch.zeros(8, 8), weight.full_tensor()
     calls: list[Callable[[], object]] = [
         lambda: dist.scatter(other, [weight], rank, alone),
-        lambda: alone.scatter([other], [[weight]]).wait(),
-        lambda: alone.reduce_scatter([other], [[weight]]).wait(),
+        lambda: dist.gather(other, [weight], rank, alone),
+        lambda: dist.all_gather([weight], other, alone),
+        lambda: dist.reduce_scatter(other, [weight], group=alone),
+        lambda: dist.all_to_all([other], [weight], alone),
+        lambda: dist.all_to_all([weight], [other], alone),
     ]
     for number, call in enumerate(calls):
-        with naming(number), pytest.raises(RuntimeError, match=r"data pointer|'weight'"):
+        with naming(number), pytest.raises(RuntimeError, match=r"'weight'.*FS-COLLECTIVE"):
             call()
+    for call in (
+        lambda: alone.scatter([other], [[weight]]).wait(),
+        lambda: alone.reduce_scatter([other], [[weight]]).wait(),
+    ):
+        with pytest.raises(RuntimeError, match=r"data pointer|'weight'"):
+            call()
+    assert weight.dtype is torch.float32
+    # Views of a copy, which only `__torch_dispatch__` sees there; the write was lost.
+    with allow_warnings(UserWarning), torch.no_grad():
+        for call in (
+            lambda: alone.allreduce([weight.data[0]]).wait(),
+            lambda: alone.alltoall([weight.data[0]], [other[0]]).wait(),
+            lambda: dist.all_to_all([weight.data[0]], [other[0]], alone),
+        ):
+            with pytest.raises(RuntimeError, match=r"'weight'.* writes to a view"):
+                call()
+        assert torch.equal(weight.data[0], before[0])
+    assert torch.equal(weight.full_tensor(), before)
+
+
+def test_written_on_one_rank() -> None:
+    """All ranks' ranges were scaled, and were parts of different tensors."""
+    run_ranks(_written_on_one, 2)
+
+
+def _written_on_one(rank: int, world_size: int) -> None:
+    weight = ShardedWrapper(nn.Linear(8, 8)).module.weight
+    if rank == 1:
+        weight.data.copy_(torch.ones(8, 8))
+    with pytest.raises(RuntimeError, match=r"written differently.*FS-COLLECTIVE"):
+        dist.all_reduce(weight.data)
 
 
 def test_operators_that_write() -> None:
