@@ -178,9 +178,7 @@ def checksum(tensor: Tensor) -> Checksum:
     """
     if tensor.numel() == 0:
         return (0, 0)
-    data = as_bytes(tensor.detach().contiguous())
-    is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
-    words = data.view(torch.int64) if is_wide else data
+    words = _words(tensor)
     # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of the
     # columns' sums, each multiplied by the column's number. The second result is the same for the
     # rows. Words that do not fill a row are added separately.
@@ -191,3 +189,19 @@ def checksum(tensor: Tensor) -> Checksum:
         for sums in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest)
     )
     return (columns + last, rows + int(rest.sum()))
+
+
+def sample(tensor: Tensor) -> list[int]:
+    """Return a few values from all parts of a tensor's memory, to notice later that it was written.
+
+    Takes a few microseconds. Empty on accelerators, where a read would wait for the device.
+    """
+    words = _words(tensor) if tensor.is_cpu else torch.empty(0)
+    return words[:: words.numel() // 32 + 1].tolist()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor as int64, or as bytes if that is impossible, 1-D."""
+    data = as_bytes(tensor.detach().contiguous())
+    is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
+    return data.view(torch.int64) if is_wide else data

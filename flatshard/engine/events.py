@@ -123,12 +123,7 @@ class Observers:
         return next((one for one in self.all if isinstance(one, kind)), None)
 
     def span(
-        self,
-        kind: Kind,
-        unit: Unit | None = None,
-        *,
-        purpose: str | None = None,
-        ends: bool = True,
+        self, kind: Kind, unit: Unit | None = None, *, purpose: str | None = None, ends: bool = True
     ) -> AbstractContextManager[object]:
         """Return a context manager that marks a range of time, for observers and torch's profiler.
 

@@ -6,21 +6,25 @@ changed address shows that the forward assigned a tensor to ``p.data``. But a wr
 parameters are compared with their values before the forward.
 
 [Note: which forwards]
-A comparison reads the unsharded buffer twice, which takes some percent of a step's time. So most
-units are compared only in the 1st, 2nd, 10th, 100th, ... forward; forwards with and without
-gradients are counted separately. The 2nd forward is compared because the first update of a momentum
-encoder may change nothing. After the first edit is found, every unit is compared in every forward.
-Frozen parameters that were written after the unit's first forward are also compared in every
-forward: such parameters probably belong to a momentum encoder, and the program may run the
-encoder's update inside of the forward in any step.
+A comparison of all values reads the unsharded buffer twice, which takes some percent of a step's
+time. So all values of most units are compared only in the 1st, 2nd, 10th, 100th, ... forward;
+forwards with and without gradients are counted separately. The 2nd forward is compared because the
+first update of a momentum encoder may change nothing. In the other forwards, only 32 values of each
+flat parameter are compared, which shows updates of all values. On accelerators the other forwards
+compare nothing, because a read would wait for the device. After the first edit is found, all values
+of every unit are compared in every forward. All values of frozen parameters that were written after
+the unit's first forward are also compared in every forward: such parameters probably belong to a
+momentum encoder, and the program may run the encoder's update inside of the forward in any step.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Callable
 
-from flatshard.comm.consistency import Checksum, checksum
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.consistency import checksum, sample
 from flatshard.engine.handle import FlatParamHandle, Place
 from flatshard.engine.unit import Unit
 from flatshard.plan.layout import view_of
@@ -32,9 +36,9 @@ class ForwardEdits:
 
     def __init__(self) -> None:
         # For each flat parameter, the state of the unsharded buffer at the beginning of the unit's
-        # latest forward: the version, and a checksum of the values. The checksum is None if the
-        # values are not compared after this forward.
-        self._before: dict[FlatParamHandle, tuple[int, Checksum | None]] = {}
+        # latest forward: the version, the function that reads the values (`checksum` or `sample`),
+        # and the function's result.
+        self._before: dict[FlatParamHandle, tuple[int, Callable[[Tensor], object], object]] = {}
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the first forward of the unit.
@@ -59,18 +63,16 @@ class ForwardEdits:
                 is_written = not unit.num_trainable[handle] and (
                     self._frozen.setdefault(handle, handle.version) != handle.version
                 )
-                is_compared = compares or is_written
-                compared = checksum(handle.buffer) if is_compared else None
-                self._before[handle] = handle.buffer._version, compared
+                look = checksum if compares or is_written else sample
+                self._before[handle] = handle.buffer._version, look, look(handle.buffer)
 
     def check(self, unit: Unit, module: nn.Module) -> None:
         """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters."""
         for handle in unit.handles:
             if handle not in self._before or handle.is_aliased:
                 continue
-            version, compared = self._before[handle]
-            is_same = compared is None or compared == checksum(handle.buffer)
-            if handle.buffer._version != version or not is_same:
+            version, look, before = self._before[handle]
+            if handle.buffer._version != version or look(handle.buffer) != before:
                 self._was_edited = True
                 raise _edited(handle)
             places = self._places.get((handle, module))

@@ -45,11 +45,7 @@ class UnitHooks:
                     param.connect(partial(self._grad_hook, handle))
 
     def copy_into(
-        self,
-        memo: dict[int, Any],
-        twin: UnitHooks,
-        unit: Unit,
-        handles: Iterable[FlatParamHandle],
+        self, memo: dict[int, Any], twin: UnitHooks, unit: Unit, handles: Iterable[FlatParamHandle]
     ) -> None:
         """Copy this object's unit into ``unit``, and connect ``unit`` to ``twin``.
 

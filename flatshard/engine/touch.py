@@ -34,7 +34,7 @@ from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_counted, sharded_in
-from flatshard.tensor.unsharded import as_views, gathered
+from flatshard.tensor.unsharded import as_views, gathered, states
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
@@ -102,10 +102,10 @@ class Touch(ParamOwner):
             tensor.spec.refuse_part(name)
 
         def call(full_of: dict[int, Tensor]) -> Any:
-            before = [full._version for full in full_of.values()]
+            before = states(func, full_of.values())
             args, kwargs = pytree.tree_unflatten([full_of.get(id(t), t) for t in leaves], tree)
             result = func(*args, **kwargs)
-            if before != [full._version for full in full_of.values()]:
+            if before != states(func, full_of.values()):
                 sharded[0].spec.refuse(f"{name}, which writes to it,")
             return result
 

@@ -229,11 +229,7 @@ class PooledBuffer(BufferMemory):
     # shard, and are dropped when the unit is resharded.
 
     def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        own: range = range(0),
-        target: OffloadTarget = DEVICE,
+        self, numel: int, dtype: torch.dtype, own: range = range(0), target: OffloadTarget = DEVICE
     ) -> None:
         """Reserve the addresses of the buffer, and make the file of this rank's shard, if any.
 

@@ -293,10 +293,7 @@ class BucketStepper(Stepper):
         return optimizer
 
     def swap_in(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[dict[str, Any]],
-        stepped: Collection[int] = (),
+        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], stepped: Collection[int] = ()
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move state to the buckets.
 

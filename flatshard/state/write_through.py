@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatshard.comm.consistency import sample
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
@@ -26,11 +27,12 @@ class _Given:
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
-    version: int  # version counter of `copy` when `copy` and the shard last had equal values
+    # State of `copy` when `copy` and the shard last had equal values, see `_state`.
+    state: tuple[int, list[int]]
     unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
-    shard: tuple[Any, ...]  # identity and version that the shard had at the time of `version`
+    shard: tuple[Any, ...]  # identity and version that the shard had at the time of `state`
 
 
 class WriteThrough:
@@ -57,7 +59,7 @@ class WriteThrough:
         with torch.inference_mode(False):
             copy = full.detach()
         self.given[id(user)] = _Given(
-            user, copy, copy._version, unit, handle, param, _identity(handle)
+            user, copy, _state(copy), unit, handle, param, _identity(handle)
         )
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
@@ -87,11 +89,10 @@ class WriteThrough:
             )
 
     def _take_over(self, given: _Given) -> None:
-        # An unchanged version means that the user wrote nothing: writes under no_grad increase the
-        # version, too.
-        if given.copy._version == given.version:
+        state = _state(given.copy)
+        if state == given.state:
             return
-        given.version = given.copy._version
+        given.state = state
         handle, param, before = given.handle, given.param, given.shard
         if before != _identity(handle):
             self.lost = param.name
@@ -104,6 +105,13 @@ class WriteThrough:
         for other in self.given.values():
             if other.handle is handle and other.shard == before:
                 other.shard = after
+
+
+def _state(copy: Tensor) -> tuple[int, list[int]]:
+    """Return the version counter and some values, by which a user's write shows."""
+    # Writes under no_grad increase the version, too. But the program's own collectives
+    # (``dist.all_reduce(value)``) do not: they show in the values.
+    return copy._version, sample(copy)
 
 
 def _identity(handle: FlatParamHandle) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard.comm.consistency import checksum
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import ShardSpec
@@ -156,13 +157,15 @@ class GatheredView(Tensor):
             # has written.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
-        before = [tensor._version for tensor in plain.values()]
+        before = states(func, plain.values())
         if is_collective(func):  # a collective may write without a change of the version counter
             raise _lost(func, views[0])
         args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
         result = func(*args, **kwargs)
-        if before != [tensor._version for tensor in plain.values()]:
+        if before != states(func, plain.values()):
             raise _lost(func, views[0])
+        if func is Tensor.numpy:
+            result.flags.writeable = False
         return as_views(result, plain.values(), views[0].parameter)
 
     @classmethod
@@ -174,6 +177,15 @@ class GatheredView(Tensor):
             raise _lost(func, next(t for t in tensors_in(args, depth=0) if type(t) is GatheredView))
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs or {})
+
+
+def states(func: Any, tensors: Iterable[Tensor]) -> list[object]:
+    """Return the state of each tensor, by which a write of the function ``func`` shows."""
+    # Some operators of torch write without a change of the version counter: batch norm to its
+    # running statistics, and a randomised ReLU to its noise.
+    if any(part in func.__name__ for part in ("batch_norm", "rrelu")):
+        return [checksum(tensor) for tensor in tensors]
+    return [tensor._version for tensor in tensors]
 
 
 def _lost(func: Any, view: GatheredView) -> RuntimeError:

@@ -337,6 +337,20 @@ def _writes(rank: int, world: int) -> None:
             with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
                 edit(sharded.child.weight)
         assert_same_state(snapshot(sharded), before, 0.0, 0.0)
+        statistics: list[Callable[[Any], object]] = [  # written without a new version
+            lambda m: F.batch_norm(x, m.child.bias, m.other.bias, training=True),
+            lambda m: F.batch_norm(x, m.child.weight.data[0], m.other.bias.data, training=True),
+            lambda m: torch.ops.aten.rrelu_with_noise(x[0], m.child.bias, training=True),
+        ]
+        x = _batch(0, 0)
+        for edit in statistics:
+            with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
+                edit(sharded)
+            inside = _wrap(Parent(lambda m, x, edit=edit: edit(m) and m.child(x)), "full")
+            with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
+                inside(x)
+        with pytest.raises(ValueError, match="read-only"):
+            sharded.child.weight.data[0].numpy().fill(0)
         for use in (edit_in_forward, edit_alias_in_forward, replace_in_forward):
             changed = _wrap(Parent(use), "full")
             with pytest.raises(RuntimeError, match=r"edit|replaced"):

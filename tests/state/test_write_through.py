@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
@@ -73,6 +74,29 @@ def _moving_averages(rank: int, world_size: int) -> None:
                 with torch.no_grad():
                     x = torch.ones(1, 7, dtype=torch.float64)
                     torch.testing.assert_close(averages[0](x), averages[1](x))
+
+
+def test_collectives_of_the_program() -> None:
+    """They write without a change of the version counter, and their result was lost."""
+    run_ranks(_communicates, 3)
+
+
+def _communicates(rank: int, world_size: int) -> None:
+    for way in BASIC:
+        with naming(way):
+            sharded, plain = pair(rank, world_size, way)
+            for value in sharded.model.state_dict().values():
+                dist.all_reduce(value)
+            for value in plain.model.state_dict().values():
+                value.mul_(world_size)
+            sharded.train(0, 2), plain.train(0, 2)
+            state = sharded.model.state_dict()
+            if rank == 0:
+                state["fc1.weight"].fill_(0.5)
+            dist.broadcast(state["fc1.weight"], 0)
+            plain.model.state_dict()["fc1.weight"].fill_(0.5)
+            sharded.train(2, 4), plain.train(2, 4)
+            assert_same(sharded.model, plain.model, 1e-12)
 
 
 def test_of_a_model_that_trains() -> None:
