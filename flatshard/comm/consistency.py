@@ -7,7 +7,7 @@ ranks would wait for this rank in the next collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ _COLUMNS = 1 << 10  # number of columns of the table in `checksum`
 
 
 def check_same_model(
-    named: Iterable[tuple[str, Tensor]],
+    tensors: Mapping[str, Tensor],
     settings: str,
     units: Iterable[str],
     ignored: Iterable[str],
@@ -40,8 +40,8 @@ def check_same_model(
     Collective: all ranks of ``comm``.
 
     Args:
-        named: pairs of name and tensor, for the parameters and buffers. Ranks compare names,
-            shapes, dtypes and ``requires_grad``, and for parameters also the memory format.
+        tensors: the parameters and buffers, keyed by name. Ranks compare names, shapes, dtypes and
+            ``requires_grad``, and for parameters also the memory format.
         settings: text with all settings of the wrapper, separated by ``", "``.
         units: descriptions of the units.
         ignored: names of the tensors of ignored modules. Ranks compare only the names.
@@ -55,9 +55,9 @@ def check_same_model(
     # compare the order.
     facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
     facts["the list of ignored tensors"] = repr(list(ignored))
-    tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
-    facts |= {f"tensor {number}": described for number, described in enumerate(tensors)}
-    facts |= {f"unit {number}": described for number, described in enumerate(units)}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        facts[f"tensor {number}"] = f"{name!r} ({_describe(tensor)})"
+    facts |= {f"unit {number}": unit for number, unit in enumerate(units)}
     remedy = "Every rank must wrap the same modules in the same order with the same settings."
     differ = "the ranks build different models. First difference"
     agreed(lambda: (True, facts), [comm], "ShardedWrapper", remedy, differ=differ)

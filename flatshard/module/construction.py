@@ -1,4 +1,16 @@
-"""``wrap`` carries out a ``ModelPlan``: makes the units, and puts wrappers around their modules."""
+"""``wrap`` carries out a ``ModelPlan``: makes the units, and puts wrappers around their modules.
+
+In this order:
+
+1. Ranks compare their plans, and create the process groups of the strategies.
+2. Each unit is laid out: which range of a flat parameter each rank holds. Disk space is reserved.
+3. Ranks decide whose values count. Buffers move to the device.
+4. Each unit is made: its parameters become shards, and wrappers take the place of its modules.
+5. Parameters and buffers on the meta device get values.
+6. The groups' transports connect, and the model's run starts: the state of its steps. Rank 0 warns.
+
+Until the buffers move, an error leaves the module unchanged.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +36,7 @@ from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
 from flatshard.plan.ignored import Ignored
-from flatshard.plan.module_proxy import ModuleProxy, put_in_place
-from flatshard.plan.policies import explain_no_match
+from flatshard.plan.module_proxy import ModuleProxy, put_in_place, replace_children
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import OriginalParam
 
@@ -69,7 +80,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     move_buffers(plan, initial_values)
     is_first = plan.settings.ranks.world.rank == 0
     # Collect the warnings before units change the module: the checks read the user's own module.
-    messages = [*notes, *_warnings(plan)] if is_first else []
+    messages = [*notes, *unit_report.plan_warnings(plan)] if is_first else []
     units = _make_units(plan, root, kind, initial_values, offload)
     handles = [handle for unit in units for handle in unit.handles]
     if meta_init is not None:
@@ -96,22 +107,22 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 
 def _compare(plan: ModelPlan) -> None:
     """Compare the plan between ranks, and create the strategies' process groups. Collective."""
-    settings, ranks = plan.settings, plan.settings.ranks
+    ranks = plan.settings.ranks
     # Compare plans before any other collective: ranks with different plans would call different
     # collectives and deadlock.
     if ranks.world.size > 1:
-        described = f"{settings.describe()}{plan.precision.describe()}"
-        units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
+        described = f"{plan.settings.describe()}{plan.precision.describe()}"
+        units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
         # For units that were wrapped before this call, compare only the strategy and the sizes:
         # ranks may hold different experts at the same place in the model.
-        units += [one.summary() for one in shardings_in(plan.module)]
-        named = [*plan.params(), *plan.buffers()]
-        consistency.check_same_model(named, described, units, plan.ignored.names, ranks.world)
+        units += [sharding.summary() for sharding in plan.shardings]
+        tensors = plan.params | plan.buffers
+        consistency.check_same_model(tensors, described, units, plan.ignored.names, ranks.world)
     # `resolve` creates the process groups of a strategy, which is collective. So create the groups
     # only after the comparison above, when all ranks have the same strategies.
-    for unit_settings in plan.settings_of.values():
-        ranks.resolve(unit_settings.placement)
-    if any(hasattr(param, "tensor_parallel") for _, param in plan.params()):
+    for settings in plan.settings_of.values():
+        ranks.resolve(settings.placement)
+    if any(hasattr(param, "tensor_parallel") for param in plan.params.values()):
         extra("tensor_parallel", _A_DTENSOR).check_units(plan.units)
 
 
@@ -122,14 +133,17 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
     causes too much padding.
     """
     offload, targets = plan.settings.offload, OffloadTargets()
-    layouts_of = [unit.lay_out(unit.settings.topology.shard.size) for unit in plan.units]
+    for planned in plan.units:
+        planned.lay_out(planned.settings.topology.shard.size)
     error: Exception | None = None
     try:
         targets = OffloadTargets.find(offload, plan.settings.device)
-        for unit, layouts in zip(plan.units, layouts_of, strict=True):
-            numels = [(kind, one.shard_numel) for kind, one in layouts.items()]
-            nbytes = [n * kind.dtype.itemsize * (1 + kind.requires_grad) for kind, n in numels]
-            targets.reserve(unit.name, nbytes)
+        for planned in plan.units:
+            nbytes = [
+                layout.shard_numel * kind.dtype.itemsize * (1 + kind.requires_grad)
+                for kind, layout in planned.layouts.items()
+            ]
+            targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
     # An offload to disk may fail on only some ranks, so all ranks raise the error together.
@@ -158,7 +172,7 @@ def _make_units(
                 wrappers[member.module] = wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
         units.append(_make_unit(plan, planned, wrappers, initial_values, offload))
-    _replace_children(plan.module, wrappers)
+    replace_children(plan.module, wrappers)
     return [units[-1], *units[:-1]]
 
 
@@ -175,7 +189,6 @@ def _make_unit(
     """
     settings, precision = planned.settings, plan.precision
     topology = settings.topology
-    modules = [member.module for member in planned.members]
     handles = []
     for kind, infos in planned.flat_params.items():
         layout = planned.layouts[kind]
@@ -187,7 +200,7 @@ def _make_unit(
         options = HandleOptions(topology, offload, kind.precision, kind.apart != 0)
         handles.append(FlatParamHandle(params, planned.name, options, layout, shard))
     unit = Unit(
-        {module: precision.of_unit(module, settings.precision) for module in modules},
+        {one.module: precision.of_unit(one.module, settings.precision) for one in planned.members},
         planned.names,
         placement=settings.placement,
         topology=topology,
@@ -199,61 +212,7 @@ def _make_unit(
         module, wrapper = member.module, wrappers[member.module]
         surround(hooks, module)
         put_in_place(wrapper, module)
-        ignored = plan.ignored.within(module)
         wrapper.__dict__["_sharding"] = Sharding(
-            wrapper, unit, hooks, state_dict, settings, ignored, member.reason
+            wrapper, unit, hooks, state_dict, settings, plan.ignored.within(module), member.reason
         )
     return unit
-
-
-def _warnings(plan: ModelPlan) -> list[str]:
-    """Return warnings for rank 0: settings without effect, and units that are slow or large."""
-    module, settings, ignored = plan.module, plan.settings, plan.ignored
-    found = plan.precision.warnings()
-    # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
-    if settings.policy not in (None, "auto") and not plan.chosen:
-        found.append(explain_no_match(module, settings.policy, ignored))
-    if module in ignored.modules:
-        found.append(
-            "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
-            "Leave the module out of ignored_modules and ignored_states."
-        )
-    units = [member.module for member in plan.chosen]
-    units += [sharding.wrapper.module for sharding in shardings_in(module)]
-    if plan.divergent and module not in plan.divergent and plan.divergent.isdisjoint(units):
-        found.append(
-            "allow_divergence has no effect, because none of its modules is a unit: the modules "
-            "around them all-gather their parameters. Make these modules units (auto_wrap_policy)."
-        )
-    if ignored.is_elsewhere:
-        found.append(
-            "ignored_modules, ignored_states: none of these is in the wrapped "
-            f"{type(module).__name__}, so they have no effect. Pass modules of the wrapped model."
-        )
-    if isinstance(module, ModuleProxy):
-        found.append(
-            f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
-            "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once, "
-            "with all settings."
-        )
-    if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
-        found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
-    # Read the topology (the process groups of a strategy) from the root unit, not from `settings`,
-    # the settings of the whole model. With `allow_divergence=True`, ranks may skip any unit, which
-    # changes the placement of every unit, so no unit has created the groups for the placement in
-    # `settings`. Then `settings.topology` would create these groups, which is collective. But this
-    # function runs only on rank 0, so rank 0 would wait forever.
-    is_sharded = plan.units[-1].settings.topology.shard.size > 1
-    if settings.policy is None and is_sharded and not shardings_in(module):
-        found += unit_report.one_unit_warning(module, ignored)
-    return found
-
-
-def _replace_children(root: nn.Module, wrappers: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Put each wrapper where its module was. Several parents may share the module."""
-    for parent in list(root.modules()):
-        if isinstance(parent, ModuleProxy):
-            continue
-        for name, child in parent._modules.items():
-            if child is not None and child in wrappers:
-                parent._modules[name] = wrappers[child]

@@ -17,7 +17,6 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.module.model_plan import ModelPlan
-from flatshard.plan.ignored import places_in
 from flatshard.plan.layout import part_of
 from flatshard.tensor.flat_parameter import OriginalParam
 
@@ -97,14 +96,14 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     on the meta device have no values, and must be initialised. Collective: all ranks.
     """
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
-    named = [*plan.params(), *plan.buffers()]
+    tensors = plan.params | plan.buffers
     # With ``sync_module_states=True``, all ranks take rank 0's values in any case. Then save the
     # time for checksums, and compare only which tensors are on the meta device.
     mine = [
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor.detach())
-        for _, tensor in named
+        for tensor in tensors.values()
     ]
-    different = names_of_different([name for name, _ in named], mine, world)
+    different = names_of_different(list(tensors), mine, world)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
     marks = bytes(value is None for value in mine)
     # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, only the
@@ -112,7 +111,7 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     marks = everywhere if sends else marks
-    missing = {id(tensor) for (_, tensor), mark in zip(named, marks, strict=True) if mark}
+    missing = {id(tensor) for tensor, mark in zip(tensors.values(), marks, strict=True) if mark}
     different = [] if sync is True else different
     return InitialValues(world, sync, sends, missing, any(everywhere), different)
 
@@ -159,21 +158,17 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
 
     Collective if ``start.sends``: all ranks.
     """
-    for _, buffer in plan.buffers():
-        if not buffer.is_meta and buffer.device != plan.settings.device:
-            buffer.data = buffer.data.to(plan.settings.device)
-    if not start.sends:
-        return
-    others = start.missing.union(plan.left_alone)
-    # New buffers, keyed by the id of the old buffer: several modules may share a buffer, which is
-    # broadcast only once.
+    device = plan.settings.device
+    # New buffers, keyed by the id of the old buffer: several modules may share a buffer.
     received: dict[int, Tensor] = {}
-    for name, module, attribute, buffer in places_in(plan.module):
-        if attribute not in module._buffers or id(buffer) in others:
-            continue
-        if id(buffer) not in received:
-            received[id(buffer)] = take_from_rank_0(buffer, name, start.world, plan.settings.device)
-        module._buffers[attribute] = received[id(buffer)]
+    for name, buffer in plan.buffers.items():
+        if not buffer.is_meta and buffer.device != device:
+            buffer.data = buffer.data.to(device)
+        if start.sends and id(buffer) not in start.missing:
+            received[id(buffer)] = take_from_rank_0(buffer, name, start.world, device)
+    for inner in plan.module.modules() if received else ():
+        for name, old in inner._buffers.items():
+            inner._buffers[name] = received.get(id(old), old)
 
 
 def take_from_rank_0(

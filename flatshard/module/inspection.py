@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.module.sharding import handles_in, shardings_in
+from flatshard.module.sharding import Sharding, sharded_ids, shardings_in
 from flatshard.plan.ignored import Ignored, find_ignored
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.policies import Policy, check_policy
@@ -20,25 +20,28 @@ def read_ignored(
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
     """Find modules and tensors to ignore. Raises if ``policy`` does not fit ``module``."""
-    _check_module(module, policy)
-    nested: dict[nn.Module, Ignored] = {
-        sharding.wrapper: sharding.ignored for sharding in shardings_in(module)
-    }
-    sharded = {id(param) for handle in handles_in(module) for param in handle.sharded}
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
+    if policy is not None:
+        check_policy(policy)
+    shardings = shardings_in(module)
+    _check_wrappers(module, policy, shardings)
+    nested: dict[nn.Module, Ignored] = {one.wrapper: one.ignored for one in shardings}
+    sharded = sharded_ids(shardings)
     return find_ignored(module, ignored_modules, ignored_states, nested=nested, sharded=sharded)
 
 
 def check_tensors(
-    params: Iterable[tuple[str, nn.Parameter]],
-    buffers: Iterable[tuple[str, Tensor]],
-    *,
-    drops_gradients: bool,
+    params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, drops_gradients: bool
 ) -> None:
-    """Raise if parameters cannot be flattened, are on several devices, or would lose gradients."""
+    """Raise if parameters cannot be flattened, are on several devices, or would lose gradients.
+
+    ``params`` and ``buffers`` are keyed by name.
+    """
     first: tuple[str, torch.device] | None = None
-    for name, buffer in buffers:
+    for name, buffer in buffers.items():
         _check_memory(f"buffer {name!r}", buffer)
-    for name, param in params:
+    for name, param in params.items():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
@@ -65,23 +68,22 @@ def check_tensors(
                 f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, but {first[0]!r} "
                 f"is on {str(first[1])!r}. Move the module to one device before wrapping."
             )
+    _check_shares_no_memory(params)
 
 
-def check_shares_no_memory(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError if a trained parameter shares memory with another parameter."""
     placed = []
-    for name, param in params:
+    for name, param in params.items():
         if not (param.is_meta or param.numel() == 0 or param.layout is not torch.strided):
-            last = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
-            start = param.data_ptr()
-            placed.append((start, start + (last + 1) * param.element_size(), name, param))
+            start, nbytes = param.data_ptr(), _extent(param) * param.element_size()
+            placed.append((start, start + nbytes, name, param))
     placed.sort(key=lambda one: one[:2])
     for number, (_, end, name, param) in enumerate(placed):
         for start, _, other_name, other in placed[number + 1 :]:
             if start >= end:
                 break
-            is_trained = param.requires_grad or other.requires_grad
-            if is_trained and _share_elements(param, other):
+            if (param.requires_grad or other.requires_grad) and _share_elements(param, other):
                 raise ValueError(
                     f"ShardedWrapper: parameters {name!r} and {other_name!r} are views of the same "
                     "memory, but would get separate shards. To tie the two weights, assign the "
@@ -96,9 +98,8 @@ def _check_memory(where: str, tensor: Tensor) -> None:
     if kind is None and tensor.layout is not torch.strided:
         kind = f"of layout {tensor.layout}"
     elif kind is None and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
-        places = zip(tensor.shape, tensor.stride(), strict=True)
-        numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
-        if tensor.untyped_storage().nbytes() < numel * tensor.element_size():
+        last = tensor.storage_offset() + _extent(tensor)
+        if tensor.untyped_storage().nbytes() < last * tensor.element_size():
             kind = "freed"  # reading the freed memory would crash the process
     if kind is not None:
         raise TypeError(
@@ -108,10 +109,15 @@ def _check_memory(where: str, tensor: Tensor) -> None:
         )
 
 
-def _share_elements(one: Tensor, other: Tensor) -> bool:
+def _extent(tensor: Tensor) -> int:
+    """Return the number of places for elements from the first element to the last one."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _share_elements(param: Tensor, other: Tensor) -> bool:
     """Whether two tensors, whose ranges of addresses overlap, have an element in common."""
-    unit = min(one.element_size(), other.element_size())
-    start = min(one.data_ptr(), other.data_ptr())
+    unit = min(param.element_size(), other.element_size())
+    start = min(param.data_ptr(), other.data_ptr())
 
     def places(tensor: Tensor) -> Tensor:
         size = tensor.element_size() // unit
@@ -119,21 +125,20 @@ def _share_elements(one: Tensor, other: Tensor) -> bool:
         count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         return torch.arange(count).as_strided(shape, stride) + (tensor.data_ptr() - start) // unit
 
-    return bool(torch.isin(places(one), places(other)).any())
+    return bool(torch.isin(places(param), places(other)).any())
 
 
-def _check_module(module: nn.Module, policy: Policy | None) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
-    if policy is not None:
-        check_policy(policy)
+def _check_wrappers(
+    module: nn.Module, policy: Policy | None, shardings: Sequence[Sharding]
+) -> None:
+    """Raise ValueError if ``module`` contains a wrapper that another wrapper cannot contain."""
     for name, inner in module.named_modules():
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
                 f"ShardedWrapper: module {name or '(root)'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Wrap its .module instead."
             )
-    for sharding in shardings_in(module):
+    for sharding in shardings:
         for extension in sharding.context.extensions:
             if not extension.is_made_anew:
                 raise ValueError(
@@ -146,7 +151,7 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
             raise ValueError(
                 f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
                 f"ShardedWrapper (around a {inner.__class__.__name__}; "
-                f"{len(shardings_in(module))} ShardedWrappers in all). "
+                f"{len(shardings)} ShardedWrappers in all). "
                 "Leave out the policy: then the outer wrapper takes all parameters that are not in "
                 "a unit. Or wrap the model once, with the policy."
             )

@@ -1,29 +1,31 @@
 """``ModelPlan``: a module that is being wrapped, the user's settings, and the units to make.
 
-The constructor of ``ShardedWrapper`` makes the plan, and ``construction.wrap`` only reads the plan.
-Making a plan changes no module and does not communicate, so the model may be on the meta device.
+The constructor of ``ShardedWrapper`` makes the plan, and ``construction.wrap`` only reads the plan:
+the plan lists the module's parameters and buffers, and the wrappers that the module contains
+already. Making a plan changes no module and does not communicate, so the model may be on the meta
+device.
 ``construction`` makes the planned units, and ``memory_plan`` sums up their bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flatshard.module.inspection import check_shares_no_memory, check_tensors
+from flatshard.module.inspection import check_tensors
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import handles_in, modules_apart
+from flatshard.module.sharding import modules_apart, sharded_ids, shardings_in
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 from flatshard.plan.boundary import check_padding, move
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.layout import FlatLayout, memory_order
-from flatshard.plan.module_tree import ParamInfo, find_owners, name_of
-from flatshard.plan.policies import UnitPlan, find_units
+from flatshard.plan.module_tree import ParamInfo, find_owners, find_params, name_of
+from flatshard.plan.policies import ChosenModule, find_units
 from flatshard.precision import PrecisionPlan
 
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency. Joining a
@@ -46,7 +48,7 @@ class FlatParamKind(NamedTuple):
 class PlannedUnit:
     """A unit to make: one module, or several small modules, and the parameters of the unit."""
 
-    members: Sequence[UnitPlan]
+    members: Sequence[ChosenModule]
     settings: Settings
     owned: Sequence[ParamInfo]
     number: int  # index of the unit in `ModelPlan.units`
@@ -57,7 +59,7 @@ class PlannedUnit:
 
     @property
     def names(self) -> list[str]:
-        return [plan.name for plan in self.members]
+        return [member.name for member in self.members]
 
     @property
     def name(self) -> str:
@@ -105,56 +107,52 @@ class ModelPlan:
     ) -> None:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
+        # The shardings of the wrappers that the module contains already, outermost first.
+        self.shardings = shardings_in(module)
         world_size = settings.ranks.world.size
         # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
         # these buffers differ between groups of ranks.
-        apart = modules_apart(module, world_size)
-        left_alone = {id(buffer) for inner in apart for buffer in inner.buffers(recurse=False)}
-        left_alone |= {id(param) for handle in handles_in(module) for param in handle.sharded}
+        apart = modules_apart(self.shardings, world_size)
         # Ids of the tensors that construction neither shards nor synchronises.
-        self.left_alone = left_alone | ignored.ids()
+        self.left_alone = sharded_ids(self.shardings) | ignored.ids()
+        for inner in apart:
+            self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
+        infos = find_params(module, self.left_alone)
+        # The parameters to shard, and the buffers to move to the device and broadcast, by name.
+        self.params = {info.name: info.param for info in infos}
+        named = module.named_buffers()
+        self.buffers = {name: one for name, one in named if id(one) not in self.left_alone}
         if not predicts:
             is_sharded = world_size > 1 and settings.placement.sharded
-            check_tensors(self.params(), self.buffers(), drops_gradients=is_sharded)
-            check_shares_no_memory(self.params())
+            check_tensors(self.params, self.buffers, drops_gradients=is_sharded)
         self.divergent: Set[nn.Module] = frozenset()  # modules that ranks may skip
         if settings.allow_divergence is not False:
             divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
             self.divergent = divergence.find_divergent(module, settings.allow_divergence)
-        self._choose_units()
+        self._choose_units(infos)
 
-    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and tensor of each parameter that will be sharded."""
-        named = self.module.named_parameters()
-        return ((name, param) for name, param in named if id(param) not in self.left_alone)
-
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each buffer that will be moved to the device and broadcast."""
-        named = self.module.named_buffers()
-        return ((name, buffer) for name, buffer in named if id(buffer) not in self.left_alone)
-
-    def _choose_units(self) -> None:
-        module, settings, root = self.module, self.settings, UnitPlan("", self.module)
-        self.chosen: list[UnitPlan] = []  # modules that the policy chose, in order
+    def _choose_units(self, infos: Sequence[ParamInfo]) -> None:
+        module, settings, root = self.module, self.settings, ChosenModule("", self.module)
+        self.chosen: list[ChosenModule] = []  # modules that the policy chose, in order
         if settings.policy is not None:
             self.chosen = find_units(module, settings.policy, self.ignored)
         # For each module that becomes a unit, its settings. The root comes first.
         self.settings_of = {
-            plan.module: settings.override(plan, may_diverge=plan.module in self.divergent)
-            for plan in (root, *self.chosen)
+            member.module: settings.override(member, may_diverge=member.module in self.divergent)
+            for member in (root, *self.chosen)
         }
-        owners = find_owners(module, [plan.module for plan in self.chosen], self.left_alone)
         policies = {inner: settings.precision for inner, settings in self.settings_of.items()}
         precision_plan = PrecisionPlan
         if any(policy.overrides for policy in policies.values()):
             precision_plan = extra("overrides", "MixedPrecision(overrides=...)").OverridesPlan
         self.precision = precision_plan(module, policies, self.left_alone)
+        owned = find_owners(infos, self.settings_of)
         # The units in registration order, the root last.
         self.units: list[PlannedUnit] = []
-        for members in [*self._coalesce(owners), [root]]:
-            self._plan_unit(members, [info for plan in members for info in owners[plan.module]])
+        for members in [*self._coalesce(owned), [root]]:
+            self._plan_unit(members, [info for member in members for info in owned[member.module]])
 
-    def _coalesce(self, owners: Mapping[nn.Module, list[ParamInfo]]) -> list[list[UnitPlan]]:
+    def _coalesce(self, owned: dict[nn.Module, list[ParamInfo]]) -> list[list[ChosenModule]]:
         """Join small neighbouring modules with the same settings and kinds of parameters.
 
         Small all-gathers are latency-bound. Neighbours in a policy's plan mostly run one after the
@@ -162,31 +160,30 @@ class ModelPlan:
         rank needs only a little more memory. Modules that own no parameter do not become units.
         Source: DeepSpeed's ``stage3_module_granularity_threshold`` has the same purpose.
         """
-        plans = [plan for plan in self.chosen if owners[plan.module]]
-        modules = {plan.module for plan in plans}
-        groups: list[list[UnitPlan]] = []
+        found = [member for member in self.chosen if owned[member.module]]
+        modules = {member.module for member in found}
+        groups: list[list[ChosenModule]] = []
         total, last = 0, None
-        for plan in plans:
-            params = [info.param for info in owners[plan.module]]
+        for member in found:
+            module, params = member.module, [info.param for info in owned[member.module]]
             nbytes = sum(param.nbytes for param in params)
             # A unit needs one collective per kind of parameter. So joining two modules would save
             # no collective if their parameters are of different kinds.
             kinds = {(param.dtype, param.requires_grad) for param in params}
             # Do not join a module that contains other units. Joined modules should run one after
             # the other, but the module runs while the units inside the module run.
-            inside = (inner for inner in plan.module.modules() if inner != plan.module)
-            is_around = any(inner in modules for inner in inside)
-            this = None if is_around else (self.settings_of[plan.module], kinds)
+            is_around = any(inner in modules for inner in module.modules() if inner != module)
+            this = None if is_around else (self.settings_of[module], kinds)
             fits = total + nbytes <= self.settings.coalesce_bytes
             if this is not None and this == last and fits:
-                groups[-1].append(plan)
+                groups[-1].append(member)
                 total += nbytes
             else:
-                groups.append([plan])
+                groups.append([member])
                 total, last = nbytes, this
         return groups
 
-    def _plan_unit(self, members: list[UnitPlan], owned: list[ParamInfo]) -> None:
+    def _plan_unit(self, members: list[ChosenModule], owned: list[ParamInfo]) -> None:
         settings = self.settings_of[members[0].module]
         unit = PlannedUnit(members, settings, owned, len(self.units))
         # If the model has other units, give each large parameter of the root a separate flat
@@ -194,8 +191,8 @@ class ModelPlan:
         # compute. The root's remaining gradients are complete only at the end of backward. With
         # boundary="tensor", keep parameters together: each parameter is whole on one rank, and
         # only parameters of one flat parameter are balanced over the ranks.
-        is_around = members[0].module is self.module and bool(self.units)
-        splits = is_around and settings.boundary != "tensor"
+        is_root = members[0].module is self.module
+        splits = is_root and bool(self.units) and settings.boundary != "tensor"
         for info in owned:
             param = info.param
             # The root often owns an embedding and a head. In backward, the head's gradient is

@@ -50,9 +50,11 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
         ValueError: a unit's ranks do not fit the ranks of the outermost unit.
     """
     names: dict[Unit, list[str]] = {}
+    shardings = []
     for name, module in root.wrapper.named_modules():
         if isinstance(module, ModuleProxy):
-            names.setdefault(sharding_of(module).unit, []).append(name)
+            shardings.append(sharding_of(module))
+            names.setdefault(shardings[-1].unit, []).append(name)
     for unit, own_names in names.items():
         unit.rename(own_names, is_root=unit is root.unit)
     # Put the units in registration order, the root last, as a guess of the execution order. The
@@ -61,8 +63,8 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     units = [*rest, first]
     _check_ranks(units)
     settings = root.settings
-    hooks = {one.unit: one.hooks for one in shardings_in(root.wrapper)}
-    root_checks = RootChecks(root)
+    hooks = {one.unit: one.hooks for one in shardings}
+    root_checks = RootChecks(root, modules_apart(shardings, settings.ranks.world.size))
     context = RunContext(
         [hooks[unit] for unit in units],
         root_checks,
@@ -75,7 +77,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     if divergent := [unit for unit in units if unit.may_diverge]:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
-    for one in shardings_in(root.wrapper):
+    for one in shardings:
         one.context, one.state_dict.writes = context, root_checks.writes
         one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size
 
@@ -118,9 +120,9 @@ def _check_ranks(units: Sequence[Unit]) -> None:
 class RootChecks(RootModule):
     """Checks the outermost module before each forward, and lists the buffers to broadcast."""
 
-    def __init__(self, root: Sharding) -> None:
-        self._root, self.writes = root, WriteThrough()
-        self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
+    def __init__(self, root: Sharding, apart: set[nn.Module]) -> None:
+        """Make the checks. ``apart``: the modules that only some of the model's ranks train."""
+        self._root, self._apart, self.writes = root, apart, WriteThrough()
         self._num_registered = -1  # the global `_num_registered` at the last check
         self._modules = list(root.wrapper.modules())
 

@@ -28,7 +28,7 @@ from flatshard.options.strategy import (
 from flatshard.options.transport_options import TransportOptions, check_launch_without_group
 from flatshard.plan.boundary import Boundary, as_boundary
 from flatshard.plan.module_tree import unit_text
-from flatshard.plan.policies import Policy, UnitPlan
+from flatshard.plan.policies import ChosenModule, Policy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
@@ -47,7 +47,7 @@ def as_flags(**given: Any) -> dict[str, bool | None]:
 
 def find_device(
     module: nn.Module,
-    left_alone: Collection[int],  # ids of tensors that are ignored
+    ignored: Collection[int],  # ids of tensors
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
@@ -58,7 +58,7 @@ def find_device(
     """
     if device_id is not None:
         return _read_device(device_id)
-    present = [param for param in module.parameters() if id(param) not in left_alone]
+    present = [param for param in module.parameters() if id(param) not in ignored]
     # Skip tensors on the meta device: all ranks must find the same device, even if only some ranks
     # have their tensors on the meta device.
     devices = [param.device for param in present if not param.is_meta]
@@ -130,17 +130,17 @@ class Settings:
             f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )
 
-    def override(self, plan: UnitPlan, *, may_diverge: bool) -> Settings:
-        """Return these settings, changed by the keywords that the policy gives for a unit.
+    def override(self, member: ChosenModule, *, may_diverge: bool) -> Settings:
+        """Return these settings, changed by the keywords that the policy gives for a module.
 
-        ``may_diverge``: whether ranks may skip the unit, unless the policy's keywords contain
+        ``may_diverge``: whether ranks may skip the module, unless the policy's keywords contain
         ``allow_divergence``.
 
         Raises:
             ValueError: the policy sets a keyword that must be the same for all units of a model.
             NotImplementedError: the unit would all-gather in float8 and keep secondary shards.
         """
-        keywords = dict(plan.overrides)
+        keywords = dict(member.overrides)
         strategy, placement, precision = self.strategy, self.placement, self.precision
         if "sharding_strategy" in keywords or "reshard_after_forward" in keywords:
             strategy, placement = read_strategy(
@@ -155,7 +155,7 @@ class Settings:
             placement = placement.diverging()
         if keywords:
             raise ValueError(
-                f"auto_wrap_policy: for {unit_text(plan.name)} the policy sets "
+                f"auto_wrap_policy: for {unit_text(member.name)} the policy sets "
                 f"{', '.join(sorted(keywords))}. Units of one model can differ only in "
                 "sharding_strategy, reshard_after_forward, allow_divergence, mixed_precision and "
                 "boundary. Pass all other keywords to the outermost wrapper."
@@ -163,7 +163,7 @@ class Settings:
         keeps_secondary = placement.regather_size is not None or placement.over_all
         if precision.gather_dtype is not None and keeps_secondary:
             raise NotImplementedError(
-                f"{unit_text(plan.name)}: mixed_precision: gather_dtype={precision.gather_dtype} "
+                f"{unit_text(member.name)}: mixed_precision: gather_dtype={precision.gather_dtype} "
                 "is not supported with reshard_after_forward=k or HYBRID_SHARD_OP (secondary "
                 "shards are not sent in float8). Leave out gather_dtype, or use FULL_SHARD."
             )

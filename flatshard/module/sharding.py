@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,14 +120,20 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
     return [handle for unit in units_in(module) for handle in unit.handles]
 
 
-def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
-    """Return the modules of units that fewer than ``world_size`` ranks train.
+def sharded_ids(shardings: Iterable[Sharding]) -> set[int]:
+    """Return the ids of the parameters that the units of ``shardings`` own."""
+    handles = [handle for sharding in shardings for handle in sharding.unit.handles]
+    return {id(param) for handle in handles for param in handle.sharded}
+
+
+def modules_apart(shardings: Iterable[Sharding], world_size: int) -> set[nn.Module]:
+    """Return the modules of the ``shardings`` that fewer than ``world_size`` ranks train.
 
     Each group of ranks that trains such a unit has different values in the unit's buffers.
     """
     return {
         inner
-        for sharding in shardings_in(module)
+        for sharding in shardings
         if sharding.settings.ranks.world.size < world_size
         for inner in sharding.wrapper.modules()
     }

@@ -1,20 +1,15 @@
-"""``report`` tabulates a model's units; ``one_unit_warning`` warns if units are missing."""
+"""``report`` tabulates a model's units; ``plan_warnings`` warns of settings without effect."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torch import nn
-
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.optimizer import stepper
-from flatshard.plan.auto_wrap import AutoUnits
-from flatshard.plan.ignored import NOTHING, Ignored
-from flatshard.plan.module_tree import ModuleTree, numel
-
-# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
-LARGE_MODEL_NUMEL = 10_000_000
+from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.policies import explain_no_match, one_unit_warning
 
 _HEADER = (
     *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
@@ -104,17 +99,44 @@ def show_bytes(count: int) -> str:
 # ------------------------------------------------------------ warnings
 
 
-def one_unit_warning(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
-    """Return a list with a warning if a large model with repeated blocks is a single unit."""
-    # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
-    tree = ModuleTree(module, ignored)
-    size = numel(tree.params(module))
-    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
-    if not blocks:
-        return []
-    return [
-        f"ShardedWrapper: all {size:,} elements of {type(module).__name__} are one unit, so every "
-        f'rank holds the full model during a step. auto_wrap_policy="auto" makes a unit of each '
-        f"of {blocks} repeated blocks, so that about two blocks at a time are unsharded. "
-        "[FS-ONE-UNIT]"
-    ]
+def plan_warnings(plan: ModelPlan) -> list[str]:
+    """Return warnings for rank 0: settings without effect, and units that are slow or large."""
+    module, settings, ignored = plan.module, plan.settings, plan.ignored
+    found = plan.precision.warnings()
+    # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
+    if settings.policy not in (None, "auto") and not plan.chosen:
+        found.append(explain_no_match(module, settings.policy, ignored))
+    if module in ignored.modules:
+        found.append(
+            "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
+            "Leave the module out of ignored_modules and ignored_states."
+        )
+    units = {module, *(member.module for member in plan.chosen)}
+    units.update(sharding.wrapper.module for sharding in plan.shardings)
+    if plan.divergent and plan.divergent.isdisjoint(units):
+        found.append(
+            "allow_divergence has no effect, because none of its modules is a unit: the modules "
+            "around them all-gather their parameters. Make these modules units (auto_wrap_policy)."
+        )
+    if ignored.is_elsewhere:
+        found.append(
+            "ignored_modules, ignored_states: none of these is in the wrapped "
+            f"{type(module).__name__}, so they have no effect. Pass modules of the wrapped model."
+        )
+    if isinstance(module, ModuleProxy):
+        found.append(
+            f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
+            "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once, "
+            "with all settings."
+        )
+    if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
+        found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
+    # Read the topology (the process groups of a strategy) from the root unit, not from `settings`,
+    # the settings of the whole model. With `allow_divergence=True`, ranks may skip any unit, which
+    # changes the placement of every unit, so no unit has created the groups for the placement in
+    # `settings`. Then `settings.topology` would create these groups, which is collective. But this
+    # function runs only on rank 0, so rank 0 would wait forever.
+    num_shards = plan.units[-1].settings.topology.shard.size
+    if settings.policy is None and num_shards > 1 and not plan.shardings:
+        found += one_unit_warning(module, ignored)
+    return found

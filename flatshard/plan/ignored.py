@@ -108,10 +108,10 @@ def find_ignored(
         if id(tensor) in single:
             places.add((inner, attribute))
     ignored = Ignored(
-        frozenset(below for inner in tops for below in inner.modules()).union(
-            *(inner.modules for inner in nested.values())
+        frozenset[nn.Module]().union(
+            *(inner.modules() for inner in tops), *(one.modules for one in nested.values())
         ),
-        frozenset(places).union(*(inner.places for inner in nested.values())),
+        frozenset(places).union(*(one.places for one in nested.values())),
         (*names, *(name for key, name in first_names.items() if key in single)),
         is_elsewhere,
     )
@@ -153,13 +153,13 @@ def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignore
     modules and tensors of each ShardedWrapper in the model.
     """
     below = set(module.modules())
-    for unit, theirs in nested.items():
+    for unit, ignored in nested.items():
         if unit in below:
             raise ValueError(
                 f"ShardedWrapper: module {name!r} cannot be ignored, because it is or contains a "
                 "ShardedWrapper. Ignore only modules that contain no ShardedWrapper."
             )
-        if module in set(unit.modules()) - theirs.modules:
+        if module in set(unit.modules()) - ignored.modules:
             raise ValueError(
                 f"ShardedWrapper: module {name!r} cannot be ignored, because it is in a "
                 "ShardedWrapper inside the model. Let the inner ShardedWrapper ignore the module."

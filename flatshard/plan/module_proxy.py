@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -170,6 +170,16 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
         proxy.__dict__["forward"] = MethodType(forward, proxy)
+
+
+def replace_children(root: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
+    """Put each proxy where its module was. Several parents may share the module."""
+    for module in list(root.modules()):
+        if isinstance(module, ModuleProxy):
+            continue
+        for name, child in module._modules.items():
+            if child is not None and child in proxies:
+                module._modules[name] = proxies[child]
 
 
 def _are_alike(one: Any, other: Any) -> bool:

@@ -44,7 +44,7 @@ class ModuleTree:
     def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.root = root
         self._closed = ignored.modules | _read_by_others(root)
-        self.ignored_params = {p for p in ignored.tensors() if isinstance(p, nn.Parameter)}
+        self.ignored_params = {one for one in ignored.tensors() if isinstance(one, nn.Parameter)}
 
     def candidates(self) -> Iterator[nn.Module]:
         """Yield the modules that can be units, each module once, children before parents."""
@@ -154,18 +154,18 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
 
 
 def find_owners(
-    module: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
+    infos: Iterable[ParamInfo], unit_modules: Iterable[nn.Module]
 ) -> dict[nn.Module, list[ParamInfo]]:
     """Return the parameters of each unit: a unit owns a parameter if all users are inside.
 
     If several nested units contain all users of a parameter, the innermost unit owns the parameter.
 
     Returns:
-        A dict from every unit's module, ``module`` first, to the list of parameters that the unit
-        owns, in registration order. A list may be empty.
+        A dict from each of ``unit_modules`` to the list of parameters that the unit owns, in
+        registration order. A list may be empty.
     """
-    owners: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in (module, *unit_modules)}
-    for info in find_params(module, left_alone):
+    owners: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in unit_modules}
+    for info in infos:
         owners[next(inner for inner in reversed(info.containers) if inner in owners)].append(info)
     return owners
 

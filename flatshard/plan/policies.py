@@ -34,6 +34,9 @@ from flatshard.plan.module_tree import ModuleTree, has_forward, numel
 
 Keywords: TypeAlias = dict[str, Any]
 
+# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
+LARGE_MODEL_NUMEL = 10_000_000
+
 
 class PolicyObject(Protocol):
     """A policy whose method ``_run_policy`` sees all modules at once."""
@@ -47,8 +50,8 @@ Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
 
 
 @dataclass(frozen=True)
-class UnitPlan:
-    """A module that will become a unit."""
+class ChosenModule:
+    """A module that will be a unit, or a part of a unit of several small modules."""
 
     name: str  # the first FQN of the module in the root
     module: nn.Module = field(repr=False)
@@ -236,7 +239,7 @@ class CustomPolicy:
         return chosen
 
 
-def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
+def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[ChosenModule]:
     """Return the modules below ``root`` that become units, children before parents.
 
     Only a module with parameters that are not ignored can be a unit. Some modules are never units,
@@ -266,13 +269,13 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
         if inner in chosen and outer not in chosen:
             chosen[outer] = chosen.pop(inner)
             reasons.update({outer: reasons[inner]} if inner in reasons else {})
-    plans = []
+    found = []
     for module in tree.candidates():
         if module in chosen:
             reason = f"policy {_show(policy)}"
             reason += f": {reasons[module]}" if module in reasons else ""
-            plans.append(UnitPlan(names[module], module, dict(chosen[module]), reason))
-    return plans
+            found.append(ChosenModule(names[module], module, dict(chosen[module]), reason))
+    return found
 
 
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
@@ -411,6 +414,22 @@ def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = 
         "together. A policy could choose these classes, largest first: "
         f"{', '.join(options) or 'none'}."
     )
+
+
+def one_unit_warning(root: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
+    """Return a list with a warning if a large model with repeated blocks is a single unit."""
+    # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
+    tree = ModuleTree(root, ignored)
+    size = numel(tree.params(root))
+    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
+    if not blocks:
+        return []
+    return [
+        f"ShardedWrapper: all {size:,} elements of {type(root).__name__} are one unit, so every "
+        f'rank holds the full model during a step. auto_wrap_policy="auto" makes a unit of each '
+        f"of {blocks} repeated blocks, so that about two blocks at a time are unsharded. "
+        "[FS-ONE-UNIT]"
+    ]
 
 
 def _show(value: object) -> str:

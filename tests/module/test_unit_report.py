@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flatshard.module.unit_report import LARGE_MODEL_NUMEL, one_unit_warning, tabulate
+from flatshard.module.unit_report import tabulate
+from flatshard.plan.policies import LARGE_MODEL_NUMEL, one_unit_warning
 from tests.models import CASES
 
 

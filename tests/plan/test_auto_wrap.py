@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatshard.plan.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
 from flatshard.plan.ignored import Ignored
-from flatshard.plan.policies import UnitPlan, find_units
+from flatshard.plan.policies import ChosenModule, find_units
 from tests.models import CASES
 
 REPEATED = "policy 'auto': one of {} repeated {}"
@@ -71,7 +71,7 @@ class Gpt(Layer):
             self.head.weight = self.embed.weight
 
 
-def names(plans: list[UnitPlan]) -> list[str]:
+def names(plans: list[ChosenModule]) -> list[str]:
     return [plan.name for plan in plans]
 
 
@@ -79,7 +79,7 @@ def auto(model: nn.Module) -> dict[str, str]:
     return {plan.name: plan.reason for plan in find_units(model, "auto")}
 
 
-def held(model: nn.Module, plans: list[UnitPlan]) -> dict[str, int]:
+def held(model: nn.Module, plans: list[ChosenModule]) -> dict[str, int]:
     """Elements of each unit, the root's under an empty name; found by brute force.
 
     Units are small sets here, so each weight's places are simply looked up.

@@ -16,9 +16,9 @@ from torch import nn
 from flatshard.plan import policies
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.policies import (
+    ChosenModule,
     CustomPolicy,
     ModuleWrapPolicy,
-    UnitPlan,
     always_wrap_policy,
     check_policy,
     explain_no_match,
@@ -85,7 +85,7 @@ def encoder() -> nn.Module:
 MODELS = [mlp, encoder, Lists, Shared]
 
 
-def names(plans: list[UnitPlan]) -> list[str]:
+def names(plans: list[ChosenModule]) -> list[str]:
     return [plan.name for plan in plans]
 
 
@@ -383,7 +383,7 @@ def test_custom_policy_overrides(cls: Any) -> None:
     keywords = {"forward_prefetch": True}
     answers = {root[0]: keywords, root[1]: True, root[2]: {}}
     plans = find_units(root, cls(lambda module: answers.get(module, False)))
-    assert plans == [UnitPlan("0", root[0], keywords), UnitPlan("1", root[1])]
+    assert plans == [ChosenModule("0", root[0], keywords), ChosenModule("1", root[1])]
     plans[0].overrides.clear()
     assert keywords  # the plan has its own
 
@@ -394,13 +394,13 @@ def test_a_policy_object_needs_no_base_class() -> None:
             return {root_module: {}, root_module[1]: {"limit_all_gathers": False}, Block(): {}}
 
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert find_units(root, Second()) == [UnitPlan("1", root[1], {"limit_all_gathers": False})]
+    assert find_units(root, Second()) == [ChosenModule("1", root[1], {"limit_all_gathers": False})]
 
 
 def test_reprs() -> None:
     assert repr(ModuleWrapPolicy([nn.Linear, Block, Block])) == "ModuleWrapPolicy({Block, Linear})"
     assert repr(CustomPolicy(is_wide)) == "CustomPolicy(is_wide)"
-    assert repr(UnitPlan("a", Block())) == "UnitPlan(name='a', overrides={})"
+    assert repr(ChosenModule("a", Block())) == "ChosenModule(name='a', overrides={})"
 
 
 def test_policies_can_be_pickled() -> None:

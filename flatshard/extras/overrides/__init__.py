@@ -117,7 +117,7 @@ class OverridesPlan(PrecisionPlan):
     def warnings(self) -> list[str]:
         """Return warnings about settings without an effect, such as patterns without a match."""
         given = [policy.overrides for policy in self._policies.values()]
-        patterns = {name for names in given if isinstance(names, Mapping) for name in names}
+        patterns = set[str]().union(*(one for one in given if isinstance(one, Mapping)))
         return super().warnings() + [
             f"mixed_precision: overrides names {pattern!r}, which matches no module or parameter. "
             "Use names as in named_parameters() before wrapping."
