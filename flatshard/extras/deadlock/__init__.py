@@ -70,6 +70,7 @@ class Watchdog(CollectiveWatch):
         if self._pid != os.getpid():
             self._start()
         detector.histories[history.name] = history
+        detector.begin_run()
         # From now on, other ranks may wait for this rank, and must be told if the program ends.
         tell_of_end()
 

@@ -78,6 +78,10 @@ UNKNOWN = WaitCondition("", "", 0, ())
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
+# For each default process group: the part of its store in which ranks publish (`begin_run`).
+_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
 def _known_histories() -> list[History]:
     # Iterate over `valuerefs()`, a copy: threads may add histories in the meantime.
     return [history for known in histories.valuerefs() if (history := known()) is not None]
@@ -476,8 +480,23 @@ def _in_words(stuck: _Reports) -> str:
     )
 
 
+def begin_run() -> None:
+    """Choose the names under which this rank publishes, for a new default process group.
+
+    A program may catch an error, destroy its process group, and make a new group with the same
+    store. Then the store still has the reports of the old group, which must not count.
+    """
+    world: Any = dist.group.WORLD
+    if world is not None and world not in _stores:
+        store = world.get_group_store()
+        # Each rank counts its own groups, so that no rank waits for another rank here.
+        number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
+        _stores[world] = dist.PrefixStore(f"flatshard/run/{number}", store)
+
+
 def _default_store() -> Any:
-    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr, attr-defined]
+    begin_run()
+    return _stores[dist.group.WORLD]
 
 
 def _own_store() -> Any:
@@ -489,7 +508,7 @@ def _publish(store: Any, report: _Report) -> None:
 
 
 def _key(rank: int) -> str:
-    return f"flatshard/waits/{rank}"
+    return f"waits/{rank}"
 
 
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
@@ -498,7 +517,7 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
     Ranks in a wait for a collective of these groups read the finding.
     """
     for group in {*groups, *(group for group, *_ in finding.waits)}:
-        store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
+        store.set(f"deadlock/{group}", json.dumps(finding))
 
 
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
@@ -506,7 +525,7 @@ def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding
 
     With ``is_exact``, a finding counts only if it is about the same collective as ``need``.
     """
-    key = f"flatshard/deadlock/{need.group}"
+    key = f"deadlock/{need.group}"
     if not store.check([key]):
         return None
     finding = _Finding(*json.loads(store.get(key)))

@@ -115,6 +115,35 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def test_a_new_group_with_the_same_store_reads_no_old_finding() -> None:
+    """A program that caught the error and began again: its first slow rank was a deadlock."""
+    run_ranks(_begins_again, 2, free_port(), init_group=False, fresh=True)
+
+
+def _begins_again(rank: int, world_size: int, port: int) -> None:
+    limit = timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, limit)
+    inputs = CASES["mlp"].batch(rank, 2)[0]
+    for is_first in (True, False):
+        # Gloo itself may read old addresses in a store, so only flatshard gets the same store.
+        apart = dist.PrefixStore(str(is_first), store)
+        dist.init_process_group("gloo", store=apart, rank=rank, world_size=2, timeout=limit)
+        with (
+            mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store),
+            mock.patch.multiple(detector, **QUICK),
+        ):
+            model = CASES["mlp"].wrap(CASES["mlp"].model())
+            model(inputs).sum().backward()
+            if is_first:
+                with pytest.raises(CollectiveError, match=ENDLESS):
+                    model.state_dict() if rank == 0 else model(inputs)
+            else:
+                time.sleep(2 * rank)
+                model(inputs).sum().backward()
+        del model
+        dist.destroy_process_group()
+
+
 @pytest.mark.uncoalesced  # the message names one layer
 def test_ranks_in_different_collectives_do_not_wait_for_the_timeout() -> None:
     run_ranks(_different_collectives, 3, free_port(), init_group=False, fresh=True)
