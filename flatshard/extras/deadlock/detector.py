@@ -491,7 +491,8 @@ def begin_run() -> None:
         store = world.get_group_store()
         # Each rank counts its own groups, so that no rank waits for another rank here.
         number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
-        _stores[world] = dist.PrefixStore(f"flatshard/run/{number}", store)
+        prefix = f"flatshard/run/{number}"
+        _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 def _default_store() -> Any:
