@@ -54,13 +54,16 @@ class ModuleProxy(nn.Module):
         Raises:
             RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.
         """
+        module = self.__dict__.get("_modules", {}).get("module")
+        # `unit.weight += 1` assigns the parameter that the module holds already.
+        if module is not None and value is module._parameters.get(name) is not None:
+            return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
                 "would belong to the wrapper, and the wrapped module would not see it. Assign the "
                 "value before wrapping."
             )
-        module = self.__dict__.get("_modules", {}).get("module")
         if isinstance(value, Tensor) and module is not None and name in module._parameters:
             raise RuntimeError(
                 f"parameter {name!r} of a unit ({module.__class__.__name__}) was replaced by a "

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from flatshard import MixedPrecision
+from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every, usual_and_every
 from tests.harness import naming, run_ranks
 from tests.oracle import assert_same
@@ -305,6 +306,20 @@ def _needs_whole(rank: int, world_size: int) -> None:
                 ):
                     attempt()
             assert_same(sharded.model, plain.model, 1e-12)
+
+
+def test_added_in_place_through_a_unit() -> None:
+    """As a LoRA's merge: Python then assigns the result to the attribute, which raised."""
+    run_ranks(_added_in_place, 2)
+
+
+def _added_in_place(rank: int, world_size: int) -> None:
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3)), auto_wrap_policy=policy)
+    before = model[0].weight.full_tensor()
+    with torch.no_grad():
+        model[0].weight += torch.ones(3, 1) @ torch.ones(1, 3)
+    assert torch.equal(model[0].weight.full_tensor(), before + 1)
 
 
 def test_replaced_parameter() -> None:
