@@ -101,8 +101,10 @@ class HostExchange:
         if group is None:
             self._ranks = [0]
             return
-        self.group, self._rank = group, dist.get_rank()
-        self._ranks = dist.get_process_group_ranks(group)
+        # The kind names the device, because a group may have gloo and NCCL, each with an order of
+        # its own.
+        self.group, self._kind = group, f"{group.group_name} on {device.type}"
+        self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank)
         # The host waits in the collectives of this class. Deadlock detection ends a wait from
         # another thread by aborting the group, which is possible only on gloo.
@@ -247,7 +249,7 @@ class HostExchange:
 
     def _waiting(self, op_name: str) -> named:
         words = f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
-        return named(words, self.history.begin(self.group.group_name, "", self._abort))
+        return named(words, self.history.begin(self._kind, "", self._abort))
 
 
 @lru_cache(maxsize=256)  # cached, because each step uses the same few names

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -58,11 +59,19 @@ class Layers(nn.Module):
 class Program:
     """A training program in which rank 0 does something that the other ranks do not do."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int, device: torch.device, has_barrier: bool = False) -> None:
+        """Make the program.
+
+        ``has_barrier``: instead of the next training step, the last rank waits in a barrier of the
+        program.
+        """
         torch.manual_seed(0)
         self.is_odd = rank == 0  # whether this rank does something that the other ranks do not do
+        self.is_in_barrier = has_barrier and rank == dist.get_world_size() - 1
         model = Layers().to(device)
-        self.model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Layer}))
+        # Without coalescing, which would make one unit of layers as small as these.
+        policy = ModuleWrapPolicy({Layer})
+        self.model = ShardedWrapper(model, auto_wrap_policy=policy, coalesce_bytes=0)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.batch = torch.randn(4, WIDTH).to(device)
 
@@ -77,6 +86,8 @@ class Program:
     def diverge(self, case: str) -> None:
         """Run the part of the program in which rank 0 differs, and then two more training steps."""
         if case == "a unit is skipped":
+            if self.is_in_barrier:
+                dist.barrier()
             self.step(skips=self.is_odd)
         elif case == "an extra forward":
             if self.is_odd:
@@ -88,6 +99,8 @@ class Program:
             self.backward()
             if self.is_odd:
                 self.model.clip_grad_norm_(1.0)
+            if self.is_in_barrier:
+                dist.barrier()
             self.optimizer.step()
         elif case == "the norm of a gradient on one rank":
             self.backward()
@@ -104,20 +117,40 @@ class Program:
                 raise ValueError("an error of the program")
         elif self.is_odd:
             dist.barrier()
+        if self.is_in_barrier:
+            dist.barrier()
         for _ in range(2):
             self.step()
         if self.batch.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def run_program(case: str, rank: int, device: torch.device) -> dict[str, Any]:
+class Log(logging.Handler):
+    """Keeps the errors that flatshard logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+        logging.getLogger("flatshard").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run_program(
+    case: str, rank: int, device: torch.device, has_barrier: bool = False
+) -> dict[str, Any]:
     """Train three steps on all ranks, and then let rank 0 diverge as ``case`` says.
 
+    ``has_barrier``: see ``Program``.
+
     Returns:
-        ``error``: type and text of the error that this rank raised, "" if none; ``seconds``: time
-        from the beginning of the divergence to the error, or to the end of the program.
+        ``error``: type and text of the error that this rank raised, "" if none; ``log``: the errors
+        that flatshard logged; ``seconds``: time from the beginning of the divergence to the error,
+        or to the end of the program.
     """
-    program = Program(rank, device)
+    log = Log()
+    program = Program(rank, device, has_barrier)
     for _ in range(3):
         program.step()
     begin, error = time.monotonic(), ""
@@ -125,7 +158,8 @@ def run_program(case: str, rank: int, device: torch.device) -> dict[str, Any]:
         program.diverge(case)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return {"error": error, "seconds": time.monotonic() - begin}
+        sys.excepthook(type(raised), raised, raised.__traceback__)  # as if nobody had caught it
+    return {"error": error, "log": log.lines, "seconds": time.monotonic() - begin}
 
 
 def one_rank(rank: int, case: str, place: Place, folder: str) -> None:

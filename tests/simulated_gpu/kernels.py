@@ -39,6 +39,15 @@ def _push(work: Callable[[], None]) -> None:
     _runtime.simulated_push(stream, _compute, ctypes.c_long(number))
 
 
+def _barrier(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A barrier, without the kernel that fills the tensor that NCCL's barrier reduces."""
+    _runtime.simulated_leave_out_kernels(1)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _runtime.simulated_leave_out_kernels(0)
+
+
 @dataclass(frozen=True)
 class _Argument:
     """A tensor on the device, as a kernel knows it."""
@@ -148,6 +157,8 @@ class Kernels(TorchDispatchMode):
                 with self:
                     return kind.__torch_dispatch__(func, types, args, kwargs)
         schema = func._schema
+        if schema.name == "c10d::barrier":
+            return _barrier(func, args, kwargs)
         is_ours = any(map(_is_ours, tree_leaves((args, kwargs))))
         if not is_ours or not schema.name.startswith("aten::") or schema.name in _WITHOUT_A_KERNEL:
             return func(*args, **kwargs)

@@ -18,8 +18,10 @@ that function of flatshard's says so (``Class.method``); nowhere with ``every``.
 
 import atexit
 import dataclasses
+import faulthandler
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -110,6 +112,7 @@ def fork(rank: int, request: dict[str, Any]) -> int:
         folder = Path(request["folder"])
         for descriptor, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+        faulthandler.register(signal.SIGUSR1)  # shows where each thread of this rank is
         os.environ.update(request["environment"])
         if "program" in request:
             status = run(rank, request["world_size"], str(folder), request["program"])

@@ -166,6 +166,13 @@ cudaError_t release(std::map<uintptr_t, size_t>& places, void* pointer) {
 
 }  // namespace
 
+thread_local bool leaves_out_kernels = false;
+
+cudaError_t launch_unknown() {
+  if (leaves_out_kernels) return cudaSuccess;
+  refuse("a kernel was launched that kernels.py did not take");
+}
+
 extern "C" {
 
 // ------------------------------------------------------------ for kernels.py and nccl.cpp
@@ -173,6 +180,9 @@ extern "C" {
 void simulated_push(cudaStream_t stream, void (*function)(long), long number) {
   stream_of(stream).push([=] { function(number); });
 }
+
+// What this thread launches from now on is left out: torch's barrier fills a tensor that nobody reads.
+void simulated_leave_out_kernels(int leaves_out) { leaves_out_kernels = leaves_out; }
 
 void simulated_call(cudaStream_t stream, std::function<void()>* work) {
   stream_of(stream).push([=] {
@@ -421,15 +431,15 @@ cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cu
 cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { return cudaSuccess; }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
-  refuse("a kernel was launched that kernels.py did not take");
+  return launch_unknown();
 }
 
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
-  refuse("a kernel was launched that kernels.py did not take");
+  return launch_unknown();
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
-  refuse("a kernel was launched that kernels.py did not take");
+  return launch_unknown();
 }
 
 }  // extern "C"

@@ -18,10 +18,11 @@ from tests.harness import ROOT
 
 
 class Ended(NamedTuple):
-    """The end of a rank: exit status, and the JSON that the rank's program returned, or ""."""
+    """The end of a rank: exit status, JSON that the rank's program returned or "", and stderr."""
 
     status: int
     text: str
+    errors: str
 
 
 class Gpu:
@@ -65,7 +66,13 @@ class Gpu:
         folder, statuses = self._ask({**request, "environment": environment})
         return [
             [
-                Ended(status, Path(folder, str(number), f"out-{rank}").read_text())
+                Ended(
+                    status,
+                    *(
+                        Path(folder, str(number), f"{name}-{rank}").read_text()
+                        for name in ("out", "err")
+                    ),
+                )
                 for rank, status in enumerate(of_program)
             ]
             for number, of_program in enumerate(statuses)

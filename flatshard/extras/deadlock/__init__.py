@@ -46,6 +46,8 @@ _REMEDY = (
 
 _END_SECONDS = 5.0  # maximum number of seconds to wait until a running check of the thread ends
 
+_ERROR_LENGTH = 400  # maximum number of characters of an error that a rank publishes when it ends
+
 _logger = logging.getLogger("flatshard")
 
 
@@ -159,7 +161,8 @@ class Watchdog(CollectiveWatch):
             self._own = _OwnWait(found, user, wait)
         if found is not None and self._own is not None and self._own.is_known(found):
             return self._own
-        on_gpu = self._gpu_waits.look(user, detector.FIRST_LOOK_SECONDS)
+        gathers = {history.described for history in detector.known_histories()}
+        on_gpu = self._gpu_waits.look(user, detector.FIRST_LOOK_SECONDS, gathers)
         if on_gpu is None:
             return wait
         if self._on_gpu is None or self._on_gpu.found != on_gpu[0]:
@@ -252,18 +255,26 @@ def tell_of_end() -> None:
 
 
 def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, trace: Any) -> None:
-    _tell(f"{kind.__name__}: {error}"[:400])
+    with contextlib.suppress(Exception):  # the process group's store may be gone
+        own = program.failed_collective(trace)
+        if own is not None and (WATCH._own is None or WATCH._own.verdict is None):
+            detector.log_failure(*own)
+    how = f"{kind.__name__}: {error}"[:_ERROR_LENGTH]
+    _tell(how, threading.get_ident())
+    # Tell the same at exit: until then, another thread may begin collectives.
+    atexit.unregister(_tell)
+    atexit.register(_tell, how)
     before(kind, error, trace)
 
 
-def _tell(how: str) -> None:
+def _tell(how: str, thread: int | None = None) -> None:
     if WATCH._pid != os.getpid():  # a forked process, such as a DataLoader worker, is not a rank
         return
     # Ignore errors of the process group's store: if the store is gone, the other ranks fail anyway.
     with contextlib.suppress(Exception):
         if WATCH._own is not None:  # a thread waited in a collective of the program
             WATCH.look()  # logs why the collective failed
-        detector.tell_end(how)
+        detector.tell_end(how, thread)
 
 
 WATCH = Watchdog()

@@ -82,7 +82,7 @@ histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictiona
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _known_histories() -> list[History]:
+def known_histories() -> list[History]:
     # Iterate over `valuerefs()`, a copy: threads may add histories in the meantime.
     return [history for known in histories.valuerefs() if (history := known()) is not None]
 
@@ -111,7 +111,9 @@ class _Finding(NamedTuple):
     """A reason why waits never end, published by the rank that found the reason."""
 
     text: str
-    waits: list[list[Any]]  # the group, kind and number of each wait
+    # The group, kind and number of each wait. None: all waits for collectives of the groups under
+    # whose names the finding is published, except waits for collectives of the user's program.
+    waits: list[list[Any]] | None
 
 
 class _Report(NamedTuple):
@@ -200,13 +202,13 @@ class Deadlock:
         if finding is not None:
             # Publish the finding before this rank leaves the collective. Otherwise the other ranks
             # could fail first, without the reason.
-            _tell(self._store, finding, mine.begun)
+            finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A launcher kills all ranks after the first error of a rank. If any rank of the
             # deadlock waits in a collective of the user's program, delay this rank's error, so that
             # the waiting rank can first log the finding: its own error will come from the backend,
             # without the reason.
-            is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
+            is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
                 self._give_up(wait)
@@ -228,7 +230,7 @@ class Deadlock:
 
     @staticmethod
     def _give_up(wait: BlockedWait) -> None:
-        wait.is_given_up = True
+        wait.is_given_up, wait.verdict = True, gpu.with_trace(wait.verdict or "")
         if wait.need.abort is not None:
             wait.need.abort()
         gpu.abort()
@@ -240,20 +242,22 @@ class Deadlock:
         If the ranks differ, logs an error and sets ``history.problem``. In evaluation, there is no
         backward: ranks in different collectives may not deadlock, but compute with wrong values.
         """
-        for history in _known_histories():
+        for history in known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
                 continue
             history.unchecked_since = 0.0
             kind = history.described
             store, need = _own_store(), history.needs(kind, history.begun[kind])
             _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
-            history.problem = _reason(need, _reports_for(need, store)) or ""
-            if history.problem:
+            reason = _told(store, need) or _reason(need, _reports_for(need, store))
+            if reason is not None:
+                history.problem = _tell(store, reason, _all_begun()).text
                 _logger.error("%s", history.problem)
                 # The next collective raises, because `history.problem` is set. But on a GPU, the
                 # different collectives may never end, and the main thread may wait for the GPU
                 # before its next collective. So raise in the main thread now.
-                gpu.end_waits(threading.main_thread().ident or 0, history.problem)
+                problem = gpu.with_trace(history.problem)
+                gpu.end_waits(threading.main_thread().ident or 0, problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Return the ranks that ``wait`` awaits, and that do not report a wait themselves.
@@ -282,11 +286,7 @@ class Deadlock:
                 self._note(wait, finding)
 
     def _publish(self, wait: BlockedWait) -> _Report:
-        begun = _all_begun()
-        own = program.begun(wait.thread)  # empty if another thread may begin a collective
-        for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
-            for group, number in numbers.items():
-                begun.setdefault(group, {})[kind] = number, []
+        begun = _everything_begun(wait.thread)
         wait.published = wait.text()[:_WORDS]
         report = _Report(wait.number, time.monotonic(), wait.published, wait.need, begun)
         _publish(self._store, report)
@@ -313,7 +313,7 @@ class Deadlock:
         if told := _told(self._store, wait.need):
             return told
         if reason := _reason(wait.need, self._heard):
-            return _Finding(reason, [])
+            return reason
         if mixed := _mixed(mine, self._heard):
             return mixed
         # Consider only ranks that published the same wait twice: in the reports of an earlier look,
@@ -343,7 +343,8 @@ def explain(wait: BlockedWait) -> str | None:
         store = _default_store()
         if finding := _told(store, wait.need, is_exact=False):
             return finding.text
-        return _reason(wait.need, _reports_for(wait.need, store))
+        if reason := _reason(wait.need, _reports_for(wait.need, store)):
+            return reason.text
     return None
 
 
@@ -364,14 +365,14 @@ def _reports_for(need: WaitCondition, store: Any) -> _Reports:
     return _read(store, need.ranks[:_ASKED])
 
 
-def _reason(need: WaitCondition, reports: _Reports) -> str | None:
+def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
     """Return why a wait with the condition ``need`` can never end, or None if no reason is found.
 
     Finds two reasons: an awaited rank has ended, or ranks began different collectives.
     """
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
-            return report.text
+            return _Finding(report.text, [])
     # Compare the collectives of all groups, not only of the group of `need`. After ranks began
     # different collectives on the GPU, a rank may wait in a host collective of another group.
     mine = [(group, *one) for group, kinds in _all_begun().items() for one in kinds.items()]
@@ -379,8 +380,10 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
         _, theirs = reports[rank].begun.get(group, {}).get(kind, (0, []))
         differ = first_difference({dist.get_rank(): ours, rank: theirs})
         if differ is not None:
-            where = reports[rank].text and f" Now rank {rank} is in [{reports[rank].text}]."
-            return f"ranks began different collectives. {differ}.{where} {REMEDY}"
+            there = reports[rank]
+            where = f" Now rank {rank} is in [{there.text}]." if there.wait > 0 else ""
+            text = f"ranks began different collectives. {differ}.{where} {REMEDY} [FS-DEADLOCK]"
+            return _Finding(text, None)
     return None
 
 
@@ -403,14 +406,15 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
             # Suppose that a rank has begun at least as many collectives as another rank, but fewer
             # collectives of the program. Then this rank has begun a collective of the model where
             # the other rank has begun a collective of the program.
-            if report.wait > 0 and (ours - theirs) * (own - their_own) <= 0 and own != their_own:
+            is_mixed = own != their_own and (ours - theirs) * (own - their_own) <= 0
+            if report.wait > 0 and is_mixed and min(own, their_own) >= 0:
                 text = (
                     f"on NCCL's process group {group}, rank {dist.get_rank()} began {ours} "
                     f"collectives, {own} of them outside of the model, and rank {rank} began "
                     f"{theirs}, {their_own} of them outside of the model. So a collective of the "
                     f"program met a collective of the model. {REMEDY} [FS-DEADLOCK]"
                 )
-                return _Finding(text, _waits_of([mine, report]))
+                return _Finding(text, None)
     return None
 
 
@@ -418,16 +422,31 @@ def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
     """Return how many NCCL collectives a rank has begun in ``group``, and how many by the program.
 
     Returns (0, 0) if the rank has begun no NCCL collective, or no collective of flatshard, in the
-    group. The kind of flatshard's NCCL collectives is the name of their process group.
+    group. The kind of flatshard's NCCL collectives is the name of their process group, or that name
+    and " on cuda".
     """
-    of_model = [kinds[group][0] for kinds in report.begun.values() if group in kinds]
+    names = (group, f"{group} on cuda")
+    of_model = [k[name][0] for k in report.begun.values() for name in names if name in k]
     total, _ = report.begun[group].get(ON_GPU, (0, []))
     return (total, total - sum(of_model)) if total and of_model else (0, 0)
 
 
 def _all_begun() -> AllBegun:
-    """Return the collectives that this rank has begun, for all groups."""
-    return {history.name: _begun(history) for history in _known_histories()}
+    """Return the collectives of flatshard that this rank has begun, for all groups."""
+    return {history.name: _begun(history) for history in known_histories()}
+
+
+def _everything_begun(thread: int | None) -> AllBegun:
+    """Return the collectives that this rank has begun: of flatshard, of the program, on the GPU.
+
+    The last two are left out if another thread than ``thread`` may begin a collective. ``thread``
+    is None if the program has ended.
+    """
+    begun, own = _all_begun(), program.begun(thread)
+    for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
+        for group, number in numbers.items():
+            begun.setdefault(group, {})[kind] = number, []
+    return begun
 
 
 def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
@@ -439,10 +458,30 @@ def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
     }
 
 
-def tell_end(how: str) -> None:
-    """Publish how this rank's program has ended. Then ranks raise if they wait for this rank."""
+def tell_end(how: str, thread: int | None) -> None:
+    """Publish how this rank's program has ended. Then ranks raise if they wait for this rank.
+
+    ``thread``: thread of the program that has ended. None: all threads have ended.
+    """
     text = f"rank {dist.get_rank()} ended by {how}"
-    _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, _all_begun()))
+    begun = _everything_begun(thread)
+    _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, begun))
+
+
+def log_failure(name: str, group: dist.ProcessGroup) -> None:
+    """Log why a collective of the program failed: a finding of another rank, or a rank that ended.
+
+    ``name``: name of the failed collective.
+    """
+    me, store = dist.get_rank(), _default_store()
+    if finding := _told(store, WaitCondition(group.group_name, PROGRAM, 0, ()), is_exact=False):
+        _logger.error("rank %d, %s: %s", me, name, finding.text)
+        return
+    ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != me][:_ASKED]
+    for report in _read(store, ranks).values():
+        if report.wait == _ENDED:
+            _logger.error("rank %d, %s: %s", me, name, report.text)
+            return
 
 
 def _ids(reports: _Reports) -> dict[int, int]:
@@ -512,26 +551,46 @@ def _key(rank: int) -> str:
     return f"waits/{rank}"
 
 
-def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
+def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
     """Publish ``finding`` under the name of each of ``groups``, and of each group in the finding.
 
-    Ranks in a wait for a collective of these groups read the finding.
+    Ranks in a wait for a collective of these groups, or of any group of NCCL, read the finding.
+
+    Returns:
+        The published finding, which may be the finding of another rank: if several ranks find a
+        reason at the same time, the first one counts, so that all ranks raise the same text.
     """
-    for group in {*groups, *(group for group, *_ in finding.waits)}:
-        store.set(f"deadlock/{group}", json.dumps(finding))
+    named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
+    for group in sorted(named):  # the same order on all ranks
+        key, before = _key_of_finding(group), b""
+        if store.check([key]):
+            before = store.get(key)
+        if not before or _Finding(*json.loads(before)).waits is not None:
+            before = store.compare_set(key, before.decode(), json.dumps(finding))
+        known = _Finding(*json.loads(before))
+        if known.waits is None or (finding.waits and all(w in known.waits for w in finding.waits)):
+            finding = known
+    return finding
 
 
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
     """Return the latest published finding for the group of ``need``, or None.
 
-    With ``is_exact``, a finding counts only if it is about the same collective as ``need``.
+    With ``is_exact``, a finding counts only if it is about the collective of ``need``.
     """
-    key = f"deadlock/{need.group}"
+    key = _key_of_finding(need.group)
     if not store.check([key]):
         return None
     finding = _Finding(*json.loads(store.get(key)))
-    is_about = [need.group, str(need.kind), need.number] in finding.waits
+    if finding.waits is None:
+        is_about = need.kind != PROGRAM
+    else:
+        is_about = [need.group, str(need.kind), need.number] in finding.waits
     return finding if is_about or not is_exact else None
+
+
+def _key_of_finding(group: str) -> str:
+    return f"deadlock/{group}"
 
 
 def _read(store: Any, ranks: Iterable[int]) -> _Reports:

@@ -10,7 +10,8 @@ have ended.
 A thread is considered to wait for a collective on the GPU if three conditions hold for some
 seconds:
 - this rank begins no NCCL collective: the sequence number of each process group stays the same;
-- the thread stays at the same bytecode instruction, which can wait for the GPU (``_can_wait``);
+- the thread stays at the same bytecode instruction, which can wait for the GPU (``_can_wait``), or
+  in a function of flatshard that polls the GPU (``_POLLS``);
 - by torch's counts, at least one NCCL collective that this rank has begun is not complete.
 
 flatshard's watchdog thread checks these conditions about once a second. So a training step runs no
@@ -23,10 +24,13 @@ import contextlib
 import ctypes
 import dis
 import json
+import os
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Hashable, Set
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -49,6 +53,15 @@ _ABORT_SECONDS = 10.0
 # Beginnings of the names of bytecode instructions, other than calls, that may wait for the GPU: an
 # operator may launch a kernel, and a test such as `if tensor:` reads a value.
 _WAITING_OPCODES = ("BINARY_", "COMPARE_OP", "POP_JUMP", "STORE_SUBSCR", "TO_BOOL", "UNARY_")
+
+# Name of the function in which flatshard's backward polls, until the GPU has reduced gradients. If
+# the GPU has not computed these gradients yet, the function waits for all-gathers on the GPU.
+_POLLS = "wait_until_reduced"
+_IN_POLLS = -1  # stands for any bytecode instruction of `_POLLS`
+
+# Environment variables with which users choose the file of torch's flight recorder. The file's name
+# is the value of the first variable that is set, followed by the rank.
+_TRACE_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 # Process groups whose NCCL backend this module has aborted. A second abort of a backend would end
 # the process with SIGSEGV.
@@ -76,10 +89,13 @@ class GpuWaits:
         self._since = 0.0
         self._found: GpuCollective | None = None
 
-    def look(self, thread: int, after_seconds: float) -> tuple[GpuCollective, float] | None:
+    def look(
+        self, thread: int, after_seconds: float, gathers: Set[Hashable]
+    ) -> tuple[GpuCollective, float] | None:
         """Return the NCCL collective that ``thread`` or a thread of autograd waits for on the GPU.
 
-        Call this method about once a second.
+        Call this method about once a second. ``gathers``: names of the process groups on which
+        flatshard all-gathers.
 
         Returns:
             The collective, and the time (``time.monotonic()``) at which the wait was first seen.
@@ -97,7 +113,7 @@ class GpuWaits:
         if place is None or place != self._place:
             self._place, self._since, self._found = place, time.monotonic(), None
         elif time.monotonic() - self._since >= after_seconds:
-            self._found = self._found or _oldest_incomplete(place[0])
+            self._found = self._found or _oldest_incomplete(place, gathers)
         return None if self._found is None else (self._found, self._since)
 
 
@@ -134,6 +150,23 @@ def _raise_in_thread(thread: int, text: str) -> None:
     Raised.__name__ = Raised.__qualname__ = CollectiveError.__name__
     Raised.__module__ = CollectiveError.__module__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Raised))
+
+
+def with_trace(text: str) -> str:
+    """Write the file of torch's flight recorder, and return ``text`` with the file's name.
+
+    Torch writes the file only at a timeout, which an abort prevents. So write the file as torch
+    would, if the user has asked for it with an environment variable. Returns only ``text`` if the
+    user has not asked, if all NCCL collectives of this rank are complete, or if writing fails.
+    """
+    prefix = next(filter(None, map(os.environ.get, _TRACE_PREFIXES)), "")
+    if prefix and _incomplete():
+        with contextlib.suppress(AttributeError, OSError, RuntimeError):
+            path = Path(f"{prefix}{dist.get_rank()}")
+            dump: Any = _distributed_c10d._dump_nccl_trace  # type: ignore[attr-defined]
+            path.write_bytes(dump())
+            return f"{text} The trace of torch's flight recorder is in {path}."
+    return text
 
 
 def abort() -> None:
@@ -216,14 +249,19 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     return {}
 
 
-def _oldest_incomplete(thread: int) -> GpuCollective | None:
+def _oldest_incomplete(place: tuple[int, int, int], gathers: Set[Hashable]) -> GpuCollective | None:
     """Return the oldest incomplete NCCL collective of this rank, or None if all are complete.
 
-    ``thread``: identifier of the waiting thread, for the result. If several process groups have
-    incomplete collectives, the result is from any of these groups.
+    ``place``: where the thread waits, see ``_place_of``. ``gathers``: names of the process groups
+    on which flatshard all-gathers. If several process groups have incomplete collectives, the
+    result is from any of these groups.
     """
+    thread, _, instruction = place
     for group, number in _incomplete().items():
         name = group.group_name
+        # A wait in `_POLLS` ends after a second if only a reduction of gradients is incomplete.
+        if instruction == _IN_POLLS and name not in gathers:
+            continue
         ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
         text = f"collective {number} of NCCL's process group {name} ({group.group_desc})"
         return GpuCollective(text, name, number, tuple(sorted(ranks)), thread)
@@ -234,24 +272,50 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
     """Return where ``thread``, or a thread of autograd, may wait for the GPU; otherwise None.
 
     The result has three numbers: the thread's identifier, the id of the frame, and the offset of
-    the instruction. Autograd's threads may wait, too: they run the hooks of the user's program
-    while ``thread`` is in ``backward()``. They are recognized as threads that Python did not start.
+    the instruction (``_IN_POLLS``: any instruction of a function that polls). Autograd's threads
+    may wait, too: they run the hooks of the user's program while ``thread`` is in ``backward()``.
+    They are recognized as threads that Python did not start.
     """
     of_python = {
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)
     }
-    for other, frame in sys._current_frames().items():
-        if other == thread or other not in of_python:
-            if _in_collective(frame) or _can_wait(frame.f_code, frame.f_lasti):
-                return other, id(frame), frame.f_lasti
+    # Keep no frame while the slow `_can_wait` runs. A frame keeps the function's variables alive
+    # after the function has returned, for example a view of a parameter that is about to be
+    # sharded.
+    stacks = [
+        _Stack.of(other, frame)
+        for other, frame in sys._current_frames().items()
+        if other == thread or other not in of_python
+    ]
+    for one in stacks:
+        if one.polls:
+            return one.thread, one.polls, _IN_POLLS
+        if one.in_collective or _can_wait(one.code, one.offset):
+            return one.thread, one.frame, one.offset
     return None
 
 
-def _in_collective(frame: FrameType | None) -> bool:
-    """Whether ``frame``, or a caller of ``frame``, is a function of ``torch.distributed``."""
-    while frame is not None and frame.f_code.co_filename != distributed_c10d.__file__:
-        frame = frame.f_back
-    return frame is not None
+class _Stack(NamedTuple):
+    """What `_place_of` must know about the stack of a thread."""
+
+    thread: int
+    frame: int  # id of the innermost frame
+    code: CodeType  # of the innermost frame
+    offset: int  # offset of the innermost frame's instruction
+    polls: int  # id of the frame of the function `_POLLS`; 0: there is none
+    in_collective: bool  # whether some frame runs a function of ``torch.distributed``
+
+    @classmethod
+    def of(cls, thread: int, innermost: FrameType) -> _Stack:
+        polls, in_collective = 0, False
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_name == _POLLS:
+                polls = id(frame)
+            in_collective |= frame.f_code.co_filename == distributed_c10d.__file__
+            frame = frame.f_back
+        code, offset = innermost.f_code, innermost.f_lasti
+        return cls(thread, id(innermost), code, offset, polls, in_collective)
 
 
 def _can_wait(code: CodeType, offset: int) -> bool:

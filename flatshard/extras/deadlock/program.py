@@ -26,10 +26,11 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,17 @@ _LIBRARIES = (
 )
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LINE_LENGTH = 80  # maximum number of characters of a source line that is quoted
+
+
+class _Latest:
+    """What `begun` has read last."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] | None = None  # sequence number of each process group
+        self.records: list[dict[str, Any]] = []  # records of torch's flight recorder
+
+
+_LATEST = _Latest()
 
 
 class OwnCollective(NamedTuple):
@@ -95,21 +107,43 @@ def own_collective(thread: int) -> OwnCollective | None:
     return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
 
 
-def begun(thread: int) -> dict[str, int]:
+def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup] | None:
+    """Return name and group of the collective of the program that raised an error, or None.
+
+    ``trace``: the traceback of the error.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename == _C10D]
+    if not names or frames[-1].f_code.co_filename != _C10D:
+        return None
+    group = frames[-1].f_locals.get("group") or dist.group.WORLD
+    line = _line_of(frames[-1])
+    name = f"torch.distributed.{names[0]}()" + (f", at {line}" if line else "")
+    return (name, group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def begun(thread: int | None) -> dict[str, int]:
     """Return how many collectives this rank's program has begun, keyed by the group's name.
 
     Returns {} if another thread may begin a collective, because then the numbers may grow while
-    ``thread`` waits.
+    ``thread`` waits. ``thread`` is None if the program has ended, so that no thread begins more.
     """
-    records = _recorded()
-    found: dict[str, int] = {}
-    if not _is_alone(thread, records):
-        return {}
+    at_most: dict[str, int] = {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
-            at_most, last = _sequence_number(group), _last_of(records, name)
-            found[name] = at_most if last is None else int(last["collective_seq_id"])
-    return found
+            at_most[name] = _sequence_number(group)
+    # Reading the recorder is slow. With dozens of ranks on a core, ranks in a long wait would
+    # mostly read their recorders. So read only if this rank has begun a collective since.
+    if _LATEST.numbers != at_most:
+        _LATEST.numbers, _LATEST.records = at_most, _recorded()
+    records = _LATEST.records
+    if thread is not None and not _is_alone(thread, records):
+        return {}
+    last_of = {name: _last_of(records, name) for name in at_most}
+    return {
+        name: number if (last := last_of[name]) is None else int(last["collective_seq_id"])
+        for name, number in at_most.items()
+    }
 
 
 def is_member(rank: int, group: str) -> bool:
@@ -130,13 +164,20 @@ def line_of(thread: int) -> str:
     # backward runs in a thread of autograd, while the main thread waits in the program's line that
     # called `backward()`.
     for one in (thread, threading.main_thread().ident):
-        for frame in _outwards(sys._current_frames().get(one or 0)):
-            path, number = frame.f_code.co_filename, frame.f_lineno
-            if _is_program(path):
-                with contextlib.suppress(ValueError):
-                    path = str(Path(path).relative_to(Path.cwd()))
-                line = linecache.getline(frame.f_code.co_filename, number).strip()
-                return f"{path}:{number}" + (f": {line[:_LINE_LENGTH]}" if line else "")
+        if line := _line_of(sys._current_frames().get(one or 0)):
+            return line
+    return ""
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """Return the innermost line of the program in the stack of ``frame``, or ""."""
+    for one in _outwards(frame):
+        path, number = one.f_code.co_filename, one.f_lineno
+        if _is_program(path):
+            with contextlib.suppress(ValueError):
+                path = str(Path(path).relative_to(Path.cwd()))
+            line = linecache.getline(one.f_code.co_filename, number).strip()
+            return f"{path}:{number}" + (f": {line[:_LINE_LENGTH]}" if line else "")
     return ""
 
 

@@ -1,12 +1,17 @@
 """Ranks that wait for one another on a GPU, which is simulated: all of them raise, soon."""
 
 import json
+import pickle
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
-from gpu_checks.divergence import CASES, SOON
+from gpu_checks.divergence import CASES
 
+from flatshard.comm.work import WaitCondition
+from flatshard.extras.deadlock import detector
 from tests import simulated_gpu
+from tests.simulated_gpu.divergences import BARRIERS, SIX, Setting, problems
 from tests.simulated_gpu.server import Ended, Gpu
 
 missing = simulated_gpu.what_is_missing()
@@ -22,44 +27,57 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
     simulated.close()
 
 
-def problems(gpu: Gpu, world_size: int, programs: Sequence[tuple[str, str]]) -> list[str]:
-    """What is wrong with the ends of the ranks, for each backend and case of ``programs``."""
-    wrong = []
-    run = gpu.run_programs(world_size, *(("diverge", *program) for program in programs))
-    for (backend, case), ranks in zip(programs, run, strict=True):
-        for rank, ended in enumerate(ranks):
-            goes_on = case == "out of data" and rank == 0
-            result = json.loads(ended.text) if ended.text else {"error": "", "seconds": 60}
-            is_right = ended.status == (0 if goes_on else 1) and result["seconds"] < SOON
-            if not is_right or bool(result["error"]) is goes_on:
-                wrong.append(f"{case}, {backend}, rank {rank}: {ended}")
-    return wrong
+def wrong_in(gpu: Gpu, settings: Sequence[Setting]) -> list[str]:
+    """What is wrong with the ends of the ranks of each setting, all with the same number of ranks.
+
+    The ranks must raise in seconds, with the same text, and end with status 1, not by a signal.
+    """
+    run = gpu.run_programs(settings[0].world, *(setting.program() for setting in settings))
+    return [
+        f"{setting}: {text}"
+        for setting, ranks in zip(settings, run, strict=True)
+        for text in problems(setting, ranks)[0]
+    ]
+
+
+ALONE, IN_BARRIER = BARRIERS
 
 
 @pytest.mark.timeout(200)
 def test_ranks_that_diverge_raise(gpu: Gpu) -> None:
-    """With status 1, not by a signal; with gloo beside NCCL, and without."""
-    on_nccl = [("nccl", case) for case in CASES if "clipping" in case or "norm" in case]
-    assert not problems(gpu, 2, [(BOTH, case) for case in CASES] + on_nccl)
+    """With gloo beside NCCL, and without; all in the model, or the last rank in a barrier."""
+    own = [Setting(case, ALONE, 2, BOTH) for case in CASES if case not in SIX]
+    both = [Setting(case, (ALONE, IN_BARRIER)[n % 2], 2, BOTH) for n, case in enumerate(SIX)]
+    nccl = [Setting(SIX[n], (ALONE, IN_BARRIER)[n % 2], 2, "nccl") for n in (1, 2, 5)]
+    assert not wrong_in(gpu, own + both + nccl)
 
 
 @pytest.mark.timeout(200)
 def test_all_of_four_ranks_raise(gpu: Gpu) -> None:
-    cases = [case for case in CASES if "clipping" in case or "unit" in case]
-    assert not problems(gpu, 4, [(BOTH, case) for case in cases])
+    both = [Setting(SIX[0], IN_BARRIER, 4, BOTH), Setting(SIX[3], ALONE, 4, BOTH)]
+    assert not wrong_in(gpu, [*both, Setting(SIX[3], ALONE, 4, "nccl")])
 
 
 @pytest.fixture(scope="module")
-def others(gpu: Gpu) -> dict[str, list[Ended]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def others(gpu: Gpu, folder: Path) -> dict[str, list[Ended]]:
     """The ends of programs that run at the same time, because they mostly wait."""
     programs = {
         "own, with gloo": ("wait_in_own", BOTH),
         "own": ("wait_in_own", "nccl"),
         "unseen": ("diverge_unseen", BOTH, "clipping on one rank"),
+        "timeout": ("diverge_unseen", "nccl", "clipping on one rank", "4"),
         "slow": ("are_slow", BOTH, "4", "0", "5"),
+        "save": ("save_slowly", "nccl", str(folder / "saved"), "5"),
+        "pause": ("pause", BOTH, "2", "40", "5"),
     }
     # Longer than any wait that ends, so that only waits for ever reach it.
-    ends = gpu.run_programs(2, *programs.values(), SIMULATED_PATIENCE="15")
+    trace = {"TORCH_FR_DUMP_TEMP_FILE": str(folder / "trace_")}
+    ends = gpu.run_programs(2, *programs.values(), SIMULATED_PATIENCE="15", **trace)
     return dict(zip(programs, ends, strict=True))
 
 
@@ -93,5 +111,33 @@ def test_without_a_look_at_the_gpu_a_rank_waits(others: dict[str, list[Ended]]) 
 
 
 @pytest.mark.timeout(200)
-def test_slow_ranks_raise_no_alarm(others: dict[str, list[Ended]]) -> None:
-    assert [ended.status for ended in others["slow"]] == [0, 0], others["slow"]
+def test_torchs_own_watchdog_still_finds_a_timeout(others: dict[str, list[Ended]]) -> None:
+    for ended in others["timeout"]:
+        assert "Watchdog caught collective operation timeout" in ended.errors
+
+
+@pytest.mark.timeout(200)
+def test_the_error_names_the_file_of_the_flight_recorder(
+    others: dict[str, list[Ended]], folder: Path
+) -> None:
+    for rank, ended in enumerate(others["own"]):
+        path = folder / f"trace_{rank}"
+        assert f"flight recorder is in {path}." in json.loads(ended.text)["error"]
+        assert pickle.loads(path.read_bytes())["entries"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["slow", "save", "pause"])
+def test_slow_ranks_raise_no_alarm(others: dict[str, list[Ended]], name: str) -> None:
+    assert [ended.status for ended in others[name]] == [0, 0], others[name]
+
+
+def test_exchanges_on_the_host_are_no_collectives_of_nccl() -> None:
+    """A group of gloo and NCCL: rank 1 is further, and has exchanged a value on the host."""
+    reports = []
+    for on_gpu, on_host in ((24, 12), (31, 13)):
+        of_model = {"1": (on_gpu, []), "1 on cpu": (on_host, [])}
+        begun = {"2": of_model, "1": {detector.ON_GPU: (on_gpu, [])}}
+        need = WaitCondition("1", detector.ON_GPU, on_gpu, (2,))
+        reports.append(detector._Report(1, 0.0, "", need, begun))
+    assert detector._mixed(reports[0], {1: reports[1]}) is None

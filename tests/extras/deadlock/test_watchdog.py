@@ -482,6 +482,10 @@ class Counting:
         self.bytes += sum(map(len, values))
         return values
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.bytes += len(value)
+        return bytes(self.store.compare_set(key, expected, value))
+
     def check(self, keys: list[str]) -> bool:
         return bool(self.store.check(keys))
 
