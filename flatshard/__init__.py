@@ -9,10 +9,7 @@ from flatshard.optimizer.stepper import declare_elementwise
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
-from flatshard.tensor import (
-    elementwise_ops,  # noqa: F401  (the import registers the operators)
-    reduction_ops,  # noqa: F401  (the import registers the operators)
-)
+from flatshard.tensor import elementwise_ops, reduction_ops  # noqa: F401  (they register operators)
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules
@@ -37,8 +34,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Import a public module only when a program uses the module: a deleted folder must not break
     # `import flatshard`.
-    if name == "full_tensors":
-        return import_module("flatshard.weights").full_tensors
+    if name in ("full_tensors", "plan"):
+        module = "weights" if name == "full_tensors" else "memory_plan"
+        return getattr(import_module(f"flatshard.{module}"), name)
     if name in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
         return import_module(f"flatshard.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,5 @@ from flatshard.options.extras import extra
 
 extra("plan", "flatshard.memory_plan")
 
-from flatshard.extras.plan import MemoryPlan, UnitMemory, predict  # noqa: E402
-
-__all__ = ["MemoryPlan", "UnitMemory", "predict"]
+from flatshard.extras.plan import *  # noqa: E402, F403
+from flatshard.extras.plan import __all__ as __all__  # noqa: E402

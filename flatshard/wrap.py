@@ -1,9 +1,9 @@
 """Wrap policies, under the public name ``flatshard.wrap``. A policy chooses the units of a model.
 
-The code is in ``flatshard.plan.policies``.
+The code is in ``flatshard.units.policies``.
 """
 
-from flatshard.plan.policies import (
+from flatshard.units.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,

@@ -45,13 +45,13 @@ from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
 from flatshard.options.transport_options import as_coalesce_bytes, as_transport
-from flatshard.plan.boundary import as_boundary
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.policies import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.shard_spec import refuse_foreign_wrapper
+from flatshard.units.boundary import as_boundary
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.policies import Policy
 
 
 class _NamesMissing(type):
@@ -967,6 +967,34 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def extra_repr(self) -> str:
         """Return a text with the unit's numbers of elements and padding, for ``print(model)``."""
         return self._sharding.summary() if "_sharding" in self.__dict__ else ""
+
+    def plan(self, step: Callable[[nn.Module], Tensor], optimizer: Any = None) -> Any:
+        """Predict the memory of this rank in a step, beside what the rank has measured.
+
+        The step runs on fake tensors, so it changes nothing. ``print`` the result to see a table.
+        Before the first step, only predictions are known. After a backward, the table has the
+        measured bytes of gradients and optimizer state; after ``record_steps``, also the peak of
+        unsharded parameters, and on a GPU the peak of all tensors. Parts that differ by more than
+        10 % are named. No communication.
+
+        Example:
+            ```python
+            def step(model):
+                return F.cross_entropy(model(torch.zeros(8, 784)), torch.zeros(8, dtype=torch.long))
+
+            print(model.plan(step, optimizer))
+            ```
+
+        Args:
+            step: runs a forward of the model that it is given, and returns the loss. It must make
+                its inputs itself.
+            optimizer: the optimizer whose state to measure.
+
+        Raises:
+            ValueError: the forward needs real values, which fake tensors lack.
+            TypeError: ``step`` returns no loss.
+        """
+        return extra("plan", "ShardedWrapper.plan()").plan_wrapped(self._sharding, step, optimizer)
 
     def unit_report(self) -> str:
         """Return a table of this unit and the units inside, outermost first. No communication.

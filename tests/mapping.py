@@ -7,7 +7,7 @@ from unittest import mock
 
 from flatshard.engine import grad_buffer
 from flatshard.memory import buffers
-from flatshard.plan import layout
+from flatshard.units import layout
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Lists the tensors of a checkpoint, or converts a checkpoint to another format."""
+"""Plans a training run, lists the tensors of a checkpoint, or converts a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from flatshard.checkpoint.converting import FORMATS, convert
 from flatshard.checkpoint.sources import open_source
+from flatshard.options.extras import default_extra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,10 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("--key", help="the entry that contains the model, such as app.model")
     one.add_argument("--dtype", help="dtype for floating point tensors, such as bfloat16")
     one.add_argument("--max-shard-size", help="largest size of a safetensors file, such as 5GB")
+    planning = default_extra("plan")
+    if planning is not None:
+        one = commands.add_parser(
+            "plan", help="predict memory and time of training, for each sharding strategy"
+        )
+        planning.command_line.add_arguments(one)
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     try:
-        if command == "inspect":
+        if command == "plan":
+            assert planning is not None, "the command was parsed"
+            planning.command_line.run(options)
+        elif command == "inspect":
             print(describe(**options))
         else:
             if (name := options["dtype"]) is not None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.plan.layout import boxes_of, strides_of
+from flatshard.units.layout import boxes_of, strides_of
 
 logger = logging.getLogger("flatshard.checkpoint")
 

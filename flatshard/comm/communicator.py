@@ -50,7 +50,7 @@ from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.extras import default_extra
 from flatshard.options.transport_options import Collectives, TransportOptions
-from flatshard.plan.module_tree import unit_text
+from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")

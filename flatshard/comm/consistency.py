@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import as_bytes
-from flatshard.plan.layout import memory_order, strides_of
+from flatshard.units.layout import memory_order, strides_of
 
 # Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
 Facts = dict[str, str]

@@ -23,7 +23,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
-from flatshard.plan.module_tree import unit_text
+from flatshard.units.module_tree import unit_text
 
 _SYNCS = list(Sync)
 

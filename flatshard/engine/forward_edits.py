@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from flatshard.comm.consistency import checksum, sample
 from flatshard.engine.handle import FlatParamHandle, Place
 from flatshard.engine.unit import Unit
-from flatshard.plan.layout import view_of
-from flatshard.plan.module_tree import unit_text
+from flatshard.units.layout import view_of
+from flatshard.units.module_tree import unit_text
 
 
 class ForwardEdits:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flatshard.comm.transports import ChunkPlan, FlatChunks
 from flatshard.memory.buffers import storage_bytes
 from flatshard.options.precision import GradDtypes
-from flatshard.plan.layout import FlatLayout, part_of, view_of
+from flatshard.units.layout import FlatLayout, part_of, view_of
 
 # Gradients smaller than this are copied together, by one kernel after the last gradient has
 # arrived, because starting one copy per small gradient takes longer than the copies. If the whole

@@ -12,10 +12,10 @@ from flatshard.comm.work import RunLink
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.memory.offload_target import OffloadTarget, beside, copy_stream
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor, local_range
+from flatshard.units.module_tree import unit_text
 
 
 class UnreducedGrads:

@@ -32,7 +32,7 @@ from flatshard.comm.transports import FlatChunks, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError, RunLink
 from flatshard.engine.grad_buffer import zero
 from flatshard.memory.buffers import BufferCache, storage_bytes
-from flatshard.plan.layout import FlatLayout
+from flatshard.units.layout import FlatLayout
 
 
 @dataclass(frozen=True)

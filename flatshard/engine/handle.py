@@ -30,9 +30,9 @@ from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.memory.buffers import BufferCache, ShardItself, num_uses
 from flatshard.options.precision import GradDtypes
-from flatshard.plan.layout import FlatLayout, view_of
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
+from flatshard.units.layout import FlatLayout, view_of
 
 # A place where the model holds a parameter: a module, the name of the module's attribute, and the
 # parameter.

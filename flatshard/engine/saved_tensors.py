@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import tensors_in
+from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

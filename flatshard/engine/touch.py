@@ -29,12 +29,12 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
-from flatshard.plan.layout import view_of
-from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_counted, sharded_in
 from flatshard.tensor.unsharded import as_views, gathered, states
+from flatshard.units.layout import view_of
+from flatshard.units.module_tree import unit_text
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
 

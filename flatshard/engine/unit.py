@@ -25,10 +25,10 @@ from flatshard.comm.communicator import Topology
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.options.strategy import Placement
-from flatshard.plan.module_tree import name_of, renamed, unit_text
 from flatshard.precision import UnitCasts
+from flatshard.units.module_tree import name_of, renamed, unit_text
 
-_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose backward needs only the indices, not the weights.
 
 If another operation uses the weights as well, backward unshards the weights on demand.
@@ -175,7 +175,7 @@ class Unit:
         self.for_backward = [
             handle
             for handle in self.handles
-            if not all(type(module) in _LOOKUPS for module, _, _ in handle.places)
+            if not all(type(module) in LOOKUPS for module, _, _ in handle.places)
         ]
         self.count_trainable()
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from flatshard.memory import mapped_files
 from flatshard.memory.offload_target import DEVICE, OffloadTarget
-from flatshard.plan.layout import PAGED_BYTES
+from flatshard.units.layout import PAGED_BYTES
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from flatshard.memory import mapped_files
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload
-from flatshard.plan.layout import PAGE_BYTES
-from flatshard.plan.module_tree import unit_text
+from flatshard.units.layout import PAGE_BYTES
+from flatshard.units.module_tree import unit_text
 
 
 class OffloadTarget:

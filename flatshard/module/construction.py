@@ -35,10 +35,10 @@ from flatshard.module.sharding import Sharding, sharding_of, shardings_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
-from flatshard.plan.ignored import Ignored
-from flatshard.plan.module_proxy import ModuleProxy, put_in_place, replace_children
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.ignored import Ignored
+from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"

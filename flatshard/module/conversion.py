@@ -17,11 +17,11 @@ from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, check_not_summoned, shardings_in, units_in
-from flatshard.plan.layout import memory_order, strides_of
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import convert_buffers
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.layout import memory_order, strides_of
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import unit_text
 
 
 def convert(

@@ -17,8 +17,8 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.module.model_plan import ModelPlan
-from flatshard.plan.layout import part_of
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.layout import part_of
 
 LEFT_EMPTY = "_flatshard_left_empty"
 

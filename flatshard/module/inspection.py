@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.module.sharding import Sharding, sharded_ids, shardings_in
-from flatshard.plan.ignored import Ignored, find_ignored
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.policies import Policy, check_policy
+from flatshard.units.ignored import Ignored, find_ignored
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.policies import Policy, check_policy
 
 
 def read_ignored(

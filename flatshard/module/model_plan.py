@@ -21,12 +21,12 @@ from flatshard.module.settings import Settings
 from flatshard.module.sharding import modules_apart, sharded_ids, shardings_in
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
-from flatshard.plan.boundary import check_padding, move
-from flatshard.plan.ignored import NOTHING, Ignored
-from flatshard.plan.layout import FlatLayout, memory_order
-from flatshard.plan.module_tree import ParamInfo, find_owners, find_params, name_of
-from flatshard.plan.policies import ChosenModule, find_units
 from flatshard.precision import PrecisionPlan
+from flatshard.units.boundary import check_padding, move
+from flatshard.units.ignored import NOTHING, Ignored
+from flatshard.units.layout import FlatLayout, memory_order
+from flatshard.units.module_tree import ParamInfo, find_owners, find_params, name_of
+from flatshard.units.policies import ChosenModule, find_units
 
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency. Joining a
 # collective of this size with other collectives saves little.

@@ -28,11 +28,11 @@ from flatshard.module.settings import as_flags
 from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.module_tree import unit_text
 from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import unit_text
 
 # `_num_registered` counts the modules and parameters that users assign to a module in `_watched`.
 # Each assignment may add a parameter that no unit owns.

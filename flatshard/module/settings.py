@@ -26,9 +26,9 @@ from flatshard.options.strategy import (
     resharding,
 )
 from flatshard.options.transport_options import TransportOptions, check_launch_without_group
-from flatshard.plan.boundary import Boundary, as_boundary
-from flatshard.plan.module_tree import unit_text
-from flatshard.plan.policies import ChosenModule, Policy
+from flatshard.units.boundary import Boundary, as_boundary
+from flatshard.units.module_tree import unit_text
+from flatshard.units.policies import ChosenModule, Policy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 

@@ -17,11 +17,11 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings
-from flatshard.plan.ignored import Ignored
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.module_tree import unit_text
 from flatshard.state.model_shards import ModelShards
 from flatshard.state.model_state import UnitStateDict
+from flatshard.units.ignored import Ignored
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import unit_text
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.optimizer import stepper
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.policies import explain_no_match, one_unit_warning
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.policies import explain_no_match, one_unit_warning
 
 _HEADER = (
     *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),

@@ -33,8 +33,8 @@ from flatshard.optimizer.stepper import (
     shared_state,
     shown,
 )
-from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
+from flatshard.units.module_tree import unit_text
 
 StateDict = dict[str, Any]
 

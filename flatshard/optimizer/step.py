@@ -28,10 +28,10 @@ from flatshard.optimizer.stepper import (
     stepping,
     unhooked,
 )
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import check_dtype
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, untraced
+from flatshard.units.module_tree import unit_text
 
 
 @functools.cache

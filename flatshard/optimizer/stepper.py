@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from flatshard.engine.run_state import temporarily
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
-from flatshard.plan.layout import ALIGNMENT_BYTES
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import set_grad
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.units.layout import ALIGNMENT_BYTES
+from flatshard.units.module_tree import unit_text
 
 Optimizer = torch.optim.Optimizer
 

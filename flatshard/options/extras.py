@@ -24,7 +24,7 @@ EXTRAS = {
     "overrides": "gives modules and parameters another dtype by name or by function",
     "meta_init": "initialises models that are built on the meta device",
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
-    "plan": "predicts the memory of a model",
+    "plan": "predicts the memory and time of training",
     "weights": "iterates over full tensors, and computes norms",
     "own_collectives": "handles the program's own collectives on sharded tensors",
     "recording": "records steps",

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
-from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import ModuleProxy
 
 # Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
 # are cast, and a dict from each buffer's name to the buffer's original dtype.

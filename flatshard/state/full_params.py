@@ -15,12 +15,12 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, checksum
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.plan.layout import view_of
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor
+from flatshard.units.layout import view_of
+from flatshard.units.module_tree import unit_text
 
 
 def gather_full(

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatshard.comm.communicator import Communicator
-from flatshard.plan.layout import memory_order
 from flatshard.state.model_state import StateDictOptions, UnitStateDict, options_set
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.units.layout import memory_order
 
 
 @dataclass(frozen=True)

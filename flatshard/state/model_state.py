@@ -22,11 +22,11 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.optimizer.state_dicts import torch_request
-from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, original_of
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
+from flatshard.units.module_tree import unit_text
 
 
 @dataclass(frozen=True)

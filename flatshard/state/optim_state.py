@@ -26,11 +26,11 @@ from flatshard.optimizer.stepper import (
     part_per_element,
     shared_state,
 )
-from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, shard_of_parts, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
+from flatshard.units.module_tree import unit_text
 
 _REMEDY = "Every rank must step the same optimizer and load the same state."
 # Prefix that torch's ``checkpoint_wrapper`` adds to parameters' names, but removes in state dicts.

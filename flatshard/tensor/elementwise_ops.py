@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.consistency import checksum
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import (
@@ -27,6 +26,7 @@ from flatshard.tensor.sharded_tensor import (
     first_sharded,
     wrote,
 )
+from flatshard.units.module_tree import unit_text
 
 aten = torch.ops.aten
 

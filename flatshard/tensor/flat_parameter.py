@@ -17,11 +17,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.comm.communicator import Topology
 from flatshard.memory.offload_target import OffloadTarget
-from flatshard.plan.layout import FlatLayout, view_of
-from flatshard.plan.module_tree import ParamInfo, unit_text
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import GRADIENT, OWN_ATTRIBUTES, FlatShardTensor, attributes_of
 from flatshard.tensor.unsharded import average_full_gradients
+from flatshard.units.layout import FlatLayout, view_of
+from flatshard.units.module_tree import ParamInfo, unit_text
 
 
 class FlatParameter(nn.Parameter):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
     HANDLERS,
@@ -27,6 +26,7 @@ from flatshard.tensor.sharded_tensor import (
     wrote,
 )
 from flatshard.tensor.unsharded import OutsideUse
+from flatshard.units.module_tree import unit_text
 
 aten = torch.ops.aten
 Comms = Sequence[Communicator]

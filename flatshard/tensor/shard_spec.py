@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.memory.offload_target import OffloadTarget
-from flatshard.plan.layout import LocalSpan, ParamSpan
-from flatshard.plan.module_tree import unit_text
+from flatshard.units.layout import LocalSpan, ParamSpan
+from flatshard.units.module_tree import unit_text
 
 
 class ParamSplit(Protocol):

@@ -32,9 +32,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.process_groups import as_bytes
 from flatshard.options.extras import default_extra
-from flatshard.plan.layout import Box, boxes_of
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
+from flatshard.units.layout import Box, boxes_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

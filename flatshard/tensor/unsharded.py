@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.comm.consistency import checksum
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective, untraced
+from flatshard.units.module_tree import unit_text
 
 _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_floating_point numel
     register_hook register_post_accumulate_grad_hook requires_grad_ size storage_offset stride

@@ -5,9 +5,11 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
+
+from lib.output import output_file
 
 LARGEST = 2**31 - 1
 
@@ -32,6 +34,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         stop(message)
+
+    def add_names(self, option: str, names: Iterable[str], what: str) -> None:
+        """Adds an option for some of `names`, separated by commas. All names are the default."""
+        every = ",".join(names)
+        text = f"{what}, separated by commas (default: {every})"
+        self.add_argument(option, default=every, help=text)
+
+    def add_number(self, option: str, default: int, what: str, *, low: int = 1) -> None:
+        """Adds an option for an integer that is at least `low`."""
+        text = f"{what} (default: {default})"
+        self.add_argument(option, type=at_least(low), default=default, help=text)
+
+    def add_timeout(self, seconds: float, what: str) -> None:
+        """Adds the option `--timeout SECONDS`, the time limit of `what`."""
+        text = f"time limit of {what} in seconds (default: {seconds:g})"
+        self.add_argument("--timeout", type=positive_number, default=seconds, help=text)
+
+    def add_json(self, what: str = "all figures") -> None:
+        """Adds the option `--json PATH`. `write_json` writes the file."""
+        self.add_argument("--json", type=output_file, metavar="PATH", help=f"write {what} to PATH")
 
 
 def at_least(low: int) -> Callable[[str], int]:

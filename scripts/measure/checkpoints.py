@@ -25,7 +25,7 @@ import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from construction import build_flatshard, build_fsdp1, build_fsdp2
-from lib.command_line import at_least, directory
+from lib.command_line import directory
 from measuring import mib, reset_peak, resident_bytes
 from offload import Decoder
 from rich import print as rich_print
@@ -250,27 +250,18 @@ def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--impl",
-        default=",".join(WAYS),
-        help=f"implementations, separated by commas (default: {','.join(WAYS)})",
-    )
-    add("--layers", type=at_least(1), default=10, help="number of blocks (default: 10)")
-    add("--width", type=at_least(16), default=1024, help="width of the model (default: 1024)")
-    add("--world-size", type=at_least(2), default=2, help="ranks to start (default: 2)")
-    add(
-        "--repeat",
-        type=at_least(1),
-        default=5,
-        help="number of rounds; the fastest counts (default: 5)",
-    )
+    parser.add_names("--impl", WAYS, "implementations")
+    parser.add_number("--layers", 10, "number of blocks")
+    parser.add_number("--width", 1024, "width of the model", low=16)
+    parser.add_number("--world-size", 2, "ranks to start", low=2)
+    parser.add_number("--repeat", 5, "number of rounds; the fastest counts")
     add(
         "--folder",
         type=directory,
         default=Path("."),
         help="folder on the disk to measure (default: the current folder)",
     )
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
+    parser.add_json()
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     measuring.require_proc(parser)

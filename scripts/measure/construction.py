@@ -122,23 +122,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line. Exits with status 2 if an option is wrong."""
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--impl",
-        default=",".join(WAYS),
-        help=f"implementations, separated by commas (default: {','.join(WAYS)})",
-    )
+    parser.add_names("--impl", WAYS, "implementations")
     add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
     add("--layers", type=int, default=4, help="number of blocks (default: 4)")
     add("--width", type=int, default=512, help="width of the model (default: 512)")
     add("--vocabulary", type=int, default=8192, help="tokens in the vocabulary (default: 8192)")
     add("--dtype", choices=DTYPES, default="float32", help="parameters' dtype (default: float32)")
     add("--rounds", type=int, default=1, help="number of runs; the fastest counts (default: 1)")
-    add(
-        "--json",
-        type=measuring.output_file,
-        metavar="PATH",
-        help="write all figures, in bytes, to PATH",
-    )
+    parser.add_json("all figures, in bytes,")
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     if min(args.world_size, args.layers, args.width, args.vocabulary, args.rounds) < 1:

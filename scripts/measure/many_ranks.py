@@ -24,7 +24,7 @@ from typing import Any
 import measuring  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
-from lib.command_line import Parser, at_least, positive_number
+from lib.command_line import Parser
 from lib.rank_processes import Ranks
 from torch import Tensor, nn
 
@@ -160,20 +160,10 @@ def check(way: str, ranks: Ranks, options: Any) -> str:
 def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--ranks", type=at_least(2), default=32, help="ranks that train and save (default: 32)")
-    add(
-        "--resume-on",
-        type=at_least(1),
-        default=3,
-        help="ranks that load the checkpoint and continue (default: 3)",
-    )
+    parser.add_number("--ranks", 32, "ranks that train and save", low=2)
+    parser.add_number("--resume-on", 3, "ranks that load the checkpoint and continue")
     add("--way", nargs="+", choices=WAYS, default=list(WAYS), help="settings to try (default: all)")
-    add(
-        "--timeout",
-        type=positive_number,
-        default=300.0,
-        help="time limit of a run in seconds (default: 300)",
-    )
+    parser.add_timeout(300.0, "a run")
     options = parser.parse_args()
     if options.ranks % RANKS_PER_NODE:
         parser.error(f"--ranks must be a multiple of {RANKS_PER_NODE}, for HYBRID strategies")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from benchmark import resident_bytes
 from lib.command_line import Parser
-from lib.output import output_file, write_json
+from lib.output import write_json
 from lib.training_job import spawn
 
 if importlib.util.find_spec("rich") is None:
@@ -31,7 +31,6 @@ __all__ = [
     "figures_of_ranks",
     "join",
     "mib",
-    "output_file",
     "require_proc",
     "reset_peak",
     "resident_bytes",

@@ -152,11 +152,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line. Exits with status 2 if an option is wrong."""
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--offload",
-        default=",".join(WAYS),
-        help=f"kinds of offload, separated by commas (default: {','.join(WAYS)})",
-    )
+    parser.add_names("--offload", WAYS, "kinds of offload")
     add("--path", type=Path, default=Path(tempfile.gettempdir()), help="directory for the files")
     add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
     add("--layers", type=int, default=4, help="number of blocks (default: 4)")
@@ -171,12 +167,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=32, help="tokens of a row (default: 32)")
     add("--steps", type=int, default=3, help="number of timed steps (default: 3)")
     add("--check", action="store_true", help="fail if the peak is more than allowed")
-    add(
-        "--json",
-        type=measuring.output_file,
-        metavar="PATH",
-        help="write all figures, in bytes, to PATH",
-    )
+    parser.add_json("all figures, in bytes,")
     args = parser.parse_args(arguments)
     args.offload = measuring.choose(parser, "--offload", args.offload, WAYS)
     sizes = (args.world_size, args.layers, args.width, args.vocabulary, args.rows, args.length)

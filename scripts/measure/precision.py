@@ -249,7 +249,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=64, help="width of the model, a multiple of 4 (default: 64)")
     add("--depth", type=int, default=2, help="number of blocks (default: 2)")
     add("--steps", type=int, default=30, help="steps to train (default: 30)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
+    parser.add_json()
     args = parser.parse_args(arguments)
     try:
         args.world_sizes = world_sizes(args.world_sizes)

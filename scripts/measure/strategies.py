@@ -664,12 +664,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help="width of the model, a multiple of 8 and at least 96 (default: 128)",
     )
     add("--depth", type=int, default=5, help="number of blocks, at least 4 (default: 5)")
-    add(
-        "--json",
-        type=measuring.output_file,
-        metavar="PATH",
-        help="write all figures, in bytes, to PATH",
-    )
+    parser.add_json("all figures, in bytes,")
     args = parser.parse_args(arguments)
     nodes, rest = divmod(args.world_size, max(args.ranks_per_node, 1))
     if rest or nodes < 2 or args.ranks_per_node < 2:

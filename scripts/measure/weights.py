@@ -170,7 +170,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
     add("--rounds", type=int, default=5, help="readings of each way (default: 5)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
+    parser.add_json()
     args = parser.parse_args(arguments)
     if min(args.world_size, args.rounds) < 1:
         parser.error("--world-size and --rounds must be at least 1")

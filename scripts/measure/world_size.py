@@ -177,11 +177,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         default="64,1024,4096",
         help="numbers of ranks, separated by commas (default: 64,1024,4096)",
     )
-    add(
-        "--impl",
-        default=",".join(WAYS),
-        help=f"implementations, separated by commas (default: {','.join(WAYS)})",
-    )
+    parser.add_names("--impl", WAYS, "implementations")
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_OP")
     add(
         "--strategy",
@@ -189,16 +185,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         default="FULL_SHARD",
         help="sharding strategy (default: FULL_SHARD)",
     )
-    add("--layers", type=at_least(1), default=24, help="number of blocks (default: 24)")
-    add("--width", type=at_least(8), default=256, help="width of the model (default: 256)")
-    add(
-        "--vocabulary",
-        type=at_least(1),
-        default=256,
-        help="tokens in the vocabulary (default: 256)",
-    )
-    add("--steps", type=at_least(1), default=10, help="steps after the first step (default: 10)")
-    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures to PATH")
+    parser.add_number("--layers", 24, "number of blocks")
+    parser.add_number("--width", 256, "width of the model", low=8)
+    parser.add_number("--vocabulary", 256, "tokens in the vocabulary")
+    parser.add_number("--steps", 10, "steps after the first step")
+    parser.add_json()
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     try:

@@ -38,7 +38,7 @@ def find(name: str) -> Definition:
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == last:
             return node
-        if isinstance(node, ast.ImportFrom) and last in {
+        if isinstance(node, ast.ImportFrom) and {last, "*"} & {
             one.asname or one.name for one in node.names
         }:
             return find(f"{node.module}.{last}")

@@ -28,7 +28,7 @@ import table_cells  # noqa: F401  (first, because this import may end the script
 import torch
 from conformance_idioms import IDIOMS, Idiom
 from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
-from lib.command_line import Parser, at_least, positive_number
+from lib.command_line import Parser, at_least
 from lib.rank_processes import Ranks, Said
 from table_cells import GOOD, VERDICTS, Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor
@@ -258,12 +258,7 @@ def main() -> int:
     parser.add_argument(
         "--world-size", type=at_least(1), default=2, help="number of ranks (default: 2)"
     )
-    parser.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=20.0,
-        help="time limit of each program in seconds (default: 20)",
-    )
+    parser.add_timeout(20.0, "each program")
     parser.add_argument(
         "--jobs", type=at_least(1), default=3, help="programs to run at a time (default: 3)"
     )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
-from lib.command_line import Parser, positive_number
+from lib.command_line import Parser
 from lib.rank_processes import Ranks, Said
 from model_zoo.families import FAMILIES, models_of
 from model_zoo.trial import POLICIES, train
@@ -113,12 +113,7 @@ def main() -> int:
     add("--model", nargs="+", metavar="NAME", help="models to train (default: all); see --list")
     add("--policy", choices=POLICIES, help="wrap policy of all models (default: by turns)")
     add("--side", nargs="+", choices=SIDES, default=list(SIDES), help="wrappers (default: all)")
-    add(
-        "--timeout",
-        type=positive_number,
-        default=120.0,
-        help="time limit of a training in seconds (default: 120)",
-    )
+    parser.add_timeout(120.0, "a training")
     add("--page", type=page_file, help="write the table into this page instead of printing it")
     add("--list", action="store_true", help="print the names of the models")
     options = parser.parse_args()

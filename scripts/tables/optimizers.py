@@ -24,7 +24,7 @@ from typing import Any
 import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
 from conformance_idioms.side import STRATEGIES, Side
-from lib.command_line import Parser, at_least, positive_number
+from lib.command_line import Parser, at_least
 from lib.rank_processes import Ranks, Said
 from table_cells import Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor, nn
@@ -269,12 +269,7 @@ def main() -> None:
     parser.add_argument(
         "--world-size", type=at_least(1), default=2, help="number of ranks (default: 2)"
     )
-    parser.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=60.0,
-        help="time limit of each training in seconds (default: 60)",
-    )
+    parser.add_timeout(60.0, "each training")
     parser.add_argument(
         "--strategies", action="store_true", help="table of flatshard's strategies on 1 to 4 ranks"
     )

@@ -22,7 +22,7 @@ import table_cells  # noqa: F401  (first, because this import may end the script
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lib.command_line import Parser, positive_number
+from lib.command_line import Parser
 from lib.rank_processes import Ranks, Said
 from table_cells import Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor, nn
@@ -359,12 +359,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="features whose names contain NAME"
     )
-    parser.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=60.0,
-        help="time limit of each training in seconds (default: 60)",
-    )
+    parser.add_timeout(60.0, "each training")
     parser.add_argument(
         "--page", type=page_file, help="write the table into this page instead of printing it"
     )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from flatshard.checkpoint import ranges
 from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
 from flatshard.checkpoint.safetensors import DTYPES, find_tensors, plan_files
-from flatshard.plan.layout import strides_of
+from flatshard.units.layout import strides_of
 from tests.harness import naming
 
 

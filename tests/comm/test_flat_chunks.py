@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatshard.comm.transports import ChunkPlan, FlatChunks
-from flatshard.plan.layout import FlatLayout
+from flatshard.units.layout import FlatLayout
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=2).map(tuple), min_size=1, max_size=6)
 

@@ -19,9 +19,9 @@ from flatshard.checkpoint import (
 )
 from flatshard.memory_plan import predict
 from flatshard.module.sharding import handles_in
-from flatshard.plan.boundary import Boundary, block_numel
-from flatshard.plan.layout import PAGED_BYTES
 from flatshard.tensor.sharded_tensor import local_range
+from flatshard.units.boundary import Boundary, block_numel
+from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, run_ranks

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.plan.layout import ALIGNMENT_BYTES
 from flatshard.tensor.sharded_tensor import local_range
+from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 from tests.models import Case, loss_of, vectors

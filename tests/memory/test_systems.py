@@ -65,7 +65,7 @@ import mmap
 mmap.PAGESIZE = 65536
 import torch
 from flatshard.memory.buffers import fills_pages
-from flatshard.plan.layout import FlatLayout
+from flatshard.units.layout import FlatLayout
 
 layout = FlatLayout.build([("weight", (1023, 1031))], world_size=3, itemsize=4)
 print(layout.shard_numel * 4 % mmap.PAGESIZE, fills_pages(layout.shard_numel * 4))

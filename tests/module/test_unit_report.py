@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatshard.module.unit_report import tabulate
-from flatshard.plan.policies import LARGE_MODEL_NUMEL, one_unit_warning
+from flatshard.units.policies import LARGE_MODEL_NUMEL, one_unit_warning
 from tests.models import CASES
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from flatshard import FlatShardTensor, ShardedWrapper, collectives
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.ranks import communicator
-from flatshard.plan.layout import LocalSpan, ParamSpan
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.oracle import assert_same

@@ -28,8 +28,8 @@ from flatshard.module import model_plan
 from flatshard.module.settings import find_device
 from flatshard.options.precision import GradDtypes
 from flatshard.options.transport_options import Collectives, TransportOptions
-from flatshard.plan.ignored import NOTHING
-from flatshard.plan.layout import FlatLayout
+from flatshard.units.ignored import NOTHING
+from flatshard.units.layout import FlatLayout
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss

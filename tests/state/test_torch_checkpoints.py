@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
 from flatshard import CPUOffload, FlatShardTensor, ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, full_state_dict
 from flatshard.comm.communicator import ALONE
-from flatshard.plan.layout import FlatLayout
 from flatshard.state import model_state
 from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.units.layout import FlatLayout
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES

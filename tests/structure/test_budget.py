@@ -11,9 +11,9 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 17_620,
+    "code_lines": 19_605,
     "core_lines": 10_921,
-    "modules": 128,
+    "modules": 139,
     "strict_zips_in_core": 32,
 }
 

@@ -12,7 +12,7 @@ from measure.structure import BESIDE, Source, read
 from tests.harness import ROOT
 
 ORDER = (
-    *("options", "plan", "memory", "precision", "comm", "collectives", "tensor", "engine"),
+    *("options", "units", "memory", "precision", "comm", "collectives", "tensor", "engine"),
     *("optimizer", "state", "module", "wrapper", "extras", "checkpoint"),
     "integrations",
 )

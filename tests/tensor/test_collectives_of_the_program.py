@@ -19,9 +19,9 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 
 from flatshard import ShardedWrapper
 from flatshard.comm.communicator import ALONE
-from flatshard.plan.layout import LocalSpan, ParamSpan
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
+from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES

@@ -343,10 +343,6 @@ def _check_saved(names: dict[str, Any], rank: int) -> None:
     assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-def _check_plan(names: dict[str, Any], rank: int) -> None:
-    assert names["plan"].numel == sum(param.numel() for param in build().parameters())
-
-
 CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Activation checkpointing"): _check_same_gradients,
     ("recipes.md", "Compiling blocks"): _check_same_gradients,
@@ -367,7 +363,6 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "All weights to an inference engine"): _check_engine,
     ("recipes.md", "Norms for a training log"): _check_norms,
     ("guide.md", "Save"): _check_saved,
-    ("guide.md", "Will it fit?"): _check_plan,
 }
 
 
@@ -440,6 +435,7 @@ SHORTER = {
     "bash scripts/demo.sh": "--world-size 1 --max-steps 1 --data digits",
     "python scripts/tables/conformance.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
+    "python -m flatshard plan": "--seq 16 --ranks 8 --strategy FULL_SHARD",
     "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
     "torchrun --standalone --nproc-per-node 2 scripts/rollouts.py": "--steps 3",
 }

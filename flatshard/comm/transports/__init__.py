@@ -28,7 +28,7 @@ from flatshard.comm.work import AsyncWork, History, WaitCondition
 from flatshard.memory.buffers import BufferMemory, allocate
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.transport_options import TransportOptions
-from flatshard.plan.layout import FlatLayout
+from flatshard.units.layout import FlatLayout
 
 
 class Members:

@@ -34,8 +34,8 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
 from flatshard.optimizer import stepper
-from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.sharded_tensor import local_range
+from flatshard.units.module_tree import unit_text
 
 _FAILED = "failed"
 

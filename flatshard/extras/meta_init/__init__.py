@@ -42,10 +42,10 @@ from flatshard.module.initial_values import (
 )
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import handles_in, sharding_of, shardings_in
-from flatshard.plan.ignored import places_in
-from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
+from flatshard.units.ignored import places_in
+from flatshard.units.module_proxy import ModuleProxy
 
 # Maps each module to functions that initialise the module's tensors, such as `reset_parameters`,
 # keyed by function name. Called only if the user passes no `param_init_fn`.

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flatshard.engine.events import Observers, StepObserver
 from flatshard.engine.unit import Unit
-from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.module_tree import unit_text
 
 __all__ = ["watch_non_finite"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from flatshard.options.precision import MixedPrecision, Overrides, is_float_dtype
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.module_tree import paths
 from flatshard.precision import Override, PrecisionPlan
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import paths
 
 
 def as_overrides(value: object) -> Overrides:

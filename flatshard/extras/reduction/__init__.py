@@ -33,7 +33,7 @@ from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.unit import Unit
 from flatshard.options.precision import MixedPrecision, ReduceMode
-from flatshard.plan.module_tree import unit_text
+from flatshard.units.module_tree import unit_text
 
 __all__ = ["Float8Shard", "register"]
 

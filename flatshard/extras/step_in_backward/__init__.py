@@ -30,9 +30,9 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
 from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.optimizer.stepper import OptimizerExtension, extensions, is_elementwise
-from flatshard.plan.module_tree import unit_text
 from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
+from flatshard.units.module_tree import unit_text
 
 __all__ = ["register"]
 

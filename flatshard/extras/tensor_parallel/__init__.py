@@ -24,8 +24,8 @@ from flatshard.comm.ranks import communicator
 from flatshard.module.model_plan import PlannedUnit
 from flatshard.module.settings import Settings
 from flatshard.options.transport_options import Collectives, TransportOptions
-from flatshard.plan.ignored import Ignored
-from flatshard.plan.module_tree import ParamInfo, find_params, unit_text
+from flatshard.units.ignored import Ignored
+from flatshard.units.module_tree import ParamInfo, find_params, unit_text
 
 # Communicators over the ranks of a mesh use native collectives, because they only exchange numbers.
 _NATIVE = TransportOptions(Collectives.NATIVE)

@@ -22,11 +22,11 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory.buffers import BufferCache
 from flatshard.module.sharding import handles_in, model_shards, sharding_of, shardings_in
-from flatshard.plan.layout import view_of
-from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.module_tree import unit_text
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.layout import view_of
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import unit_text
 
 Item = tuple["TensorName", Tensor]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatshard.extras.whole_tensors.owners import choose_owners, step_cost
-from flatshard.plan.layout import FlatLayout
+from flatshard.units.layout import FlatLayout
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
 

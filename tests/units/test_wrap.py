@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatshard.plan import policies
-from flatshard.plan.ignored import Ignored
-from flatshard.plan.policies import (
+from flatshard.units import policies
+from flatshard.units.ignored import Ignored
+from flatshard.units.policies import (
     ChosenModule,
     CustomPolicy,
     ModuleWrapPolicy,

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from flatshard.plan.module_tree import ModuleTree, find_params, has_forward
+from flatshard.units.module_tree import ModuleTree, find_params, has_forward
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes

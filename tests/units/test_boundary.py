@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.plan.boundary import (
+from flatshard.units.boundary import (
     FREE_PADDING,
     MAX_PADDING,
     Boundary,
@@ -15,7 +15,7 @@ from flatshard.plan.boundary import (
     check_padding,
     move,
 )
-from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout
+from flatshard.units.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout
 
 PARAMS = st.lists(
     st.lists(st.integers(0, 9), max_size=4).flatmap(

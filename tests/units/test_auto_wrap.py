@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flatshard.plan.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
-from flatshard.plan.ignored import Ignored
-from flatshard.plan.policies import ChosenModule, find_units
+from flatshard.units.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
+from flatshard.units.ignored import Ignored
+from flatshard.units.policies import ChosenModule, find_units
 from tests.models import CASES
 
 REPEATED = "policy 'auto': one of {} repeated {}"

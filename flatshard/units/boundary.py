@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, ParamSpan
-from flatshard.plan.module_tree import unit_text
+from flatshard.units.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, ParamSpan
+from flatshard.units.module_tree import unit_text
 
 # Where the end of a shard may cut a parameter: "element" (anywhere), "row" (between rows), "tensor"
 # (nowhere), or a number of elements (at multiples of the number).

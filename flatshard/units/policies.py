@@ -3,7 +3,7 @@
 A policy has one of three forms:
 
 - The string ``"auto"``. Units are repeated blocks and large single modules; see
-  ``flatshard.plan.auto_wrap``.
+  ``flatshard.units.auto_wrap``.
 - A callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
   With ``recurse=True``, the policy returns whether to visit the children of the module. If the
   policy returns False, neither the module nor any module inside is a unit, and there is no second
@@ -28,9 +28,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import nn
 
-from flatshard.plan.auto_wrap import AutoUnits
-from flatshard.plan.ignored import NOTHING, Ignored
-from flatshard.plan.module_tree import ModuleTree, has_forward, numel
+from flatshard.units.auto_wrap import AutoUnits
+from flatshard.units.ignored import NOTHING, Ignored
+from flatshard.units.module_tree import ModuleTree, has_forward, numel
 
 Keywords: TypeAlias = dict[str, Any]
 
@@ -243,7 +243,7 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     """Return the modules below ``root`` that become units, children before parents.
 
     Only a module with parameters that are not ignored can be a unit. Some modules are never units,
-    see the note in ``flatshard.plan.module_tree``.
+    see the note in ``flatshard.units.module_tree``.
 
     Raises:
         TypeError: ``policy`` has none of the three forms of a policy.

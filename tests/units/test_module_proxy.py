@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import ModuleProxy
 
 
 class _Recurrent(nn.Module):

@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.plan.layout import boxes_of, strides_of
+from flatshard.units.layout import boxes_of, strides_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).flatmap(
     lambda shape: st.tuples(st.just(tuple(shape)), st.permutations(range(len(shape))))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from flatshard.plan.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
+from flatshard.units.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, Mlp, Transformer, tokens, vectors

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, FlatLayout, memory_order, strides_of
+from flatshard.units.layout import ALIGNMENT_BYTES, PAGE_BYTES, FlatLayout, memory_order, strides_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from flatshard.plan.ignored import NOTHING, Ignored
+from flatshard.units.ignored import NOTHING, Ignored
 
 # Classes that read weights of their children. Modules of these classes and of subclasses are found
 # by the class name, because some of the classes cannot be imported everywhere: torchvision may not

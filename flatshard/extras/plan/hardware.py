@@ -1,0 +1,180 @@
+"""``Machine``: speeds of devices and links, and the time that operators and collectives take.
+
+The time of an operator follows the roofline model (Williams, Waterman and Patterson, 2009): the
+operator takes as long as its arithmetic or its memory traffic, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from flatshard.extras.plan.trace import Op
+
+# Fractions of a data sheet's peaks that large kernels reach: matrix products of cuBLAS, flash
+# attention (0.4 on Hopper by arXiv 2407.08608; 0.6 on Ampere by arXiv 2307.08691), and copies.
+_MATMUL, _ATTENTION, _COPY = 0.75, 0.42, 0.9
+_KERNEL_SECONDS = 4e-6  # time between the starts of two small kernels
+
+
+@dataclass(frozen=True)
+class Device:
+    """Sustained speeds of one device.
+
+    Attributes:
+        flops: floating point operations per second in large matrix products.
+        attention_flops: floating point operations per second in attention kernels.
+        memory_rate: bytes per second that kernels read and write.
+        memory_bytes: memory of the device.
+        is_gpu: whether operators choose the kernels of a GPU.
+    """
+
+    flops: float
+    attention_flops: float
+    memory_rate: float
+    memory_bytes: float
+    is_gpu: bool = True
+
+    @classmethod
+    def of_data_sheet(
+        cls, flops: float, memory_rate: float, memory_bytes: float, attention: float = _ATTENTION
+    ) -> Device:
+        """A GPU with these peaks. ``attention``: fraction of the peak that attention reaches."""
+        return cls(_MATMUL * flops, attention * flops, _COPY * memory_rate, memory_bytes)
+
+    def times(self, speed: float) -> Device:
+        """A device that computes ``speed`` times as fast."""
+        return replace(
+            self,
+            flops=speed * self.flops,
+            attention_flops=speed * self.attention_flops,
+            memory_rate=speed * self.memory_rate,
+        )
+
+    def seconds(self, op: Op) -> float:
+        rate = self.attention_flops if op.kind == "attention" else self.flops
+        return max(op.flops / rate, op.nbytes / self.memory_rate, _KERNEL_SECONDS * self.is_gpu)
+
+
+_GIB = 2**30
+# Dense bfloat16 operations and bytes per second by the makers' data sheets, and the memory that
+# torch reports.
+DEVICES = {
+    "v100": Device.of_data_sheet(125e12, 0.9e12, 31.7 * _GIB),
+    "a100-40gb": Device.of_data_sheet(312e12, 1.555e12, 39.4 * _GIB, attention=0.6),
+    "a100": Device.of_data_sheet(312e12, 2.039e12, 79.1 * _GIB, attention=0.6),
+    "h100-96gb": Device.of_data_sheet(989e12, 2.4e12, 95.0 * _GIB),
+    "h100": Device.of_data_sheet(989e12, 3.35e12, 79.1 * _GIB),
+    "h200": Device.of_data_sheet(989e12, 4.8e12, 139.8 * _GIB),
+    "b200": Device.of_data_sheet(2250e12, 8.0e12, 178.4 * _GIB),
+    "gb200": Device.of_data_sheet(2500e12, 8.0e12, 184.0 * _GIB),
+    "mi300x": Device.of_data_sheet(1307e12, 5.3e12, 191.5 * _GIB),
+    "mi325x": Device.of_data_sheet(1307e12, 6.0e12, 255.5 * _GIB),
+    "mi355x": Device.of_data_sheet(2517e12, 8.0e12, 287.5 * _GIB),
+    "l40s": Device.of_data_sheet(362e12, 0.864e12, 44.4 * _GIB),
+    "rtx4090": Device.of_data_sheet(165e12, 1.008e12, 23.6 * _GIB),
+}
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What a transport (``flatshard.comm.transports``) holds in memory. By default, as NCCL.
+
+    Attributes:
+        reports_end: whether the end of a reduction is noticed before something waits for it.
+        gathers_in_background: whether all-gathers go on while the host computes.
+        gather_copies: temporary memory of an all-gather, in sizes of its result.
+        reduce_copies: temporary memory of a reduction, in sizes of the gradients.
+        receives: whether the gradients of each other rank are received into memory of their own.
+        in_place_bytes: gradients of at least this size are sent from their own memory. None: all
+            gradients are copied into one buffer.
+        sums_in_fp32: whether narrower gradients are added up in float32.
+    """
+
+    reports_end: bool = True
+    gathers_in_background: bool = False
+    gather_copies: float = 0.0
+    reduce_copies: float = 0.0
+    receives: bool = False
+    in_place_bytes: int | None = None
+    sums_in_fp32: bool = False
+
+
+TRANSPORTS = {
+    "nccl": Transport(),
+    "native": Transport(reports_end=False, gather_copies=1.0, reduce_copies=1.0),
+    "sockets": Transport(
+        gathers_in_background=True, receives=True, in_place_bytes=1 << 20, sums_in_fp32=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices, and the links between them.
+
+    Attributes:
+        device: every rank's device.
+        per_node: ranks in one node.
+        node_link: bytes per second that one rank sends within a node.
+        link: one rank's share of the bytes per second that its node sends to other nodes.
+        latency: seconds that one message takes at least.
+        transport: how bytes move between ranks.
+    """
+
+    device: Device
+    per_node: int = 8
+    node_link: float = 450e9
+    link: float = 50e9
+    latency: float = 5e-6
+    transport: Transport = Transport()
+
+    def collective_seconds(self, nbytes: float, size: int, in_node: int) -> float:
+        """Time of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.
+
+        ``in_node`` ranks of the ring are in one node. An all-reduce takes twice the time.
+        """
+        if size == 1:
+            return 0.0
+        rate = self.node_link
+        if size > in_node:
+            # A ring enters each node once, so several rings share the links of the node's ranks.
+            rate = min(rate, self.link * in_node)
+        # Several rings or trees run at once, so latency grows slowly with the number of ranks.
+        return nbytes * (size - 1) / size / rate + self.latency * (size - 1).bit_length()
+
+
+def calibrate(device: str = "cpu", *, seconds: float = 1.0) -> Device:
+    """Measure the speeds of a device of this machine, in about four times ``seconds``."""
+    on_gpu = device != "cpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    width = 8192 if on_gpu else 1024
+    matrix = torch.randn(width, width, device=device, dtype=dtype)
+    heads = torch.randn(1, 16, width // 4, 64, device=device, dtype=dtype)
+    source = torch.empty(width * width // (1 if on_gpu else 4) * 16, device=device)
+    memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0.0
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(heads, heads, heads)
+
+    def rate(run: object, work: float) -> float:
+        assert callable(run)
+        run()
+        count, began = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < seconds:
+            run()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            count += 1
+        return work * count / elapsed
+
+    return Device(
+        rate(lambda: matrix @ matrix, 2.0 * width**3),
+        rate(attend, 4.0 * 16 * (width // 4) ** 2 * 64),
+        rate(lambda: source.mul_(1.0), 2.0 * source.nbytes),
+        memory,
+        on_gpu,
+    )

@@ -1,0 +1,195 @@
+"""``read_spec``: makes a model from what a user names: a function, a configuration or a preset."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Step = Callable[[nn.Module], Tensor]
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.size, self.groups = width // heads, heads // kv_heads
+        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (
+            nn.Linear(width, kv_heads * self.size, bias=False) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        layers = (self.query, self.key, self.value)
+        query, key, value = (layer(x).unflatten(-1, (-1, self.size)) for layer in layers)
+        query, key = _rotate(query, rotation), _rotate(key, rotation)
+        if self.groups > 1:
+            key, value = (one.repeat_interleave(self.groups, 2) for one in (key, value))
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).contiguous().flatten(2))  # type: ignore[no-any-return]
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation).flatten(-2).type_as(x)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    """One block of `Llama`."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = (
+            _Attention(width, heads, kv_heads),
+            _FeedForward(width, hidden),
+        )
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), rotation)
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Llama(nn.Module):
+    """A decoder with grouped-query attention, rotary positions and SwiGLU (arXiv 2407.21783).
+
+    ``forward`` takes token ids, ``(batch, length)``. It returns logits, ``(batch, length, vocab)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        hidden: int,
+        vocab: int,
+        length: int = 8192,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        blocks = (LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, vocab, bias=False)
+        rotation = torch.empty(length, 1, width // heads // 2, dtype=torch.complex64)
+        self.rotation: Tensor
+        self.register_buffer("rotation", rotation, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.rotation[: tokens.shape[1]])
+        return self.head(self.norm(x))
+
+
+def _llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocab: int) -> Any:
+    return partial(
+        Llama,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=hidden,
+        vocab=vocab,
+    )
+
+
+# Layers, width, heads, heads of keys and values, hidden width, vocabulary: as in the models' papers
+# (arXiv 2302.13971, 2307.09288, 2407.21783).
+PRESETS: dict[str, Callable[..., nn.Module]] = {
+    "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
+    "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": _llama(80, 8192, 64, 8, 28672, 32000),
+    "llama3-1b": _llama(16, 2048, 32, 8, 8192, 128256),
+    "llama3-3b": _llama(28, 3072, 24, 8, 8192, 128256),
+    "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256),
+}
+
+
+def language_step(batch: int, length: int) -> Step:
+    """A step of a language model: predict each of ``batch`` times ``length`` tokens."""
+
+    def step(model: nn.Module) -> Tensor:
+        tokens = torch.zeros(batch, length, dtype=torch.long)
+        logits = model(tokens)
+        logits = getattr(logits, "logits", logits)
+        if not (isinstance(logits, Tensor) and logits.dim() == 3):
+            raise TypeError(
+                "plan: expected logits of shape (batch, length, vocabulary) from the model, got "
+                f"{getattr(logits, 'shape', type(logits).__name__)}. Give `plan` a `step` that "
+                "runs your forward and returns the loss."
+            )
+        flat = logits.flatten(0, 1).float()
+        del logits  # free the logits in the compute dtype, as training loops do
+        return F.cross_entropy(flat, tokens.flatten())
+
+    return step
+
+
+def read_spec(spec: str, length: int) -> Callable[[], Any]:
+    """Return the function that builds the model that ``spec`` names.
+
+    ``spec`` is the name of a preset, the path of a Hugging Face ``config.json``, or
+    ``package.module:function``. The function returns a model, or a model and its step.
+
+    Raises:
+        ValueError: nothing of that name exists, or transformers does not know the architecture.
+    """
+    if spec in PRESETS:
+        return partial(PRESETS[spec], length=length)
+    if spec.endswith(".json") or Path(spec).is_dir():
+        path = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
+        return partial(_from_config, path)
+    module, colon, name = spec.partition(":")
+    if not colon:
+        module, _, name = spec.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{spec!r} is neither a preset ({', '.join(PRESETS)}), nor a config.json, nor a "
+            f"function such as package.module:build. Importing it says: {error}"
+        ) from error
+
+
+def _from_config(path: Path) -> nn.Module:
+    try:
+        text = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as a configuration: {error}") from error
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path}: needs transformers. Run: pip install transformers") from error
+    kind = text.get("model_type")
+    try:
+        # Without a cache: a cache would grow when backward computes a forward again.
+        keywords = {**text, "model_type": kind, "use_cache": False}
+        known = transformers.AutoConfig.for_model(**keywords)
+        return transformers.AutoModelForCausalLM.from_config(known, attn_implementation="sdpa")
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: transformers {transformers.__version__} has no language model for model_type "
+            f"{kind!r}: {str(error).splitlines()[0]}"
+        ) from error

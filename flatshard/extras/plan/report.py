@@ -1,0 +1,294 @@
+"""``plan`` and ``TrainingPlan``: the table of strategies, the best as code, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flatshard.extras.plan.hardware import DEVICES, Device, Machine
+from flatshard.extras.plan.models import Step, read_spec
+from flatshard.extras.plan.planning import Choice, Target, choices
+from flatshard.module.unit_report import show_bytes, tabulate
+from flatshard.options.precision import MixedPrecision
+
+# Categories of memory in the order of the plot: what changes least is at the bottom.
+_PLOTTED = (
+    *("parameters", "optimizer", "buffers", "gradients", "activations", "reduction"),
+    *("unsharded", "temporary"),
+)
+# Categories of memory in the order of the table. Everything else is temporary.
+_CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Predictions for all strategies. ``str()`` returns a table, the code to paste, and advice.
+
+    Attributes:
+        name: what was planned.
+        target: the machine and the settings.
+        choices: one prediction for each strategy and number of ranks.
+        container: name of the module that contains the repeated blocks.
+        changes: if nothing fits: predictions after one change each, by the text of the change.
+    """
+
+    name: str
+    target: Target
+    choices: Sequence[Choice]
+    container: str = ""
+    changes: dict[str, Choice] = dataclasses.field(default_factory=dict)
+
+    @property
+    def best(self) -> Choice | None:
+        """The choice that fits and trains most per second and rank; None if nothing fits."""
+        fitting = [one for one in self.choices if one.fits]
+        # Fewer ranks, then simpler strategies, win if the speeds differ by less than 1 %.
+        fastest = max((one.samples_per_second for one in fitting), default=0)
+        return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON: bytes, seconds, and bytes sent in a step."""
+        best = self.best
+        return {
+            "name": self.name,
+            "choices": [_figures(one) for one in self.choices],
+            "best": None if best is None else _figures(best),
+            "changes": {change: _figures(one) for change, one in self.changes.items()},
+            "code": self.code(),
+        }
+
+    def code(self) -> str:
+        """Python code that trains with the best choice; empty if nothing fits."""
+        best = self.best
+        if best is None:
+            return ""
+        param_dtype, policy = self.target.precision.param_dtype, self.target.policy
+        keywords = [f"auto_wrap_policy={policy!r}" if policy == "auto" else "auto_wrap_policy=..."]
+        keywords.append(f"sharding_strategy={best.strategy!r}")
+        if param_dtype is not None:
+            keywords.append(f"mixed_precision=MixedPrecision({param_dtype}, torch.float32)")
+        lines = ["import torch", "from flatshard import MixedPrecision, ShardedWrapper", ""]
+        if best.checkpoint != "none":
+            lines = ["from functools import partial", *lines[:2]]
+            lines.append("from torch.utils.checkpoint import checkpoint")
+            context = ""
+            if best.checkpoint == "selective":
+                lines.append("from flatshard.memory_plan import selective_contexts")
+                context = ", context_fn=selective_contexts"
+            lines += [
+                "",
+                f"for block in model.get_submodule({self.container!r}).children():",
+                "    block.forward = partial(",
+                f"        checkpoint, block.forward, use_reentrant=False{context}",
+                "    )",
+            ]
+        return "\n".join([*lines, f"model = ShardedWrapper(model, {', '.join(keywords)})"])
+
+    def plot(self, path: str) -> None:
+        """Plot memory over a step of the best choice, and time against memory of all choices.
+
+        Raises ImportError if matplotlib is not installed.
+        """
+        from flatshard.extras.recording.memory_timeline import matplotlib
+
+        figure = matplotlib().Figure(figsize=(11, 4), layout="constrained")
+        over, frontier = figure.subplots(1, 2)
+        shown = self.best or min(self.choices, key=lambda one: one.outcome.peak_bytes)
+        times = [1000 * seconds for seconds, _ in shown.outcome.timeline]
+        held = [totals for _, totals in shown.outcome.timeline]
+        kinds = [kind for kind in _PLOTTED if any(totals.get(kind) for totals in held)]
+        rows = [[totals.get(kind, 0) / 1e9 for totals in held] for kind in kinds]
+        over.stackplot(times, rows, labels=kinds, step="post")
+        over.set(title=f"{shown.strategy}, {shown.ranks} ranks", xlabel="ms", ylabel="GB")
+        over.legend(fontsize=7, loc="upper left")
+        for strategy in dict.fromkeys(one.strategy for one in self.choices):
+            same = [one for one in self.choices if one.strategy == strategy]
+            points = [(one.outcome.peak_bytes / 1e9, one.samples_per_second) for one in same]
+            frontier.plot(*zip(*points, strict=True), "o-", label=strategy)
+            for one, point in zip(same, points, strict=True):
+                text = f"{one.ranks}{'' if one.fits else ', too large'}"
+                frontier.annotate(text, point, (4, 4), textcoords="offset points", fontsize=7)
+        frontier.set(title="ranks", xlabel="peak, GB", ylabel="samples per second and rank")
+        frontier.legend(fontsize=7)
+        figure.savefig(path, dpi=150)
+
+    def __str__(self) -> str:
+        best = self.best
+        lines = [
+            f"{self.name}, batch {self.target.batch} on each rank. Parameters, gradients, "
+            "optimizer: bytes between steps. Unsharded, activations, temporary: bytes at the peak. "
+            "Reserved: the peak with what torch's allocator cannot reuse.",
+            tabulate([_HEADER, *map(_row, self.choices)], numbers=range(2, 15)),
+        ]
+        if best is not None:
+            what = f"{best.strategy} on {best.ranks} ranks"
+            lines += [f"Cheapest that fits: {what}. {_peak(best)}", "", self.code()]
+            return "\n".join(lines)
+        closest = min(self.choices, key=lambda one: one.outcome.peak_bytes)
+        device = show_bytes(int(self.target.machine.device.memory_bytes))
+        lines.append(f"Nothing fits into {device}. {_peak(closest)} What to change:")
+        for change, one in self.changes.items():
+            fits = "fits" if one.fits else "does not fit"
+            peak = show_bytes(one.outcome.peak_bytes)
+            lines.append(f"- {change}: {peak} with {one.strategy} on {one.ranks} ranks, {fits}")
+        return "\n".join(lines)
+
+
+def stages(numel: float, ranks: Sequence[int]) -> str:
+    """Table of the persistent bytes by the formulas of ZeRO (arXiv 1910.02054), in GB.
+
+    Mixed precision keeps 2 bytes of each parameter, 2 of its gradient, and 12 of float32 weights
+    and AdamW's averages. The last row is float32 training without gradients: 4 and 8 bytes.
+    """
+    rows = [("stage", "sharded", *(f"{n} ranks" for n in ranks))]
+    for stage, what, whole, split in (
+        ("0", "nothing", 16, 0),
+        ("1", "optimizer", 4, 12),
+        ("2", "optimizer, gradients", 2, 14),
+        ("3", "optimizer, gradients, parameters", 0, 16),
+        ("3", "float32 parameters, optimizer", 0, 12),
+    ):
+        sizes = (numel * (whole + split / n) / 1e9 for n in ranks)
+        rows.append((stage, what, *(f"{size:,.1f} GB" for size in sizes)))
+    return tabulate(rows, numbers=range(2, 2 + len(ranks)))
+
+
+_HEADER = (
+    *("ranks", "strategy", *_CATEGORIES, "temporary", "peak", "reserved"),
+    *("sent in node", "sent across", "step", "samples/s", "bound by", "fits"),
+)
+
+
+def _row(one: Choice) -> tuple[str, ...]:
+    outcome = one.outcome
+    at_peak = [outcome.peak.get(kind, 0) for kind in _CATEGORIES]
+    held = [one.persistent.get(kind, held) for kind, held in zip(_CATEGORIES, at_peak, strict=True)]
+    rest = outcome.peak_bytes - sum(at_peak)
+    sizes = [*held, rest, outcome.peak_bytes, outcome.reserved_bytes]
+    sizes += [int(nbytes) for nbytes in outcome.sent_bytes]
+    return (
+        *(str(one.ranks), one.strategy, *map(show_bytes, sizes)),
+        *(f"{1000 * outcome.seconds:,.0f} ms", f"{one.samples_per_second:,.2f}"),
+        *(one.bound, "yes" if one.fits else "no"),
+    )
+
+
+def _peak(one: Choice) -> str:
+    return f"Its peak of {show_bytes(one.outcome.peak_bytes)} is in {one.outcome.peak_at}."
+
+
+def _figures(one: Choice) -> dict[str, Any]:
+    outcome = dataclasses.asdict(one.outcome)
+    del outcome["timeline"]
+    fields = (
+        "strategy",
+        "ranks",
+        "checkpoint",
+        "batch",
+        "persistent",
+        "fits",
+        "samples_per_second",
+        "bound",
+    )
+    own = {name: getattr(one, name) for name in fields}
+    return {**own, **outcome, "peak_bytes": one.outcome.peak_bytes}
+
+
+def plan(
+    model_fn: Callable[[], Any] | str,
+    *,
+    ranks: int | Sequence[int] = 8,
+    device: str | Device = "h100",
+    memory: float | None = None,
+    per_node: int = 8,
+    link: float = 50e9,
+    node_link: float = 450e9,
+    step: Step | None = None,
+    batch: int = 1,
+    length: int = 2048,
+    **settings: Any,
+) -> TrainingPlan:
+    """Predict memory, communication and time of training a model, for each sharding strategy.
+
+    One forward and backward of the model runs on fake tensors, which have no memory. The prediction
+    needs no process group, no GPU, and does not communicate.
+
+    Example:
+        ```python
+        import flatshard
+
+        print(flatshard.plan("llama3-8b", ranks=[8, 64], batch=2, length=8192, memory=80e9))
+        ```
+
+    Args:
+        model_fn: builds the model, or the model and its ``step``. Called on the meta device, where
+            tensors have no memory. Or the
+            name of a preset (``llama3-8b``), the path of a Hugging Face ``config.json``, or
+            ``"package.module:function"``.
+        ranks: numbers of ranks to compare.
+        device: name of a device, such as ``"h100"``, or its speeds.
+        memory: bytes of the device's memory, if not those of ``device``.
+        per_node: ranks in one node.
+        link: one rank's share of the bytes per second that its node sends to other nodes.
+        node_link: bytes per second that one rank sends within a node.
+        step: runs the model's forward and returns the loss. None: the model is a language model,
+            which takes token ids of shape ``(batch, length)``.
+        batch: sequences of one rank in one forward.
+        length: tokens in a sequence.
+        settings: further fields of ``planning.Target``: ``optimizer``, ``checkpoint``,
+            ``compiles``, ``accumulate``, ``precision``, ``policy``, ``strategies``.
+
+    Raises:
+        CannotTraceError: the model's forward needs real values.
+        ValueError: a name is not known, or a number is too small.
+        TypeError: the model's output is no tensor of logits, and no ``step`` is given.
+    """
+    counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    least = {"batch": batch, "length": length, "per_node": per_node, "ranks": min(counts)}
+    for name, value in least.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if isinstance(device, str):
+        if device not in DEVICES:
+            raise ValueError(f"device {device!r} is not known. Known: {', '.join(DEVICES)}.")
+        device = DEVICES[device]
+    if memory is not None:
+        device = dataclasses.replace(device, memory_bytes=memory)
+    machine = Machine(device, per_node, node_link, link)
+    target = Target(machine, counts, batch, length, **settings)
+    build = model_fn
+    if isinstance(build, str):
+        build = read_spec(build, length)
+    found, container = choices(build, step, target)
+    name = model_fn if isinstance(model_fn, str) else getattr(model_fn, "__name__", "model")
+    made = TrainingPlan(str(name), target, found, container)
+    if made.best is None:
+        made = dataclasses.replace(made, changes=_changes(build, step, target))
+    return made
+
+
+def _changes(build: Callable[[], Any], step: Step | None, target: Target) -> dict[str, Choice]:
+    """Predict the smallest peak after each of some changes."""
+    precision = MixedPrecision(torch.bfloat16, target.precision.reduce_dtype)
+    changes: dict[str, dict[str, Any]] = {
+        "checkpoint='selective'": {"checkpoint": "selective"},
+        "checkpoint='block'": {"checkpoint": "block"},
+        f"twice the ranks ({2 * max(target.ranks)})": {"ranks": (2 * max(target.ranks),)},
+    }
+    if step is None and target.batch > 1:
+        changes[f"batch={target.batch // 2}"] = {"batch": target.batch // 2}
+    if target.precision.param_dtype is None:
+        changes["dtype bf16"] = {"precision": precision}
+    if target.checkpoint != "none":
+        del changes["checkpoint='selective'"]
+    if target.checkpoint == "block":
+        del changes["checkpoint='block'"]
+    found = {}
+    for text, change in changes.items():
+        options, _ = choices(build, step, dataclasses.replace(target, **change))
+        found[text] = min(options, key=lambda one: one.outcome.peak_bytes)
+    return found

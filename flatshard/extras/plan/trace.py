@@ -1,0 +1,506 @@
+"""``trace``: runs one forward and backward of a model on fake tensors, and records what it did.
+
+A fake tensor (``FakeTensorMode``) has a shape, a dtype and a device, but no memory, so a model of
+any size can be traced on any machine. The forward and the backward are the real ones: autograd
+decides what is saved for backward, and activation checkpointing decides what is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import flop_registry
+
+from flatshard.precision import UnitCasts, tensors_in
+
+_aten = torch.ops.aten
+Checkpointing = Literal["none", "block", "selective"]
+
+# ---------------------------------------------------------------- what a trace contains
+
+
+class Op(NamedTuple):
+    """An operator that computed something. Views are left out.
+
+    Attributes:
+        name: such as ``aten.mm``.
+        flops: floating point operations; 0 if the operator is limited by memory alone.
+        reads: the blocks that the operator reads, and the bytes of each. -1: a parameter or buffer.
+        writes: the blocks that the operator makes or changes, and the bytes of each.
+        kind: ``matmul``, ``attention``, ``fusible`` (a compiler joins the operator with its
+            neighbours) or ``other``.
+    """
+
+    name: str
+    flops: int
+    reads: tuple[tuple[int, int], ...]
+    writes: tuple[tuple[int, int], ...]
+    kind: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return sum(nbytes for _, nbytes in (*self.reads, *self.writes))
+
+
+class Alloc(NamedTuple):
+    block: int
+
+
+class Free(NamedTuple):
+    block: int
+
+
+class Mark(NamedTuple):
+    """A moment of the step.
+
+    ``what`` is one of ``enter`` and ``leave`` (the forward of a module of ``unit``; inside
+    backward, a recomputed forward), ``input`` (the module got an input that needs a gradient),
+    ``backward`` (the backward begins), ``enter backward`` (a gradient of an output of ``unit`` is
+    computed), ``leave backward`` (the gradient of such an input is computed) and ``gradient`` (the
+    gradient of a parameter is complete, in ``block``; ``unit`` is the index of its flat
+    parameter).
+    """
+
+    what: str
+    unit: int = -1
+    block: int = -1
+
+
+Event = Op | Alloc | Free | Mark
+
+
+@dataclass
+class StepTrace:
+    """One forward and backward of a model on one rank, in the order in which it ran.
+
+    Attributes:
+        events: operators, allocations and moments.
+        sizes: bytes of each block. A block is the memory of one tensor and of all its views.
+            Parameters and buffers have no block.
+        makers: name of the operator that made each block.
+        read_in_backward: flat parameters that the backward reads.
+        order: units in the order of forward.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    makers: list[str] = field(default_factory=list)
+    read_in_backward: set[int] = field(default_factory=set)
+    order: list[int] = field(default_factory=list)
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of all matrix products and attention kernels."""
+        return sum(event.flops for event in self.events if isinstance(event, Op))
+
+
+class CannotTraceError(ValueError):
+    """The model's forward or backward cannot run on fake tensors."""
+
+
+# ---------------------------------------------------------------- kernels of the target device
+
+# Memory that a kernel takes and gives back while it runs, which a trace does not see: the number of
+# bytes, from the operator's arguments. The backward of flash attention (arXiv 2307.08691, section
+# 3.1.2) adds up the gradient of the queries in float32.
+_WORKSPACE: dict[Any, Callable[..., int]] = {
+    # The gradient of the weight, in the kernel's own order of elements.
+    _aten.convolution_backward.default: lambda _, x, weight, *rest: weight.nbytes,
+    _aten._scaled_dot_product_flash_attention_backward.default: lambda _, q, *rest: 4 * q.numel(),
+    _aten._scaled_dot_product_efficient_attention_backward.default: lambda _, q, *rest: (
+        4 * q.numel()
+    ),
+}
+
+
+class _Kernels(TorchFunctionMode):
+    """Calls the operators that the target device would choose.
+
+    torch chooses an attention kernel, for example, by looking at the device, but this machine may
+    lack the device.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is F.dropout and kwargs.get("training", True) and not kwargs.get("inplace"):
+            return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs["p"], True)[0]
+        if func is F.rms_norm:
+            # The fused kernel of CUDA keeps the same as the fused layer norm: its input, and one
+            # number for each row. On fake tensors, torch would compute it with five operators.
+            x, shape, weight = (*args, None)[:3]
+            return torch.native_layer_norm(x, shape, kwargs.get("weight", weight), None, 1e-5)[0]
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention by the kernel that CUDA would choose.
+
+    Flash attention has no masks and no float32. The memory-efficient kernel has both, but no
+    grouped queries, so keys and values are repeated.
+    """
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        flash = _aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (one.repeat_interleave(groups, -3) for one in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, 0)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = _aten._scaled_dot_product_efficient_attention
+    needs = torch.is_grad_enabled()
+    return efficient(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]
+
+
+# ---------------------------------------------------------------- record
+
+
+class _Recorder(TorchDispatchMode):
+    """Records each operator, and when the memory of each tensor is allocated and freed."""
+
+    def __init__(self, trace: StepTrace, flat_of_storage: Mapping[int, int]) -> None:
+        super().__init__()
+        self._trace, self._flat_of_storage = trace, flat_of_storage
+        self._block_of: dict[int, int] = {}  # by address of the storage's C++ object
+        # `weakref.ref` of each storage: its callback records when the storage is freed.
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self.in_backward = False
+
+    def block(self, tensor: Tensor) -> int:
+        """The block of a tensor, or -1 for a parameter or a buffer."""
+        return self._block_of.get(tensor.untyped_storage()._cdata, -1)
+
+    def _add_block(self, nbytes: int, maker: str) -> int:
+        self._trace.sizes.append(nbytes)
+        self._trace.makers.append(maker)
+        self._trace.events.append(Alloc(len(self._trace.sizes) - 1))
+        return len(self._trace.sizes) - 1
+
+    def _allocate(self, tensor: Tensor, maker: str) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._block_of or key in self._flat_of_storage:
+            return False
+        block = self._block_of[key] = self._add_block(storage.nbytes(), maker)
+        self._refs[key] = weakref.ref(storage, partial(self._free, key, block))
+        return True
+
+    def _free(self, key: int, block: int, _: object) -> None:
+        del self._block_of[key], self._refs[key]
+        self._trace.events.append(Free(block))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        packet = func._overloadpacket
+        name = f"{func.namespace}.{packet.__name__}"
+        outs = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        is_new = [
+            self._allocate(one, name) for one in outs
+        ]  # a list, because each must be allocated
+        if not (any(is_new) or func._schema.is_mutable):
+            return out  # a view
+        ins = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if self.in_backward:
+            owners = (self._flat_of_storage.get(x.untyped_storage()._cdata, -1) for x in ins)
+            self._trace.read_in_backward.update(flat for flat in owners if flat >= 0)
+        if (workspace := _WORKSPACE.get(func)) is not None:
+            self._trace.events.append(Free(self._add_block(workspace(*args), name)))
+        count = flop_registry.get(packet)
+        flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+        kind = "other"
+        if flops:
+            kind = "attention" if "attention" in packet.__name__ else "matmul"
+            if kind == "attention" and _is_causal(func, args, kwargs):
+                flops //= 2  # the kernel skips the half above the diagonal
+        elif torch.Tag.pointwise in func.tags or packet.__name__ in _FUSIBLE:
+            # torch.compile does not fuse complex numbers.
+            kind = "other" if any(one.is_complex() for one in (*ins, *outs)) else "fusible"
+        op = Op(
+            name,
+            flops,
+            tuple((self.block(one), _touched(one)) for one in ins),
+            tuple((self.block(one), _touched(one)) for one in outs),
+            kind,
+        )
+        self._trace.events.append(op)
+        return out
+
+
+def _touched(tensor: Tensor) -> int:
+    # An expanded tensor has more elements than memory.
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+# Operators besides pointwise ones that a compiler computes in one kernel with its neighbours.
+_FUSIBLE = {
+    *("sum", "mean", "amax", "var_mean", "clone", "_to_copy", "copy_", "cat", "_softmax", "_conj"),
+    *("_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "new_zeros", "zeros"),
+    *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "ones_like", "repeat"),
+    *("_fused_rms_norm_backward", "zeros_like", "constant_pad_nd", "slice_backward", "cumsum"),
+}
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    names = [one.name for one in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+# ---------------------------------------------------------------- checkpointing
+
+
+def selective_contexts() -> Any:
+    """Contexts for ``checkpoint(context_fn=...)``: save attention and every second matrix product.
+
+    Source: torchtitan's selective activation checkpointing, by operator.
+    """
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func is _aten.mm.default or func is _aten.addmm.default:
+            counts[context.is_recompute] += 1
+            saves = counts[context.is_recompute] % 2 == 1
+        else:
+            saves = "attention" in func.__name__
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None:
+    """Let ``modules`` compute their forward again in backward, instead of saving it."""
+    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if kind == "selective":
+        keywords["context_fn"] = selective_contexts
+    if kind != "none":
+        for module in modules:
+            module.forward = partial(checkpoint, module.forward, **keywords)  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- trace
+
+
+def fake(
+    module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[nn.Parameter], torch.dtype]
+) -> None:
+    """Give a module on the meta device fake tensors instead, with parameters of other dtypes."""
+    known: dict[int, Tensor] = {}
+
+    def convert(tensor: Tensor, *, is_param: bool = False) -> Tensor:
+        if id(tensor) not in known:
+            dtype = dtype_of(tensor) if is_param else tensor.dtype  # type: ignore[arg-type]
+            with mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+            made.requires_grad_(tensor.requires_grad)
+            known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_param else made
+            known[id(made)] = known[id(tensor)]
+            _alive.append(tensor)
+        return known[id(tensor)]
+
+    _alive: list[Tensor] = []  # so that no id is used twice
+    for inner in module.modules():
+        for name, param in inner._parameters.items():
+            if param is not None:
+                inner._parameters[name] = convert(param, is_param=True)  # type: ignore[assignment]
+        for place in (inner._buffers, inner.__dict__):
+            for name, value in place.items():
+                if isinstance(value, Tensor):
+                    place[name] = convert(value)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CannotTraceError(
+            f"the forward needs real values: {error.func} at {_line_of(error)}. Fake tensors have "
+            "no values. Give `plan` a `step` that does not call this line, for example with this "
+            "module's input, mask or routing as a constant."
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise CannotTraceError(
+            f"operator {error.func} at {_line_of(error)} has no rule for fake tensors. Register "
+            "one with torch.library.register_fake, or give `plan` a `step` without the operator."
+        ) from error
+    except (RuntimeError, AttributeError, IndexError, KeyError, AssertionError) as error:
+        raise CannotTraceError(
+            f"the step fails at {_line_of(error)}: {str(error).splitlines()[0]:.300} Give `plan` a "
+            "`step` that calls the model with inputs that fit."
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line outside of torch and flatshard that led to ``error``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # Also skip the frames of torch that have no path of torch, such as generated code.
+    ours = ("/torch/", "/flatshard/", "<")
+    outside = [one for one in frames if not any(part in one.filename for part in ours)]
+    frame = (outside or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} ({frame.line})"
+
+
+def trace(
+    model: nn.Module,
+    step: Callable[[nn.Module], Tensor],
+    units: Sequence[Mapping[nn.Module, UnitCasts]],
+    flat_index: Mapping[int, int],
+    mode: FakeTensorMode,
+    *,
+    on_gpu: bool,
+) -> StepTrace:
+    """Run ``step(model).backward()`` and record it.
+
+    Args:
+        model: the unwrapped model, with fake tensors of ``mode`` in the compute dtype.
+        step: runs the forward and returns the loss, a tensor with one element.
+        units: the modules of each unit, and how their inputs are cast.
+        flat_index: the index of each parameter's flat parameter, by ``id`` of the parameter.
+        mode: the mode of the fake tensors.
+        on_gpu: whether to choose the kernels of an NVIDIA GPU.
+
+    Raises:
+        CannotTraceError: an operator needs real values, or has no rule for fake tensors.
+        TypeError: ``step`` returns no scalar tensor that requires a gradient.
+    """
+    found = StepTrace()
+    tensors = [*model.parameters(), *model.buffers()]
+    # -1: a tensor that belongs to no unit, such as a buffer. Its memory is no activation.
+    storages = {one.untyped_storage()._cdata: flat_index.get(id(one), -1) for one in tensors}
+    recorder, events = _Recorder(found, storages), found.events
+    with contextlib.ExitStack() as stack:
+        for unit, modules in enumerate(units):
+            for module, casts in modules.items():
+                _observe(
+                    stack, module, casts, unit, found, recorder, is_root=unit == len(units) - 1
+                )
+
+        def receive(param: Tensor) -> None:
+            assert param.grad is not None
+            flat = flat_index[id(param)]
+            events.append(Mark("gradient", flat, recorder.block(param.grad)))
+            param.grad = None
+
+        for param in model.parameters():
+            if param.requires_grad:
+                stack.callback(param.register_post_accumulate_grad_hook(receive).remove)
+        # In fake tensors, transformers cannot see that a row holds one sequence, and makes a mask.
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None:
+            find = "find_packed_sequence_indices"
+            stack.callback(setattr, masking, find, getattr(masking, find))
+            setattr(masking, find, lambda _: None)
+        stack.enter_context(mode)
+        stack.enter_context(_explained())
+        if on_gpu:
+            stack.enter_context(_Kernels())
+        stack.enter_context(recorder)
+        loss = step(model)
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(
+                "plan: expected `step` to return the loss, a tensor with one element that requires "
+                f"a gradient, got {got}."
+            )
+        recorder.in_backward = True
+        events.append(Mark("backward"))
+        # `loss.backward()` would leave `_Kernels` while it runs, but checkpoints call kernels.
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), True, True
+        )
+        del loss
+    return found
+
+
+def _observe(
+    stack: contextlib.ExitStack,
+    module: nn.Module,
+    casts: UnitCasts,
+    unit: int,
+    found: StepTrace,
+    recorder: _Recorder,
+    *,
+    is_root: bool,
+) -> None:
+    """Record when the forward and the backward of ``module`` begin and end."""
+    events = found.events
+
+    def enter(_: Any, args: Any, kwargs: Any) -> Any:
+        events.append(Mark("enter", unit))
+        if not recorder.in_backward and unit not in found.order:
+            found.order.append(unit)
+        args, kwargs = casts.cast_inputs(args, kwargs, is_root=is_root) or (args, kwargs)
+        if not recorder.in_backward:
+            hook_all((args, kwargs), "leave backward", "input")
+        return args, kwargs
+
+    def leave(_: Any, __: Any, output: Any) -> Any:
+        output = casts.cast_output(output)
+        events.append(Mark("leave", unit))
+        if not recorder.in_backward:
+            hook_all(output, "enter backward")
+        return output
+
+    def hook_all(tensors: Any, what: str, *now: str) -> None:
+        for tensor in tensors_in(tensors):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                events.extend(Mark(one, unit) for one in now)
+                tensor.register_hook(lambda _: events.append(Mark(what, unit)))
+
+    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(leave).remove)

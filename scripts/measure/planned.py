@@ -1,0 +1,604 @@
+"""Compares the memory that `flatshard plan` predicts with the memory that ranks use.
+
+    python scripts/measure/planned.py --json planned.json
+
+Trains small models on gloo ranks, on the CPU, and measures the bytes of all tensors: a library that
+is preloaded into the ranks (tensor_bytes.c; needs a C compiler) counts each block that torch's
+allocator hands out on any thread, temporary tensors inside of kernels included. `measured` is the
+highest number in the third step, minus the number before the model was made: the median over the
+ranks. `highest` is that of the rank with the most: gloo's threads make temporary tensors, and when
+they free them depends on how late the other ranks are. `predicted` is the peak of the plan.
+flatshard's page pool, whose memory does not come from torch's allocator, is off.
+
+The script fails if the median error is above 2 %, or the largest above 5 %.
+
+With `--links`, the script compares times instead. Two ranks, in network namespaces, train over a
+link of limited rate under each strategy (this needs root). The plan gets the rate, and the speed of
+the processor (`calibrate`) while both ranks compute. `behind` is how much longer a step takes under
+the strategy that the plan predicts to be the fastest, than under the fastest one measured. The
+script fails if more than one training in ten is behind by more than 3 %.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import measuring  # first, because this import may end the script
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lib.training_job import spawn
+from measuring import Parser, write_json
+from rich import print as rich_print
+from torch import Tensor, nn
+
+from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.extras.plan.hardware import TRANSPORTS, Device, Machine, calibrate
+from flatshard.extras.plan.models import Llama, Step, language_step
+from flatshard.extras.plan.planning import TracedModel, planned_flats
+from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.extras.plan.trace import checkpoint_blocks
+from flatshard.memory import mapped_files
+from flatshard.wrap import ModuleWrapPolicy
+
+MEDIAN, LARGEST = 0.02, 0.05  # errors of memory that are allowed
+BEHIND = 0.03  # how much slower the plan's choice may be than the fastest strategy
+LENGTH, VOCABULARY = 128, 4096
+
+# ----------------------------------------------------------------------------------------- models
+
+
+class GptBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        mixed = F.scaled_dot_product_attention(
+            *(one.transpose(1, 2) for one in parts), is_causal=True
+        )
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, *, is_tied: bool = False, num_frozen: int = 0) -> None:
+        super().__init__()
+        width = 320
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(GptBlock(width, 8) for _ in range(5))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        if is_tied:
+            self.head.weight = self.tokens.weight
+        for module in [self.tokens, *self.blocks][:num_frozen]:
+            module.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class MlpBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, out, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
+        self.skip = nn.Conv2d(width, out, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(y)) + self.skip(x))
+
+
+def llama() -> nn.Module:
+    return Llama(
+        layers=4, width=384, heads=8, kv_heads=4, hidden=1024, vocab=VOCABULARY, length=LENGTH
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 512), *(MlpBlock(512) for _ in range(6)), nn.Linear(512, 10))
+
+
+def convnet() -> nn.Module:
+    widths = (32, 64, 128, 256, 256)
+    blocks = [ConvBlock(a, b) for a, b in pairwise(widths)]
+    parts = [part for block in blocks for part in (block, nn.MaxPool2d(2))]
+    stem = nn.Conv2d(3, 32, 3, padding=1)
+    return nn.Sequential(stem, *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+def hugging_face() -> nn.Module:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=320,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")  # type: ignore[no-any-return]
+
+
+def rows_step(batch: int) -> Step:
+    def step(model: nn.Module) -> Tensor:
+        found = model(torch.ones(batch, 64)).float()
+        return F.cross_entropy(found, torch.zeros(batch, dtype=torch.long))
+
+    return step
+
+
+def images_step(batch: int) -> Step:
+    def step(model: nn.Module) -> Tensor:
+        found = model(torch.ones(batch, 3, 32, 32)).float()
+        return F.cross_entropy(found, torch.zeros(batch, dtype=torch.long))
+
+    return step
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, its step, and the names of the classes that become units."""
+
+    build: Callable[[], nn.Module]
+    step: Callable[[int], Step]
+    units: frozenset[str]
+
+    def policy(self, model: nn.Module) -> ModuleWrapPolicy:
+        return ModuleWrapPolicy(
+            {type(m) for m in model.modules() if type(m).__name__ in self.units}
+        )
+
+
+language = partial(language_step, length=LENGTH)
+MODELS = {
+    "llama": Kind(llama, language, frozenset({"LlamaBlock"})),
+    "gpt": Kind(Gpt, language, frozenset({"GptBlock"})),
+    "tied": Kind(partial(Gpt, is_tied=True), language, frozenset({"GptBlock"})),
+    "frozen": Kind(partial(Gpt, num_frozen=4), language, frozenset({"GptBlock"})),
+    "embedding": Kind(Gpt, language, frozenset({"GptBlock", "Embedding"})),
+    "mlp": Kind(mlp, rows_step, frozenset({"MlpBlock"})),
+    "convnet": Kind(convnet, images_step, frozenset({"ConvBlock"})),
+    "hf": Kind(hugging_face, language, frozenset({"Qwen2DecoderLayer"})),
+}
+
+PRECISIONS = {
+    "fp32": MixedPrecision(),
+    "mixed": MixedPrecision(torch.bfloat16, torch.float32),
+    "bf16": MixedPrecision(torch.bfloat16),
+}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+}
+STATE_BYTES = {"sgd": 0, "momentum": 4, "adamw": 8}
+
+# ---------------------------------------------------------------------------------- configurations
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: a model, and how it is trained."""
+
+    model: str
+    strategy: str
+    world: int
+    batch: int
+    checkpoint: Any = "none"
+    precision: str = "fp32"
+    collectives: str = "native"
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    keywords: dict[str, Any] = field(default_factory=dict)  # further ones of `ShardedWrapper`
+
+    @property
+    def name(self) -> str:
+        return " ".join(
+            str(one)
+            for one in (self.model, self.strategy, f"x{self.world}", f"b{self.batch}")
+            + (self.checkpoint, self.precision, self.collectives, self.optimizer)
+            + ((f"accumulate={self.accumulate}",) if self.accumulate > 1 else ())
+            + tuple(f"{key}={value}" for key, value in self.keywords.items())
+        )
+
+
+C = Case
+CASES = [
+    C("llama", "FULL_SHARD", 2, 4),
+    C("llama", "FULL_SHARD", 4, 2),
+    C("llama", "FULL_SHARD", 2, 8, "block"),
+    C("llama", "FULL_SHARD", 2, 4, "selective"),
+    C("llama", "FULL_SHARD", 2, 4, precision="mixed"),
+    C("llama", "FULL_SHARD", 2, 4, precision="bf16"),
+    C("llama", "FULL_SHARD", 2, 4, accumulate=2),
+    C("llama", "FULL_SHARD", 2, 4, collectives="sockets"),
+    C("llama", "FULL_SHARD", 4, 1, "block", "mixed", "sockets"),
+    C("llama", "FULL_SHARD", 2, 4, collectives="auto"),
+    C("llama", "SHARD_GRAD_OP", 2, 4),
+    C("llama", "SHARD_GRAD_OP", 3, 2, optimizer="momentum"),
+    C("llama", "SHARD_OP", 2, 4),
+    C("llama", "SHARD_OP", 2, 2, precision="mixed", optimizer="sgd"),
+    C("llama", "NO_SHARD", 2, 4),
+    C("llama", "NO_SHARD", 2, 4, precision="mixed"),
+    C("llama", "NO_SHARD", 1, 8),
+    C("llama", "FULL_SHARD", 1, 4),
+    C("llama", "HYBRID_SHARD", 4, 2),
+    C("llama", "HYBRID_SHARD_OP", 4, 2),
+    C("llama", "FULL_SHARD", 4, 2, keywords={"reshard_after_forward": 2}),
+    C("gpt", "FULL_SHARD", 2, 4),
+    C("gpt", "FULL_SHARD", 3, 4, "block", optimizer="momentum"),
+    C("gpt", "FULL_SHARD", 2, 4, "selective", "mixed"),
+    C("gpt", "SHARD_GRAD_OP", 4, 2, collectives="sockets"),
+    C("gpt", "SHARD_OP", 2, 4, accumulate=2),
+    C("gpt", "NO_SHARD", 2, 4, optimizer="sgd"),
+    C("gpt", "HYBRID_SHARD", 4, 1, precision="mixed"),
+    C("gpt", "FULL_SHARD", 2, 4, collectives="sockets", accumulate=2),
+    C("tied", "FULL_SHARD", 2, 4),
+    C("tied", "NO_SHARD", 2, 4, precision="bf16"),
+    C("tied", "SHARD_GRAD_OP", 2, 4, collectives="sockets"),
+    C("frozen", "FULL_SHARD", 2, 4),
+    C("frozen", "SHARD_GRAD_OP", 2, 8, "block"),
+    C("frozen", "NO_SHARD", 2, 4, optimizer="momentum"),
+    C("embedding", "FULL_SHARD", 2, 4),
+    C("embedding", "FULL_SHARD", 4, 2, collectives="sockets"),
+    C("mlp", "FULL_SHARD", 2, 256),
+    C("mlp", "FULL_SHARD", 4, 512, precision="bf16", optimizer="sgd"),
+    C("mlp", "SHARD_GRAD_OP", 2, 256, collectives="auto"),
+    C("mlp", "SHARD_OP", 3, 256, optimizer="momentum"),
+    C("mlp", "HYBRID_SHARD_OP", 4, 256, collectives="sockets"),
+    C("mlp", "NO_SHARD", 2, 1024, "block"),
+    C("convnet", "FULL_SHARD", 2, 16),
+    C("convnet", "FULL_SHARD", 2, 16, precision="mixed"),
+    C("convnet", "SHARD_GRAD_OP", 3, 8, optimizer="momentum"),
+    C("convnet", "NO_SHARD", 2, 32, optimizer="sgd"),
+    C("convnet", "SHARD_OP", 2, 16, collectives="sockets"),
+    C("hf", "FULL_SHARD", 2, 4),
+    C("hf", "FULL_SHARD", 2, 4, "block", "mixed"),
+    C("hf", "SHARD_GRAD_OP", 4, 2, collectives="sockets"),
+    C("hf", "NO_SHARD", 2, 4),
+]
+QUICK = [7, 37, 43]
+
+# ------------------------------------------------------------------------------------- prediction
+
+
+def predict(case: Case, machine: Machine | None = None) -> Outcome:
+    """Predict memory and time. Without ``machine``, times are rough."""
+    kind = MODELS[case.model]
+    with torch.device("meta"):
+        policy = kind.policy(kind.build())
+    traced = TracedModel.of(
+        kind.build,
+        kind.step(case.batch),
+        policy=policy,
+        precision=PRECISIONS[case.precision],
+        checkpoint=case.checkpoint,
+        on_gpu=False,
+    )
+    flats, names = planned_flats(
+        traced,
+        world_size=case.world,
+        strategy=case.strategy,
+        per_node=2,
+        optimizer_bytes=STATE_BYTES[case.optimizer],
+        **case.keywords,
+    )
+    if machine is None:
+        device = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
+        # Without the page pool's mappings, ranks cannot share memory: `auto` is sockets.
+        transport = TRANSPORTS["native" if case.collectives == "native" else "sockets"]
+        machine = Machine(device, 2, 1e9, 1e9, transport=transport)
+    replay = Replay(
+        traced.trace,
+        flats,
+        names,
+        machine,
+        world_size=case.world,
+        buffer_bytes=traced.buffer_bytes,
+        foreach_bytes=0.0,
+        accumulate=case.accumulate,
+    )
+    return replay.run()
+
+
+# ------------------------------------------------------------------------------------ measurement
+
+
+@contextmanager
+def counting_tensors() -> Iterator[None]:
+    """Preload the library that counts tensors' bytes into the processes that start inside."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "tensor_bytes.so")
+        source = Path(__file__).with_name("tensor_bytes.c")
+        compiler = shutil.which("cc") or "cc"
+        command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
+        subprocess.run(command, check=True)
+        os.environ["LD_PRELOAD"] = str(library)
+        try:
+            yield
+        finally:
+            del os.environ["LD_PRELOAD"]
+
+
+def counters() -> tuple[Callable[[], int], Callable[[int], int]]:
+    library = ctypes.CDLL(None)
+    library.tensor_bytes.restype = library.peak_tensor_bytes.restype = ctypes.c_int64
+    return library.tensor_bytes, library.peak_tensor_bytes
+
+
+def measure_rank(cases: list[Case]) -> dict[str, Any]:
+    mapped_files.CAN_MAP = False
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return {case.name: measure_case(case) for case in cases}
+
+
+def measure_case(case: Case) -> int:
+    """The peak of tensors' bytes in the third step."""
+    gc.collect()
+    now, peak = counters()
+    before = now()
+    kind = MODELS[case.model]
+    torch.manual_seed(0)
+    model, optimizer = make(case)
+    step = kind.step(case.batch)
+    for _ in range(3):
+        peak(1)
+        optimizer.zero_grad()
+        for backward in range(case.accumulate):
+            if backward < case.accumulate - 1:
+                with model.no_sync():
+                    step(model).backward()
+            else:
+                step(model).backward()
+        optimizer.step()
+    return peak(0) - before
+
+
+def make(case: Case) -> tuple[ShardedWrapper, torch.optim.Optimizer]:
+    kind = MODELS[case.model]
+    plain = kind.build()
+    policy = kind.policy(plain)
+    blocks = [module for module in plain.modules() if type(module).__name__ in kind.units]
+    checkpoint_blocks([one for one in blocks if any(True for _ in one.children())], case.checkpoint)
+    model = ShardedWrapper(
+        plain,
+        auto_wrap_policy=policy,
+        sharding_strategy=case.strategy,
+        mixed_precision=PRECISIONS[case.precision],
+        collectives=case.collectives,
+        **case.keywords,
+    )
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, OPTIMIZERS[case.optimizer](trained)
+
+
+def compare(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measure and predict each case."""
+    measured: dict[str, list[int]] = {}
+    with counting_tensors():
+        for world in sorted({case.world for case in cases}):
+            some = [case for case in cases if case.world == world]
+            ranks = measuring.figures_of_ranks(measure_rank, world, some)
+            measured.update({c.name: [figures[c.name] for figures in ranks] for c in some})
+    rows = []
+    for case in cases:
+        outcome = predict(case)
+        error = outcome.peak_bytes / statistics.median(measured[case.name]) - 1
+        rows.append(
+            asdict(case)
+            | {"name": case.name, "measured": measured[case.name], "error": error}
+            | {"predicted": outcome.peak_bytes, "peak_at": outcome.peak_at}
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------- links
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD")
+# Model, batch and megabits per second.
+LINKS = [
+    ("llama", 1, 1000),
+    ("llama", 8, 1000),
+    ("llama", 4, 4000),
+    ("gpt", 2, 1000),
+    ("gpt", 8, 4000),
+    ("mlp", 256, 1000),
+    ("mlp", 2048, 4000),
+    ("convnet", 16, 1000),
+    ("frozen", 4, 1000),
+    ("tied", 4, 4000),
+]
+ROUNDS = 5
+TCP = 0.94  # share of a link's rate that is left for data
+LATENCY = 3e-4  # seconds of a message between two processes on this machine
+
+
+@contextmanager
+def limited_link(megabits: int) -> Iterator[list[str]]:
+    """Two network namespaces with a link between them. Yields their names."""
+    names = [f"planned{os.getpid()}-{rank}" for rank in range(2)]
+
+    def run(command: str) -> None:
+        subprocess.run(command.split(), check=True)
+
+    run("ip link add plan0 type veth peer name plan1")
+    try:
+        for rank, name in enumerate(names):
+            run(f"ip netns add {name}")
+            run(f"ip link set plan{rank} netns {name} name plan")
+            run(f"ip -n {name} addr add 10.231.8.{rank + 1}/24 dev plan")
+            run(f"ip -n {name} link set plan up")
+            run(f"ip -n {name} link set lo up")
+            limit = f"tbf rate {megabits}mbit burst 256kb latency 100ms"
+            run(f"ip netns exec {name} tc qdisc add dev plan root {limit}")
+        yield names
+    finally:
+        for name in names:
+            run(f"ip netns del {name}")
+
+
+def enter_namespace(name: str) -> None:
+    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "plan"
+
+
+def time_rank(rank: int, names: list[str], cases: list[list[Case]], folder: str) -> None:
+    enter_namespace(names[rank])
+    measuring.join(rank, 2, folder)
+    dist.barrier()
+    device = asdict(calibrate("cpu", seconds=0.5))
+    seconds = [time_cases(some) for some in cases]
+    Path(folder, f"{rank}.json").write_text(json.dumps({"device": device, "seconds": seconds}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_cases(cases: list[Case]) -> list[float]:
+    """Seconds of a step of each case: the fastest round, because other programs only slow steps."""
+    torch.manual_seed(0)
+    made = [make(case) for case in cases]
+    step = MODELS[cases[0].model].step(cases[0].batch)
+    rounds = [[time_step(*one, step) for one in made] for _ in range(3 + ROUNDS)]
+    return [min(one) for one in zip(*rounds[3:], strict=True)]
+
+
+def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    step(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def compare_links() -> list[dict[str, Any]]:
+    """Measure and predict the times of each training in ``LINKS`` under each strategy."""
+    rows = []
+    for rate in sorted({rate for *_, rate in LINKS}):
+        cases = [
+            [Case(model, one, 2, batch, collectives="sockets") for one in STRATEGIES]
+            for model, batch, megabits in LINKS
+            if megabits == rate
+        ]
+        with limited_link(rate) as names, tempfile.TemporaryDirectory() as folder:
+            spawn(time_rank, (names, cases, folder), 2)
+            figures = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+        speed = {
+            key: statistics.mean(one["device"][key] for one in figures)
+            for key in ("flops", "attention_flops", "memory_rate", "memory_bytes")
+        }
+        link = TCP * rate * 1e6 / 8
+        machine = Machine(
+            Device(**speed, is_gpu=False), 1, link, link, LATENCY, TRANSPORTS["sockets"]
+        )
+        for some, *times in zip(cases, *(one["seconds"] for one in figures), strict=True):
+            measured = [max(pair) for pair in zip(*times, strict=True)]
+            predicted = [predict(case, machine).seconds for case in some]
+            chosen = predicted.index(min(predicted))
+            rows.append(
+                {"name": f"{some[0].model} b{some[0].batch} {rate} Mbit/s"}
+                | {"measured": measured, "predicted": predicted, "chosen": STRATEGIES[chosen]}
+                | {"behind": measured[chosen] / min(measured) - 1}
+            )
+    return rows
+
+
+def show_links(rows: list[dict[str, Any]]) -> None:
+    title = "Seconds of a step, predicted / measured"
+    table = measuring.table(title, "training", *STRATEGIES, "chosen", "behind")
+    for row in rows:
+        pairs = zip(row["predicted"], row["measured"], strict=True)
+        cells = [f"{a:.3f} / {b:.3f}" for a, b in pairs]
+        table.add_row(row["name"], *cells, row["chosen"], f"{row['behind']:.1%}")
+    rich_print(table)
+
+
+# -------------------------------------------------------------------------------------------- main
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = measuring.table(
+        "Peak of tensors", "training", "predicted", "measured", "highest", "error", "at"
+    )
+    for row in rows:
+        found = row["predicted"], statistics.median(row["measured"]), max(row["measured"])
+        sizes = (f"{nbytes / 2**20:.1f}" for nbytes in found)
+        table.add_row(row["name"], *sizes, f"{row['error']:+.1%}", row["peak_at"])
+    rich_print(table)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="measure a sample of the trainings")
+    parser.add_argument("--only", default="", help="measure trainings whose name has this text")
+    parser.add_argument("--links", action="store_true", help="compare times on limited links")
+    parser.add_argument("--json", type=measuring.output_file, help="write the figures to a file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.links:
+        rows = compare_links()
+        show_links(rows)
+        if args.json:
+            write_json(args.json, rows)
+        if sum(row["behind"] > BEHIND for row in rows) > len(rows) // 10:
+            sys.exit("the plan chooses slower strategies than allowed")
+        return
+    cases = [CASES[i] for i in QUICK] if args.quick else CASES
+    rows = compare([case for case in cases if args.only in case.name])
+    show(rows)
+    errors = [abs(row["error"]) for row in rows]
+    median, largest = statistics.median(errors), max(errors)
+    print(f"{len(rows)} trainings: median error {median:.1%}, largest {largest:.1%}")
+    if args.json:
+        write_json(args.json, rows)
+    if median > MEDIAN or largest > LARGEST:
+        sys.exit("the errors are larger than allowed")
+
+
+if __name__ == "__main__":
+    main()

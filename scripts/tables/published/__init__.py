@@ -1,0 +1,1 @@
+"""Parts of `published_runs.py`: rows, models, and torch's FSDP."""

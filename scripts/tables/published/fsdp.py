@@ -1,0 +1,192 @@
+"""``Fsdp2Replay``: plays torch's FSDP instead of flatshard's engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from flatshard.extras.plan.replay import Held, Replay
+from flatshard.extras.plan.trace import Mark, Op
+from published.rows import Run
+
+
+class Fsdp2Replay(Replay):
+    """Plays torch's FSDP2 (``torch.distributed.fsdp.fully_shard``) instead of flatshard.
+
+    FSDP2 all-gathers a unit into one buffer on another stream, and copies the parameters out of it.
+    It keeps all gradients of a unit until the last one, copies them into a buffer for the
+    reduce-scatter, and has one reduce-scatter under way. The root unit holds what no other unit
+    holds, and stays unsharded from forward to backward.
+    """
+
+    gather_stream, reduce_stream = "gather", "reduce"
+    run_of: Run
+
+    def __init__(self, run: Run, *args: Any, **keywords: Any) -> None:
+        self.run_of = run
+        super().__init__(*args, foreach_bytes=0, **keywords)
+        self._root = len(self.names) - 1
+        self._last = [one for one in self.trace.order if one != self._root][-1:]
+        # Of cuBLAS, for the threads of forward and of backward.
+        self._has_workspace = [False, False]
+
+    def _play(self, records: bool) -> None:
+        self._gathering: dict[int, tuple[Held, float]] = {}
+        self._early: dict[int, float] = {}  # ends of all-gathers that the host starts in advance
+        self._held: dict[int, list[Held]] = {}
+        self._last_gathered: Held | None = None  # freed before the next unit is copied out
+        self._grads: dict[int, list[Held]] = defaultdict(list)
+        self._is_backward = False
+        self.arithmetic_seconds = 0.0
+        super()._play(records)
+
+    def op_seconds(self, op: Op) -> float:
+        if op.name in ("published.gather", "published.scatter"):
+            sizes = [nbytes for _, nbytes in (*op.reads, *op.writes)]
+            ranks = round(max(sizes) / min(sizes))
+            seconds = self.machine.collective_seconds(max(sizes), ranks, ranks)
+            return 0.0 if self.run_of.hides_tensor_parallel else seconds
+        if op.kind == "matmul" and not self._has_workspace[self._is_backward]:
+            # The workspace stays, between the tensors of the moment.
+            self.allocate(self.run_of.workspace_bytes, "workspace")
+            self._has_workspace[self._is_backward] = True
+        device, seconds = self.machine.device, super().op_seconds(op)
+        if op.name == "published.float8_mm":
+            seconds = max(op.flops / self.run_of.float8_rate, op.nbytes / device.memory_rate)
+        if op.flops:
+            self.arithmetic_seconds += seconds
+        return seconds
+
+    def _params(self, unit: int) -> list[Any]:
+        return [one for index in self.of_unit[unit] for one in self.flats[index].memory.params]
+
+    def _itemsize(self, unit: int, param: Any) -> float:
+        is_float8 = self.run_of.gathers_float8 and self.names[unit].startswith("blocks")
+        return 1 if is_float8 and param.dim() > 1 else 2
+
+    def _gathered(self, unit: int) -> int:
+        return int(sum(one.numel() * self._itemsize(unit, one) for one in self._params(unit)))
+
+    @property
+    def _in_node(self) -> int:
+        return max(1, self.machine.per_node // self.run_of.form.tensor_ranks)
+
+    def _gather(self, unit: int) -> None:
+        if unit in self._gathering or unit in self._held or not self._params(unit):
+            return
+        flat = self.flats[self.of_unit[unit][0]]
+        nbytes = self._gathered(unit)
+        cast = self.allocate(nbytes // flat.gather_size, "unsharded", self.gather_stream)
+        buffer = self.allocate(nbytes, "unsharded", self.gather_stream)
+        self.free(cast)
+        ends = self._early.pop(unit, 0.0) or self._start(unit)
+        self._gathering[unit] = buffer, ends
+
+    def _start(self, unit: int) -> float:
+        flat = self.flats[self.of_unit[unit][0]]
+        return self._send(self._gathered(unit), flat.gather_size, self._in_node)
+
+    def unshard(self, unit: int, *, backward: bool) -> None:
+        self._gather(unit)
+        if unit not in self._gathering:
+            return
+        buffer, ends = self._gathering.pop(unit)
+        self.wait(ends)
+        if self._last_gathered is not None:
+            self.free(self._last_gathered)
+            self._last_gathered = None
+        if self.run_of.is_fsdp1:
+            self._held[unit] = [buffer]
+            return
+        self._held[unit] = [
+            self.allocate(int(one.numel() * self._itemsize(unit, one)), "unsharded")
+            for one in self._params(unit)
+        ]
+        self.clock += 2 * buffer.nbytes / self.machine.device.memory_rate
+        if backward:
+            self.free(buffer)
+        else:
+            self._last_gathered = buffer
+
+    def prefetch(self, unit: int, *, backward: bool) -> None:
+        order = [one for one in self.trace.order if one != self._root]
+        if backward:
+            order = [self._root, *reversed(order)]
+        for after in order[order.index(unit) + 1 :][:1] if unit in order else ():
+            if backward:
+                self._gather(after)
+            elif after not in self._early:
+                # The host runs ahead, but allocates when it comes to the unit.
+                self._early[after] = self._start(after)
+
+    def reshard(self, unit: int, *, after_backward: bool) -> None:
+        stays = not self.names[unit] or self.run_of.keeps_all
+        if self.run_of.keeps_last:
+            stays = stays or unit in self._last
+        if after_backward or not stays:
+            for held in self._held.pop(unit, ()):
+                self.free(held)
+
+    def pass_mark(self, mark: Mark, in_backward: bool) -> None:
+        super().pass_mark(mark, in_backward)
+        self._is_backward = in_backward or mark.what == "backward"
+        if mark.what == "leave" and mark.unit == self._root and self._last_gathered is not None:
+            self.free(self._last_gathered)
+            self._last_gathered = None
+
+    def receive(self, index: int, block: Held) -> None:
+        unit = self.flats[index].unit
+        self._grads[unit].append(block)
+        if len(self._grads[unit]) == len(self._params(unit)):
+            self.reshard(unit, after_backward=True)
+            self._reduce(unit)
+
+    def _reduce(self, unit: int) -> None:
+        while self._in_flight:
+            self.finish_first()
+        index = self.of_unit[unit][0]
+        flat = self.flats[index]
+        flats = [self.flats[i].memory for i in self.of_unit[unit]]
+        whole = sum(memory.whole_gradient_bytes for memory in flats)
+        stream = self.reduce_stream if self.run_of.copies_on_reduce_stream else "compute"
+        buffer = self.allocate(whole, "reduction", stream)
+        for held in self._grads.pop(unit):
+            self.free(held)
+        self.clock += 1.5 * whole / self.machine.device.memory_rate
+        size = flat.gather_size
+        result = self.allocate(whole // size, "reduction", self.reduce_stream)
+        ends = self._send(whole, size, self._in_node)
+        if flat.replicas > 1:
+            ends = self._send(2 * whole // size, flat.replicas, 1)
+        self._results.setdefault(index, []).append(result)
+        self.start_reduction([buffer], whole, ends)
+
+    def end_backward(self) -> None:
+        for unit in list(self._grads):  # the root, some of whose parameters may have no gradient
+            if self._grads[unit]:
+                self._reduce(unit)
+        super().end_backward()
+        for held, _ in self._gathering.values():
+            self.free(held)
+        for unit in list(self._held):
+            for held in self._held.pop(unit):
+                self.free(held)
+
+    def _step(self) -> None:
+        began = self.clock
+        each = [one for unit in self.of_unit for one in self._params(unit)]
+        total = sum(one.numel() for one in each)
+        shards = [one.numel() // self.flats[0].gather_size for one in each]
+        itemsize = self.run_of.stored.itemsize
+        if not self.state:
+            for numel in shards:
+                for _ in range(2):
+                    self.state.append(self.allocate(numel * itemsize, "optimizer"))
+        if self.run_of.is_foreach:  # square roots of the second moments
+            for held in [self.allocate(numel * itemsize, "temporary") for numel in shards]:
+                self.free(held)
+        passes = 16 if self.run_of.is_foreach else 7
+        moved = total // self.flats[0].gather_size * itemsize * passes
+        self.clock += moved / self.machine.device.memory_rate
+        self.outcome.compute_seconds += self.clock - began
+        self.step_seconds = self.clock - began

@@ -1,0 +1,154 @@
+"""The command ``flatshard plan`` and ``plan``: what they print, and what bad input gets."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatshard import MixedPrecision
+from flatshard.checkpoint.command_line import main
+from flatshard.memory_plan import CannotTraceError, plan
+
+WIDTH = 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    """A language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Branching(Small):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x) if x.sum() > 0 else self.head(-x)  # needs a value
+
+
+def with_step() -> tuple[nn.Module, object]:
+    return nn.Linear(4, 4), lambda model: model(torch.zeros(2, 4)).sum()
+
+
+SPEC = f"{__name__}:Small"
+SMALL = (SPEC, "--batch", "4", "--seq", "32", "--ranks", "2..8", "--per-node", "4")
+
+
+def test_table_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    assert main(["plan", *SMALL, "--json", "--plot", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert picture.stat().st_size > 10_000
+    ways = {(one["strategy"], one["ranks"]): one for one in found["choices"]}
+    assert {ranks for _, ranks in ways} == {2, 4, 8}
+    # A hybrid strategy needs more than one node.
+    assert [ranks for name, ranks in ways if name == "HYBRID_SHARD"] == [8]
+    numel = sum(param.numel() for param in Small().parameters())
+    sharded, whole = ways["FULL_SHARD", 4], ways["NO_SHARD", 4]
+    assert whole["persistent"]["parameters"] == 4 * numel
+    assert sharded["persistent"]["parameters"] == pytest.approx(numel, rel=0.01)
+    assert sharded["peak_bytes"] < ways["SHARD_GRAD_OP", 4]["peak_bytes"] < whole["peak_bytes"]
+    assert all(sum(one["peak"].values()) == one["peak_bytes"] for one in ways.values())
+    # Between nodes: nothing with four ranks in a node, and everything with two nodes.
+    assert sharded["sent_bytes"][1] == 0 < ways["FULL_SHARD", 8]["sent_bytes"][1]
+    assert found["best"]["fits"]
+
+
+def test_checkpoints_lower_the_activations() -> None:
+    peaks = {}
+    for kind in ("none", "selective", "block"):
+        made = plan(Small, batch=64, length=64, checkpoint=kind, strategies=("FULL_SHARD",))
+        peaks[kind] = made.choices[0].outcome.peak["activations"]
+    assert peaks["block"] < peaks["selective"] < peaks["none"]
+
+
+def test_what_to_change_and_the_code_to_paste() -> None:
+    settings = {"batch": 64, "length": 64, "strategies": ("FULL_SHARD",)}
+    few = plan(Small, ranks=2, memory=1.03e9, **settings)
+    assert few.best is None
+    assert not few.code()
+    text = str(few)
+    assert "Nothing fits into" in text
+    for change in few.changes:
+        assert f"- {change}: " in text
+    smaller = few.changes["checkpoint='block'"].outcome.peak_bytes
+    assert smaller < few.choices[0].outcome.peak_bytes
+    enough = plan(Small, ranks=2, checkpoint="selective", **settings)
+    before, _, last = enough.code().rpartition("\n")
+    assert last.startswith("model = ShardedWrapper(model, auto_wrap_policy='auto', sharding_")
+    names: dict[str, object] = {"model": Small()}
+    exec(before, names)  # all but wrapping, which needs a process group
+    model = names["model"]
+    assert isinstance(model, nn.Module)
+    assert model(torch.zeros(2, 8, dtype=torch.long)).shape == (2, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "expected a SPEC or --calibrate"),
+        (["plan", SPEC, "--calibrate"], "takes no SPEC"),
+        (["plan", f"{__name__}:Nothing"], "is neither a preset"),
+        (["plan", "nowhere.json"], "cannot be read as a configuration"),
+        (["plan", *SMALL, "--batch", "0"], "batch must be at least 1, got 0"),
+        (["plan", SPEC, "--strategy", "HYBRID_SHARD"], "needs several nodes"),
+        (["plan", f"{__name__}:Branching", "--seq", "8"], "test_plan_command.py:"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1, said
+
+
+def test_unknown_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "nonsense"}')
+    assert main(["plan", str(config)]) == 2
+    assert "has no language model for model_type 'nonsense'" in capsys.readouterr().err
+
+
+def test_a_model_of_another_kind() -> None:
+    with pytest.raises(TypeError, match="Give `plan` a `step`"):
+        plan(lambda: nn.Sequential(nn.Embedding(64, 8), nn.Flatten()), precision=MixedPrecision())
+    made = plan(with_step, ranks=2)
+    assert made.best is not None
+    with pytest.raises(CannotTraceError, match="needs real values: aten"):
+        plan(Branching, length=8)
+
+
+def test_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of the ZeRO paper, and 70 billion parameters."""
+    assert main(["plan", "7.5B", "--ranks", "64"]) == 0
+    text = capsys.readouterr().out
+    for size in ("120.0", "31.4", "16.6", "1.9"):
+        assert f"{size} GB" in text
+    assert main(["plan", "70B", "--ranks", "1,8,16"]) == 0
+    text = capsys.readouterr().out
+    for size in ("840.0", "105.0", "52.5"):
+        assert f"{size} GB" in text

@@ -1,0 +1,109 @@
+"""`scripts/tables/published_runs.py` judges a file of runs, and says what is wrong with a file."""
+
+import csv
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import published_runs
+import pytest
+import torch
+
+ROW = {
+    "source": "own runs",
+    "url": "",
+    "model": "tiny Llama",
+    "params_b": "0.01",
+    "layers": "6",
+    "hidden": "64",
+    "heads": "4",
+    "kv_heads": "2",
+    "ffn": "128",
+    "vocab": "256",
+    "gpus": "8",
+    "gpu_type": "A100-80GB",
+    "strategy": "FSDP2 (ZeRO-3)",
+    "tp": "1",
+    "pp": "1",
+    "cp": "1",
+    "local_batch": "2",
+    "seq_len": "256",
+    "ac": "full",
+    "compile": "False",
+    "param_dtype": "fp32 shards, bf16 gathered",
+    "reduce_dtype": "fp32",
+    "optimizer": "AdamW fp32 states",
+    "peak_gib": "0.1",
+    "tokens_per_s_per_gpu": "1000",
+    "mfu": "",
+    "notes": "peak RESERVED",
+}
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["published_runs.py", *arguments])
+    published_runs.main()
+
+
+def _file(path: Path, *rows: dict[str, str]) -> str:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def test_rows_are_predicted_and_one_speed_is_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = {**ROW, "ac": "none", "tokens_per_s_per_gpu": "", "seq_len": "1024"}
+    runs = _file(tmp_path / "a.csv", ROW, longer, {**ROW, "pp": "2"})
+    _main(monkeypatch, runs, "--json", str(tmp_path / "a.json"))
+    assert "not predicted: pipeline parallelism" in capsys.readouterr().out
+    found = json.loads((tmp_path / "a.json").read_text())
+    first, second, third = found["rows"]
+    assert first["predicted_tokens_per_s"] == pytest.approx(1000)  # the only row with a speed
+    assert second["active_gib"] > first["active_gib"]  # all activations are saved
+    assert first["reserved_gib"] >= first["active_gib"]
+    assert third["not_predicted"] == "pipeline parallelism"
+    assert found["summary"]["wrongly predicted not to fit"] == 0
+
+
+def test_a_trace_of_four_layers_stands_for_all() -> None:
+    form = replace(published_runs.read_row(ROW).form, layers=7, checkpoint="op")
+    arguments = (form, 2, False, torch.float32, torch.float32)
+    short = published_runs.traced(*arguments).trace
+    whole = published_runs.traced(*arguments, shallow_layers=7).trace
+    assert Counter(short.sizes) == Counter(whole.sizes)
+    assert [type(one) for one in short.events] == [type(one) for one in whole.events]
+    assert [getattr(one, "name", one[1]) for one in short.events if not hasattr(one, "block")] == [
+        getattr(one, "name", one[1]) for one in whole.events if not hasattr(one, "block")
+    ]
+    assert short.read_in_backward == whole.read_in_backward
+    assert short.order == whole.order
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (None, "none.csv: cannot be read"),
+        ({"source": "x"}, "lacks the columns url, model"),
+        ({**ROW, "layers": "many"}, "line 2: invalid literal"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    row: dict[str, str] | None,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = str(tmp_path / "none.csv") if row is None else _file(tmp_path / "b.csv", row)
+    with pytest.raises(SystemExit) as ended:
+        _main(monkeypatch, path)
+    message = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert words in message
+    assert message.count("\n") == 1
