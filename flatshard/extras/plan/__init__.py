@@ -1,14 +1,14 @@
 """Extra: predicts the memory, the communication and the time of training before it runs.
 
-``plan`` (``report``) traces a step of a model on fake tensors (``trace``), and replays the step
-under each sharding strategy (``replay``) on a machine (``hardware``). ``predict`` (``shards``)
-gives the memory without activations, from the shapes of the parameters alone.
+``plan`` (in ``report``) traces one step of a model on fake tensors (``trace``). Then ``plan``
+replays the step (``replay``) under each sharding strategy on a machine (``hardware``). ``predict``
+(in ``shards``) needs only the shapes of the parameters, and returns the memory without activations.
 
 Without this folder, ``flatshard.plan``, ``flatshard.memory_plan`` and ``ShardedWrapper.plan()``
 raise, and the command ``flatshard plan`` does not exist.
 """
 
-from flatshard.extras.plan import command_line  # noqa: F401  (the command asks for it)
+from flatshard.extras.plan import command_line  # noqa: F401  (for ``flatshard plan``)
 from flatshard.extras.plan.measured import RankPlan, plan_wrapped  # noqa: F401
 from flatshard.extras.plan.report import TrainingPlan, plan
 from flatshard.extras.plan.shards import MemoryPlan, UnitMemory, predict

@@ -1,11 +1,12 @@
-"""``CachingAllocator``: a model of torch's CUDA allocator, which gives the memory it reserves.
+"""``CachingAllocator``: simulates torch's CUDA allocator, to predict the reserved memory.
 
-torch asks the driver for large segments and cuts blocks out of them. Freed blocks stay reserved. So
-the reserved memory, which ``nvidia-smi`` and most published runs report, is larger than the memory
-of the tensors: a freed block may be too small for the next tensor, and each CUDA stream has
-segments of its own. The model follows ``c10/cuda/CUDACachingAllocator.cpp`` with expandable
-segments (``PYTORCH_ALLOC_CONF=expandable_segments:True``): one segment for each stream and each of
-two sizes of blocks, which grows at its end, and the smallest free block that fits.
+torch asks the driver for large segments, and cuts blocks out of the segments. Freed blocks stay
+reserved. So the reserved memory, which ``nvidia-smi`` and most published runs report, is larger
+than the memory of the tensors: a freed block may be too small for the next tensor, and each CUDA
+stream has its own segments. The simulation follows ``c10/cuda/CUDACachingAllocator.cpp``. With
+expandable segments (``PYTORCH_ALLOC_CONF=expandable_segments:True``), each stream has one segment
+for small blocks and one segment for large blocks. A segment grows at its end. An allocation takes
+the smallest free block that is large enough.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-_ROUND = 512  # sizes of blocks are multiples of this
-_SMALL_BYTES = 1 << 20  # blocks up to this size are in a segment of their own
-_SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20  # a segment grows by multiples of these
+_ROUND = 512  # the size of each block is a multiple of this number
+_SMALL_BYTES = 1 << 20  # maximum size of a small block
+_SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20  # growth of segments is a multiple
 
 
 class Place(NamedTuple):
@@ -27,8 +28,9 @@ class Place(NamedTuple):
 class Pool:
     """The blocks of one stream, either all small or all large.
 
-    ``page``: with expandable segments, the one segment grows by multiples of this. Without, a new
-    segment has this size, or, for large blocks, the size of the block.
+    ``page``: number of bytes. An expandable segment grows by multiples of ``page``. Without
+    expandable segments, a new segment has ``page`` bytes, or, if the block has at least 10 MB,
+    the size of the block.
     """
 
     def __init__(self, page: int, *, expandable: bool) -> None:
@@ -42,7 +44,8 @@ class Pool:
         size, start = min(fits) if fits else self._grow(nbytes)
         place = bisect_left(self._free, (start, size))
         del self._free[place]
-        # Without expandable segments, the allocator does not split small rests off large blocks.
+        # Without expandable segments, the allocator splits a large block only if more than
+        # `_SMALL_BYTES` would remain.
         least = 0 if self._expandable or self._page == _SMALL_PAGE else _SMALL_BYTES
         if size - nbytes > least:
             self._free.insert(place, (start + nbytes, size - nbytes))
@@ -55,7 +58,7 @@ class Pool:
         if not self._expandable:
             is_large = self._page > _SMALL_PAGE and nbytes >= _LARGE_PAGE // 2
             size = -(-nbytes // _SMALL_PAGE) * _SMALL_PAGE if is_large else self._page
-            self._end += size + 1  # a gap, because blocks of two segments never join
+            self._end += size + 1  # leave a gap: `free` must not join blocks of two segments
             self.reserved_bytes += size
         else:
             if self._free and sum(self._free[-1]) == start:
@@ -77,7 +80,7 @@ class Pool:
 
 
 class CachingAllocator:
-    """Allocates blocks, and knows how much memory is reserved for them."""
+    """Allocates blocks, and counts the memory that is reserved for the blocks."""
 
     def __init__(self, *, expandable: bool = True) -> None:
         self._expandable = expandable

@@ -50,44 +50,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a preset such as llama3-8b, a config.json, or package.module:function",
     )
-    add("--ranks", type=counts, default=[8], help="such as 8, 8,64 or 8..1024")
+    add(
+        "--ranks",
+        type=counts,
+        default=[8],
+        help="numbers of ranks: 8, or 8,64, or 8..64 (doubling)",
+    )
     add("--per-node", type=int, default=8, help="ranks in one node")
     add("--device", choices=DEVICES, default="h100")
-    add("--memory", type=amount, help="memory of a device, such as 80GB")
+    add("--memory", type=amount, help="memory per device, such as 80GB")
     add("--flops", type=amount, help="sustained FLOP/s of matrix products, such as 600T")
     add(
         "--link",
         type=amount,
         default=50e9,
-        help="a rank's share of its node's bytes per second to other nodes",
+        help="bytes per second that one rank sends to other nodes, if all ranks of the node send",
     )
-    add("--node-link", type=amount, default=450e9, help="bytes per second of a rank in its node")
-    add("--batch", type=int, default=1, help="sequences of one rank")
-    add("--seq", type=int, default=2048, help="tokens of a sequence")
-    add("--dtype", choices=_DTYPES, default="bf16", help="dtype of the computation")
+    add(
+        "--node-link",
+        type=amount,
+        default=450e9,
+        help="bytes per second that one rank sends to ranks of its node",
+    )
+    add("--batch", type=int, default=1, help="sequences per rank")
+    add("--seq", type=int, default=2048, help="tokens per sequence")
+    add("--dtype", choices=_DTYPES, default="bf16", help="dtype in which the model computes")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--checkpoint", choices=("none", "block", "selective"), default="none")
-    add("--compile", action="store_true", help="each block is compiled")
-    add("--accumulate", type=int, default=1, help="backwards in a step, under no_sync but the last")
+    add("--compile", action="store_true", help="compile each block")
+    add(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="backwards per step; all but the last under no_sync",
+    )
     add("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    add("--plot", metavar="FILE", help="plot memory over a step, and the strategies")
+    add("--plot", metavar="FILE", help="plot memory over a step, and speed against memory")
     add("--json", action="store_true", help="print JSON")
-    add("--calibrate", action="store_true", help="measure this machine's device, and print --flops")
+    add("--calibrate", action="store_true", help="measure this machine's speed, and print --flops")
 
 
 def run(options: dict[str, Any]) -> None:
-    """Print the plan that the options ask for. Raises ValueError for bad input."""
+    """Print the plan for ``options``. Raises ValueError if the options cannot be used."""
     name = "cuda" if torch.cuda.is_available() else "cpu"
     if options["calibrate"]:
         if options["spec"] is not None:
-            raise ValueError("--calibrate measures this machine, and takes no SPEC.")
+            raise ValueError("--calibrate measures this machine and takes no SPEC. Leave out SPEC.")
         found = calibrate(name)
         print(f"{name}: --flops {found.flops / 1e12:.2f}T")
         print(f"{name}: attention {found.attention_flops / 1e12:.2f} TFLOP/s")
         print(f"{name}: memory {found.memory_rate / 1e9:.1f} GB/s")
         return
     if options["spec"] is None:
-        raise ValueError("expected a SPEC or --calibrate.")
+        raise ValueError(
+            "expected a SPEC or --calibrate. SPEC is a preset, a config.json or a function."
+        )
     if re.fullmatch(r"[0-9.]+[MBT]", options["spec"]):
         numel = amount(options["spec"].replace("B", "G"))
         print(stages(numel, options["ranks"]))

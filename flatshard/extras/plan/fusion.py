@@ -1,10 +1,13 @@
-"""``compiled``: what ``torch.compile`` makes of a trace.
+"""``compiled``: changes a trace to the trace that the model has under ``torch.compile``.
 
-Three changes of the compiler matter for memory and time. It leaves out what nothing reads, such as
-the recomputed output of a block. In backward it computes cheap tensors again from what matrix
-products and attention left, instead of saving them (``torch._functorch.partitioners``). And it
-joins neighbouring pointwise operators and reductions into one kernel, so that tensors between them
-never reach memory.
+Three changes by the compiler matter for memory and time:
+
+- The compiler removes operators whose results no operator reads, such as the recomputed output
+  of a block.
+- The compiler saves fewer tensors for backward (``torch._functorch.partitioners``). Backward
+  computes cheap tensors again, from the saved results of matrix products and attention.
+- The compiler joins neighbouring pointwise operators and reductions into one kernel. The tensors
+  between the joined operators never reach memory.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
 
 
 def compiled(trace: StepTrace, units: Collection[int]) -> StepTrace:
-    """Return ``trace`` as if the modules of ``units`` were compiled, each by itself."""
+    """Return ``trace`` as if ``torch.compile`` had compiled each module of ``units`` separately."""
     regions = _regions(trace, units)
     ops = [(i, event) for i, event in enumerate(trace.events) if isinstance(event, Op)]
     backward = next(i for i, event in enumerate(trace.events) if event == Mark("backward"))
     made_by = {block: i for i, op in reversed(ops) for block, _ in op.writes}
-    # Results of a unit's forward that something else reads: they exist anyway.
+    # Results of a unit's forward that an operator outside of the unit reads. These results are in
+    # memory anyway, so backward need not compute them again.
     results = {
         block
         for i, op in ops
@@ -37,9 +41,8 @@ def compiled(trace: StepTrace, units: Collection[int]) -> StepTrace:
             maker = made_by.get(block, backward)
             op = trace.events[maker]
             if maker < backward and regions[maker] and isinstance(op, Op) and op.kind == "fusible":
-                if (
-                    block not in results and trace.sizes[block] > 1 << 20
-                ):  # small statistics of norms are saved
+                # Small blocks, such as the statistics of norms, are saved.
+                if block not in results and trace.sizes[block] > 1 << 20:
                     inputs = [one for one, _ in op.reads if one >= 0 and one != block]
                     sources[block] = frozenset().union(*map(origin, inputs))
         return sources[block]
@@ -57,8 +60,8 @@ def compiled(trace: StepTrace, units: Collection[int]) -> StepTrace:
         for block, _ in op.reads:
             if block >= 0:
                 crosses = i > backward and made_by.get(block, i) < backward
-                # What a matrix product of backward reads is saved: computing it again would write
-                # it to memory again.
+                # Inputs of backward's matrix products are saved: a matrix product reads its inputs
+                # from memory, so an input that is computed again would need memory again.
                 again = crosses and regions[i] and op.kind == "fusible"
                 for one in origin(block) if again else (block,):
                     needed.add(one)
@@ -69,9 +72,9 @@ def compiled(trace: StepTrace, units: Collection[int]) -> StepTrace:
 
 
 def _regions(trace: StepTrace, units: Collection[int]) -> list[int]:
-    """For each event, the number of the compiled piece that contains the event, or 0.
+    """For each event, the number of the compiled region that contains the event, or 0 if none.
 
-    A piece is one forward or one backward of a unit.
+    A region is one forward or one backward of a unit.
     """
     found, piece, number, owner, in_backward = [], 0, 0, -1, False
     for event in trace.events:
@@ -88,7 +91,7 @@ def _regions(trace: StepTrace, units: Collection[int]) -> list[int]:
 
 
 def _inner_blocks(live: list[tuple[int, Op]], regions: list[int]) -> set[int]:
-    """Blocks between fused operators: nothing else reads or writes them."""
+    """Blocks that only the operators of one fused kernel read and write."""
     homes: dict[int, int] = {}
     outer: set[int] = set()
     for i, op in live:
@@ -117,7 +120,7 @@ def _rewrite(
     for block, i in last_use.items():
         if in_region.get(block) and block not in gradients:
             ends.setdefault(i, []).append(block)
-    seen: set[int] = set()  # blocks that the kernel under way has read already
+    seen: set[int] = set()  # blocks that the current kernel has already read
     for i, event in enumerate(trace.events):
         if isinstance(event, Op):
             op = live.get(i)

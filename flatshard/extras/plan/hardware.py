@@ -1,7 +1,7 @@
-"""``Machine``: speeds of devices and links, and the time that operators and collectives take.
+"""``Machine``: speeds of devices and links, and the durations of operators and collectives.
 
 The time of an operator follows the roofline model (Williams, Waterman and Patterson, 2009): the
-operator takes as long as its arithmetic or its memory traffic, whichever is longer.
+duration is the time for the arithmetic or the time for the memory traffic, whichever is longer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from flatshard.extras.plan.trace import Op
 
 # Fractions of a data sheet's peaks that large kernels reach: matrix products of cuBLAS, flash
-# attention (0.4 on Hopper by arXiv 2407.08608; 0.6 on Ampere by arXiv 2307.08691), and copies.
+# attention (0.4 on Hopper, see arXiv 2407.08608; 0.6 on Ampere, see arXiv 2307.08691), and copies.
 _MATMUL, _ATTENTION, _COPY = 0.75, 0.42, 0.9
 _KERNEL_SECONDS = 4e-6  # time between the starts of two small kernels
 
@@ -29,7 +29,7 @@ class Device:
         attention_flops: floating point operations per second in attention kernels.
         memory_rate: bytes per second that kernels read and write.
         memory_bytes: memory of the device.
-        is_gpu: whether operators choose the kernels of a GPU.
+        is_gpu: whether the device is a GPU, so that operators run as GPU kernels.
     """
 
     flops: float
@@ -42,11 +42,11 @@ class Device:
     def of_data_sheet(
         cls, flops: float, memory_rate: float, memory_bytes: float, attention: float = _ATTENTION
     ) -> Device:
-        """A GPU with these peaks. ``attention``: fraction of the peak that attention reaches."""
+        """Return a GPU with these peaks. ``attention``: fraction of ``flops`` that is reached."""
         return cls(_MATMUL * flops, attention * flops, _COPY * memory_rate, memory_bytes)
 
     def times(self, speed: float) -> Device:
-        """A device that computes ``speed`` times as fast."""
+        """Return a device that is ``speed`` times as fast as this device."""
         return replace(
             self,
             flops=speed * self.flops,
@@ -60,8 +60,8 @@ class Device:
 
 
 _GIB = 2**30
-# Dense bfloat16 operations and bytes per second by the makers' data sheets, and the memory that
-# torch reports.
+# Peaks from the makers' data sheets: bfloat16 operations per second (without sparsity), and bytes
+# per second. The third number is the memory that torch reports.
 DEVICES = {
     "v100": Device.of_data_sheet(125e12, 0.9e12, 31.7 * _GIB),
     "a100-40gb": Device.of_data_sheet(312e12, 1.555e12, 39.4 * _GIB, attention=0.6),
@@ -81,17 +81,18 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Transport:
-    """What a transport (``flatshard.comm.transports``) holds in memory. By default, as NCCL.
+    """Memory that a transport (``flatshard.comm.transports``) needs. The defaults describe NCCL.
 
     Attributes:
-        reports_end: whether the end of a reduction is noticed before something waits for it.
-        gathers_in_background: whether all-gathers go on while the host computes.
-        gather_copies: temporary memory of an all-gather, in sizes of its result.
-        reduce_copies: temporary memory of a reduction, in sizes of the gradients.
-        receives: whether the gradients of each other rank are received into memory of their own.
-        in_place_bytes: gradients of at least this size are sent from their own memory. None: all
-            gradients are copied into one buffer.
-        sums_in_fp32: whether narrower gradients are added up in float32.
+        reports_end: whether the engine sees that a reduction has ended without waiting for the
+            reduction.
+        gathers_in_background: whether all-gathers make progress while the host computes.
+        gather_copies: size of an all-gather's temporary buffer, divided by the size of the result.
+        reduce_copies: size of a reduction's temporary buffer, divided by the size of the gradients.
+        receives: whether a rank receives the gradients of each other rank into a separate buffer.
+        in_place_bytes: minimum size of gradients that are sent without a copy. None: all gradients
+            are copied into one buffer before they are sent.
+        sums_in_fp32: whether gradients in bfloat16 or float16 are added in float32.
     """
 
     reports_end: bool = True
@@ -117,12 +118,12 @@ class Machine:
     """Devices, and the links between them.
 
     Attributes:
-        device: every rank's device.
-        per_node: ranks in one node.
+        device: the device of each rank.
+        per_node: number of ranks in one node.
         node_link: bytes per second that one rank sends within a node.
         link: one rank's share of the bytes per second that its node sends to other nodes.
-        latency: seconds that one message takes at least.
-        transport: how bytes move between ranks.
+        latency: minimum seconds per message.
+        transport: the transport that moves bytes between ranks.
     """
 
     device: Device
@@ -133,7 +134,7 @@ class Machine:
     transport: Transport = Transport()
 
     def collective_seconds(self, nbytes: float, size: int, in_node: int) -> float:
-        """Time of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.
+        """Seconds of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.
 
         ``in_node`` ranks of the ring are in one node. An all-reduce takes twice the time.
         """
@@ -141,7 +142,8 @@ class Machine:
             return 0.0
         rate = self.node_link
         if size > in_node:
-            # A ring enters each node once, so several rings share the links of the node's ranks.
+            # A ring enters each node once. With several rings, the links of all ranks of a node
+            # are in use, so the rate is the sum of the rates of these links.
             rate = min(rate, self.link * in_node)
         # Several rings or trees run at once, so latency grows slowly with the number of ranks.
         return nbytes * (size - 1) / size / rate + self.latency * (size - 1).bit_length()

@@ -1,4 +1,4 @@
-"""``plan_wrapped``: the plan of a wrapped model, beside what its ranks measured."""
+"""``plan_wrapped``: compares the prediction for a wrapped model with the measured bytes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class RankPlan:
     """Predicted and measured bytes of this rank. ``str()`` returns a table.
 
     Attributes:
-        predicted: bytes by part.
-        measured: bytes by part; without the parts that cannot be measured, or not yet.
-        outcome: the predicted step.
+        predicted: bytes, keyed by the names of parts (``parameters``, ``gradients`` and so on).
+        measured: bytes, keyed by the names of parts. A part without a measurement is left out.
+        outcome: all predictions for the step.
     """
 
     predicted: dict[str, int]
@@ -60,11 +60,11 @@ class RankPlan:
 
 
 def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) -> RankPlan:
-    """Predict the step of a wrapped model, and measure what the model holds now."""
+    """Predict the memory of a wrapped model in a step, and measure the model's memory now."""
     wrapped, settings = sharding.wrapper, sharding.settings
     units = units_in(wrapped)
     chosen = {id(module) for unit in units if not unit.is_root for module in unit.modules}
-    originals: dict[int, int] = {}  # by id of a bare copy, the id of the module in the model
+    originals: dict[int, int] = {}  # id of a copied module -> id of the module in the model
 
     def build() -> nn.Module:
         made = _bare(wrapped.module, {}, originals)
@@ -90,7 +90,8 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
         world_size=world,
         strategy=settings.strategy.name,
         per_node=settings.ranks.ranks_per_node,
-        # A rank's state is known only after a step. Until then, count two tensors, as AdamW keeps.
+        # The optimizer has no state before its first step. Until then, count two tensors per
+        # parameter: AdamW keeps two.
         optimizer_bytes=held / trained if held and trained else None,
         reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
     )
@@ -116,7 +117,7 @@ def _measure(sharding: Sharding, optimizer: Optimizer | None) -> dict[str, int]:
     if optimizer is not None and optimizer.state:
         states = (value for one in optimizer.state.values() for value in one.values())
         found["optimizer"] = _local_bytes(states)
-    with contextlib.suppress(RuntimeError):  # no step was recorded
+    with contextlib.suppress(RuntimeError):  # `step_report` raises if no step was recorded
         report = sharding.wrapper.step_report()
         found["unsharded"] = report.peak_gathered_bytes
         if report.peak_allocated_bytes is not None:
@@ -125,13 +126,13 @@ def _measure(sharding: Sharding, optimizer: Optimizer | None) -> dict[str, int]:
 
 
 def _local_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of this rank's parts of ``tensors``. Step counters do not count."""
+    """Bytes of this rank's parts of ``tensors``. Numbers, such as step counters, are left out."""
     local = (getattr(one, "local", one) for one in tensors)
     return storage_bytes(one for one in local if isinstance(one, Tensor) and one.dim())
 
 
 def _bare(module: nn.Module, memo: dict[int, Any], originals: dict[int, int]) -> nn.Module:
-    """Copy a module without values and without hooks. Parameters are on the meta device."""
+    """Copy a module without its hooks. The copy's tensors are on the meta device."""
     if isinstance(module, ModuleProxy):
         module = module.module
     if id(module) in memo:

@@ -1,4 +1,4 @@
-"""``read_spec``: makes a model from what a user names: a function, a configuration or a preset."""
+"""``read_spec``: makes a model from the name of a preset, a configuration or a function."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def _llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, voca
     )
 
 
-# Layers, width, heads, heads of keys and values, hidden width, vocabulary: as in the models' papers
-# (arXiv 2302.13971, 2307.09288, 2407.21783).
+# Layers, width, heads, heads of keys and values, hidden width, vocabulary. The numbers are from the
+# models' papers (arXiv 2302.13971, 2307.09288, 2407.21783).
 PRESETS: dict[str, Callable[..., nn.Module]] = {
     "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
     "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000),
@@ -128,7 +128,7 @@ PRESETS: dict[str, Callable[..., nn.Module]] = {
 
 
 def language_step(batch: int, length: int) -> Step:
-    """A step of a language model: predict each of ``batch`` times ``length`` tokens."""
+    """Return the step of a language model, which predicts ``batch`` times ``length`` tokens."""
 
     def step(model: nn.Module) -> Tensor:
         tokens = torch.zeros(batch, length, dtype=torch.long)
@@ -141,7 +141,7 @@ def language_step(batch: int, length: int) -> Step:
                 "runs your forward and returns the loss."
             )
         flat = logits.flatten(0, 1).float()
-        del logits  # free the logits in the compute dtype, as training loops do
+        del logits  # free the logits in the compute dtype: usual training loops free them here
         return F.cross_entropy(flat, tokens.flatten())
 
     return step
@@ -151,10 +151,10 @@ def read_spec(spec: str, length: int) -> Callable[[], Any]:
     """Return the function that builds the model that ``spec`` names.
 
     ``spec`` is the name of a preset, the path of a Hugging Face ``config.json``, or
-    ``package.module:function``. The function returns a model, or a model and its step.
+    ``package.module:function``. The function returns a model, or a tuple of a model and its step.
 
     Raises:
-        ValueError: nothing of that name exists, or transformers does not know the architecture.
+        ValueError: ``spec`` names nothing that exists, or transformers lacks the architecture.
     """
     if spec in PRESETS:
         return partial(PRESETS[spec], length=length)
@@ -169,7 +169,7 @@ def read_spec(spec: str, length: int) -> Callable[[], Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{spec!r} is neither a preset ({', '.join(PRESETS)}), nor a config.json, nor a "
-            f"function such as package.module:build. Importing it says: {error}"
+            f"function such as package.module:build. The import failed: {error}"
         ) from error
 
 
@@ -181,10 +181,12 @@ def _from_config(path: Path) -> nn.Module:
     try:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ValueError(f"{path}: needs transformers. Run: pip install transformers") from error
+        raise ValueError(
+            f"{path}: a config.json needs transformers. Run: pip install transformers"
+        ) from error
     kind = text.get("model_type")
     try:
-        # Without a cache: a cache would grow when backward computes a forward again.
+        # Turn the cache of keys and values off: it would grow when backward recomputes a forward.
         keywords = {**text, "model_type": kind, "use_cache": False}
         known = transformers.AutoConfig.for_model(**keywords)
         return transformers.AutoModelForCausalLM.from_config(known, attn_implementation="sdpa")

@@ -1,4 +1,4 @@
-"""``plan``: the memory and time of each sharding strategy, and the cheapest one that fits."""
+"""``choices``: predicts the memory and the time of a step under each sharding strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHA
 # Bytes of the optimizer's state for each trained element in float32.
 OPTIMIZERS = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "muon": 4.0, "lion": 4.0}
 _PERSISTENT = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
-CONTEXT_BYTES = 1.0e9  # of the driver's context and NCCL's buffers, beside torch's memory
+CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
 
 
 @dataclass
@@ -36,10 +36,11 @@ class TracedModel:
     Attributes:
         model: the unwrapped model, on the meta device, with parameters in float32.
         policy: selects the units.
-        precision: the precision that the trace was made with.
-        trace: the step. Units and flat parameters have the numbers that ``flats`` gives.
+        precision: the mixed precision of the traced step.
+        trace: the trace of the step. The trace refers to units and flat parameters by number, in
+            the order of ``planned_flats``.
         buffer_bytes: bytes of the model's buffers.
-        container: name of the module that contains the repeated blocks; empty if there is none.
+        container: name of the module that contains the repeated blocks; empty if no module does.
         coalesce_bytes: see ``ShardedWrapper``.
     """
 
@@ -64,7 +65,7 @@ class TracedModel:
         on_gpu: bool = True,
         coalesce_bytes: int | None = None,
     ) -> TracedModel:
-        """Build the model twice, on the meta device: once to shard it, once to trace it."""
+        """Build the model twice on the meta device: one copy for the units, one copy to trace."""
         models = []
         for _ in range(2):
             with torch.device("meta"):
@@ -88,7 +89,7 @@ class TracedModel:
             for unit in units
         ]
         container, blocks = _blocks(copy)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # `step` may hold a batch
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # `step` may use real tensors
         fake(copy, mode, lambda p: casts.of_param(p, precision).unsharded_dtype(p.dtype))
         checkpoint_blocks(blocks, checkpoint)
         flat_index = {id(param): flat_of[name] for name, param in copy.named_parameters()}
@@ -116,9 +117,9 @@ def _flats(
 
 
 def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The outermost repeated modules of the largest container, and the container's name.
+    """Return the name of the module with the largest repeated blocks, and the list of the blocks.
 
-    These are the modules whose forward is computed again in backward, and that are compiled.
+    Checkpointing and ``torch.compile`` are applied to these blocks.
     """
     best: tuple[str, list[nn.Module]] = ("", [])
     most = 0
@@ -141,7 +142,7 @@ def planned_flats(
     optimizer_bytes: float | None = None,
     reshard_after_forward: bool | int | None = None,
 ) -> tuple[list[PlannedFlat], list[str]]:
-    """The flat parameters of a model under a strategy, and the names of its units."""
+    """Return the flat parameters of a model under ``strategy``, and the names of the units."""
     units = _plan(
         traced.model,
         traced.policy,
@@ -175,17 +176,17 @@ def planned_flats(
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train, and what was predicted for it.
+    """The prediction for one strategy on one number of ranks.
 
     Attributes:
         strategy: name of the sharding strategy.
         ranks: number of ranks.
-        checkpoint: which forwards are computed again in backward.
-        batch: batch of one rank.
-        outcome: memory, communication and time.
+        checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
+        batch: number of sequences (or other samples) per rank.
+        outcome: the predicted memory, communication and time.
         persistent: bytes of parameters, gradients and optimizer state between steps.
-        fits: whether the peak fits into the device, beside ``CONTEXT_BYTES``.
-        samples_per_second: how many elements of the batch one rank trains per second.
+        fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
+        samples_per_second: number of samples that one rank trains per second.
     """
 
     strategy: str
@@ -199,7 +200,7 @@ class Choice:
 
     @property
     def bound(self) -> str:
-        """What limits the time of a step."""
+        """The part of the machine that limits the speed: the link or the computation."""
         outcome = self.outcome
         if outcome.exposed_seconds > 0.1 * outcome.seconds:
             return f"link ({outcome.exposed_seconds / outcome.seconds:.0%} exposed)"
@@ -208,18 +209,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Target:
-    """What the user has, and how the user trains.
+    """The user's machine, and the user's settings for training.
 
     Attributes:
         machine: devices and links.
         ranks: the numbers of ranks to compare.
-        batch: batch of one rank.
-        length: tokens in a sequence.
-        optimizer: a name of ``OPTIMIZERS``, or bytes of state for each trained element.
-        checkpoint: which forwards are computed again in backward.
-        compiles: whether each unit is compiled.
-        accumulate: backwards in a step, all but the last under ``no_sync``.
-        precision: dtypes of computation and reduction.
+        batch: number of sequences (or other samples) per rank.
+        length: number of tokens per sequence.
+        optimizer: a key of ``OPTIMIZERS``, or the bytes of state per trained element.
+        checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
+        compiles: whether ``torch.compile`` compiles each unit.
+        accumulate: number of backwards per step. All but the last backward run under ``no_sync``.
+        precision: dtypes of the computation and of the reduction.
         policy: selects the units.
         strategies: names of the strategies to compare.
     """
@@ -244,7 +245,7 @@ class Target:
 def choices(
     build: Callable[[], Any], step: Step | None, target: Target
 ) -> tuple[list[Choice], str]:
-    """Trace one step, and replay it under each strategy on each number of ranks.
+    """Trace one step, and replay the trace under each strategy on each number of ranks.
 
     Returns the predictions, and the name of the module that contains the repeated blocks.
     """

@@ -1,9 +1,10 @@
-"""``Replay``: plays a trace under a sharding strategy, and finds the peak of memory and the time.
+"""``Replay``: replays a trace under a sharding strategy, and finds the peak memory and the time.
 
-A trace says what one rank computes. The replay adds what flatshard's engine does around it, in the
+A trace contains the computation of one rank. The replay adds the work of flatshard's engine, in the
 engine's order (``flatshard/engine/forward.py``, ``backward.py``): all-gathers and prefetches,
-resharding, gradient buffers, reductions under way, ``.grad`` and the optimizer's state. Two clocks
-run: one for the device's computation, one for the link, on which collectives follow one another.
+resharding, gradient buffers, reductions, ``.grad`` and the optimizer's state. The replay keeps two
+clocks: one clock for the device's computation, and one clock for the link. Collectives use the link
+one after another.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
-# Smaller gradients wait for the others (``engine.grad_buffer``).
+# The same thresholds as in ``engine.grad_buffer``: gradients of at least this size are copied into
+# the buffer at once, and the transport reads gradients of at least this mean size in place.
 _SMALL_BYTES, _MEAN_IN_PLACE_BYTES = 1 << 20, 1 << 16
 
 
 @dataclass(frozen=True)
 class PlannedFlat:
-    """One flat parameter, and the groups of ranks that communicate for it."""
+    """One flat parameter, and the sizes of the groups in which ranks gather and reduce it."""
 
     memory: FlatMemory
     unit: int
     is_freed: bool  # whether the unit reshards between forward and backward
-    is_spare: (
-        bool  # whether it is freed after forward, although the unit is not, as backward reads none
-    )
+    # Whether the flat parameter is freed after forward although the unit is not: it contains only
+    # embeddings, which backward does not read.
+    is_spare: bool
     is_freed_after: bool  # whether the unit reshards after backward
-    gather_size: int  # ranks in an all-gather
-    regather_size: int  # ranks in an all-gather of backward
-    replicas: int  # ranks that hold the same shard, or among which a second reduction runs
-    keeps_secondary: bool = False  # whether the secondary shard stays from step to step
+    gather_size: int  # number of ranks in an all-gather of forward
+    regather_size: int  # number of ranks in an all-gather of backward
+    replicas: int  # number of ranks with the same shard, or in the second stage of a reduction
+    keeps_secondary: bool = False  # whether the secondary shard is kept between steps
 
 
 class Held(NamedTuple):
-    """Memory that is allocated now."""
+    """One allocation that has not been freed."""
 
     category: str
     nbytes: int
@@ -49,29 +51,34 @@ class Held(NamedTuple):
 
 @dataclass
 class Reduction:
-    """A reduction under way: its buffers, the memory it counts, and when it ends."""
+    """A reduction that has started: its buffers, and the time at which it ends.
+
+    ``nbytes`` counts towards the limit of memory for reductions (``max_in_flight``).
+    """
 
     buffers: list[Held]
     nbytes: int
     ends: float
     bucket: Sequence[int] = ()
     reports_end: bool = True
-    has_crossed: bool = True  # whether its second stage, over the replicas, has begun
+    has_crossed: bool = True  # whether the second stage, over the replicas, has begun
 
 
 @dataclass
 class Outcome:
-    """What a replay found.
+    """Memory, communication and time that a replay predicts for one step.
 
     Attributes:
-        peak: bytes by category at the moment of the peak.
-        peak_at: operator or act at the moment of the peak.
-        reserved_bytes: bytes that torch's allocator has reserved at the end.
-        seconds: time of one step.
-        compute_seconds: time of the step's operators.
-        link_seconds: time of the step's collectives, on the link.
-        sent_bytes: bytes that this rank sends in a step to ranks of its node, and to other nodes.
-        timeline: the time in the step, and the bytes by category, at each change of a unit.
+        peak: bytes at the moment of the peak, keyed by category.
+        peak_at: operator or action at the moment of the peak, and the unit that was running.
+        reserved_bytes: bytes that torch's allocator has reserved at the end of the last step.
+        seconds: duration of one step.
+        compute_seconds: duration of the step's operators and of the optimizer.
+        link_seconds: time in which the step's collectives use the link.
+        sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
+            bytes that this rank sends to other nodes.
+        timeline: pairs of a time in the step and the bytes at this time, keyed by category. A pair
+            is recorded when a unit's forward or backward begins or ends.
     """
 
     peak: dict[str, int] = field(default_factory=dict)
@@ -89,28 +96,29 @@ class Outcome:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which the device waits for the link."""
+        """Time in which the device only waits for collectives."""
         return self.seconds - self.compute_seconds
 
 
 class Replay:
-    """Plays the steps of one rank."""
+    """Replays the steps of one rank."""
 
-    # Streams that allocate. flatshard allocates everything on the stream of the computation.
+    # Names of the streams on which all-gathers and reductions allocate. flatshard allocates
+    # everything on the stream of the computation.
     gather_stream = reduce_stream = "compute"
 
     def __init__(
         self,
         trace: StepTrace,
         flats: Sequence[PlannedFlat],
-        names: Sequence[str],  # of the units
+        names: Sequence[str],  # names of the units
         machine: Machine,
         *,
         world_size: int,
         buffer_bytes: int = 0,
-        foreach_bytes: float = 1.0,  # temporary tensors of the optimizer, per byte of parameters
-        accumulate: int = 1,  # backwards in a step, all but the last under ``no_sync``
-        expandable_segments: bool = True,  # of torch's allocator
+        foreach_bytes: float = 1.0,  # the optimizer's temporary bytes per byte of parameters
+        accumulate: int = 1,  # backwards per step, all but the last under ``no_sync``
+        expandable_segments: bool = True,  # a setting of torch's allocator
     ) -> None:
         self.trace, self.flats, self.names, self.machine = trace, flats, names, machine
         self.world_size, self._accumulate = world_size, accumulate
@@ -120,7 +128,7 @@ class Replay:
         self._sum = 0
         self._allocator = CachingAllocator(expandable=expandable_segments)
         self.clock = self._link_free = 0.0
-        self._ends: dict[int, float] = {}  # all-gathers under way, by flat parameter
+        self._ends: dict[int, float] = {}  # flat parameter -> when its current all-gather ends
         self.unsharded: dict[int, list[Held]] = {}
         self.of_unit: dict[int, list[int]] = defaultdict(list)
         self._bucket_of: dict[int, tuple[int, ...]] = {}
@@ -131,16 +139,18 @@ class Replay:
             together = tuple(i for i in trained if not flats[i].memory.reduces_alone)
             for i in trained:
                 self._bucket_of[i] = (i,) if flats[i].memory.reduces_alone else together
-        # As in ``engine.reduce_queue``.
+        # The same limits as in ``engine.reduce_queue``.
         on_gpu = machine.device.is_gpu
         buckets = [*(self._bucket_of if on_gpu else self.of_unit).values()]
         self.max_in_flight = 2 * max(map(self._bucket_bytes, buckets), default=0)
         self._counted = 1 if on_gpu else 2
         self._budget = max(map(self._unit_bytes, self.of_unit), default=0)
-        self._sources: dict[int, Held] = {}  # cast shards that are being sent
-        self._stale: set[int] = set()  # unsharded, but the optimizer has changed the shard
+        # Copies of shards in the compute dtype, while an all-gather sends the copies.
+        self._sources: dict[int, Held] = {}
+        # Flat parameters that are still unsharded, but whose shard the optimizer has changed.
+        self._stale: set[int] = set()
         self._secondary: dict[int, Held] = {}
-        self._brief: list[tuple[float, Held]] = []  # temporary memory, and when it is freed
+        self._brief: list[tuple[float, Held]] = []  # pairs: when memory is freed, and the memory
         self._now, self._place = "start", ""
         for flat in flats:
             self.allocate(flat.memory.parameter_bytes, "parameters")
@@ -175,7 +185,7 @@ class Replay:
     # ------------------------------------------------------------ time
 
     def _send(self, nbytes: float, size: int, in_node: int) -> float:
-        """Start a collective, and return when it ends."""
+        """Start a collective, and return the time at which the collective ends."""
         seconds = self.machine.collective_seconds(nbytes, size, in_node)
         self._link_free = max(self._link_free, self.clock) + seconds
         self.outcome.link_seconds += seconds
@@ -228,7 +238,11 @@ class Replay:
         self._start_expected(expected, backward=backward)
 
     def _start_expected(self, expected: Sequence[int], *, backward: bool) -> None:
-        """As ``engine.prefetch``: one unit, or more if the transport sends in the background."""
+        """Start all-gathers of the next units, as ``engine.prefetch`` does.
+
+        One unit is gathered ahead. If the transport works in the background, more units are
+        gathered ahead, until the memory budget is reached.
+        """
         first = None
         for unit in expected:
             flats = self.of_unit[unit]
@@ -249,7 +263,10 @@ class Replay:
         return self.machine.transport.gathers_in_background and fits
 
     def _needs_soon(self, unit: int) -> bool:
-        """Whether backward begins with the unit, and has no slow start (``END_OF_FORWARD``)."""
+        """Whether the unit stays unsharded after forward, because backward begins with this unit.
+
+        ``engine.prefetch`` has the same rule for ``BackwardPrefetch.AUTO``.
+        """
         begins = self.machine.transport.gathers_in_background and unit == self.trace.order[-1]
         return begins and all(
             self.flats[i].regather_size == self.flats[i].gather_size for i in self.of_unit[unit]
@@ -275,11 +292,12 @@ class Replay:
     # ------------------------------------------------------------ gradients
 
     def receive(self, index: int, block: Held) -> None:
-        """The gradient of one parameter is complete."""
+        """Take the gradient of one parameter, which is complete. ``block``: its memory."""
         memory, slots = self.flats[index].memory, self._slots[index]
         place = self._arrived[index]
         self._arrived[index] += 1
-        is_added = place < len(slots)  # to the gradient of an earlier backward
+        # With gradient accumulation: the gradient is added to the gradient of an earlier backward.
+        is_added = place < len(slots)
         if is_added:
             pass
         elif self._is_in_place(index) or block.nbytes < _SMALL_BYTES:
@@ -307,14 +325,14 @@ class Replay:
             self.reshard(unit, after_backward=True)
 
     def _is_in_place(self, index: int) -> bool:
-        """Whether the transport reads the gradients where autograd has put them."""
+        """Whether the transport reads the gradients from autograd's memory, without a copy."""
         flat, least = self.flats[index], self.machine.transport.in_place_bytes
         whole = flat.memory.whole_gradient_bytes
         is_large = whole >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.memory.params))
         return least is not None and flat.gather_size > 1 and is_large
 
     def fill(self, index: int) -> list[Held]:
-        """Return the gradients of a flat parameter, as the transport takes them."""
+        """Return the memory from which the transport sends the gradients of a flat parameter."""
         memory, slots = self.flats[index].memory, self._slots.pop(index, [])
         if not self._is_in_place(index):
             buffer = self._buffers.pop(index, None)
@@ -337,7 +355,7 @@ class Replay:
         return sent
 
     def reduce(self, bucket: Sequence[int]) -> None:
-        """Start the reductions of a bucket, and finish old ones."""
+        """Start the reductions of a bucket, and finish earlier reductions that have ended."""
         self._now = f"reduction of {self.names[self.flats[bucket[0]].unit] or '(root)'}"
         transport = self.machine.transport
         buffers, ends, has_stages = [], self.clock, False
@@ -351,7 +369,7 @@ class Replay:
             nbytes = self._sum_bytes(index, memory.crossing_bytes)
             part = self.allocate(nbytes, "reduction", self.reduce_stream)
             self._results.setdefault(index, []).append(part)
-            # Sockets receive the first rank's gradients into the result, if the dtype is the same.
+            # Sockets receive the first rank's gradients into the result if the dtypes are equal.
             rows = flat.gather_size - 1 - (nbytes == memory.crossing_bytes)
             more = transport.receives * rows * memory.crossing_bytes
             more += int(transport.reduce_copies * memory.whole_gradient_bytes)
@@ -387,7 +405,8 @@ class Replay:
             self._free_buffers(reduction)
         for index in reduction.bucket:
             flat, memory = self.flats[index], self.flats[index].memory
-            # A reduce-scatter and an all-gather, or, if ranks keep a part only, the first.
+            # The second stage is an all-reduce: a reduce-scatter and an all-gather. If each rank
+            # keeps only a part of the result, the second stage is only a reduce-scatter.
             steps = 1 if memory.reduced_bytes < memory.crossing_bytes else 2
             if steps == 1:
                 reduction.buffers += self._results.pop(index)
@@ -403,7 +422,7 @@ class Replay:
         self._in_flight.append(Reduction(buffers, nbytes, ends))
 
     def finish_old(self) -> None:
-        """Finish the reductions that are over; if too much memory is in flight, wait."""
+        """Finish reductions that have ended, and wait if reductions hold too much memory."""
         while self._in_flight:
             first = self._in_flight[0]
             if first.reports_end and first.ends <= self.clock:
@@ -436,7 +455,10 @@ class Replay:
     # ------------------------------------------------------------ a step
 
     def run(self, steps: int = 3) -> Outcome:
-        """Play ``steps`` steps. The first one has no optimizer state yet."""
+        """Replay ``steps`` steps, and return the outcome of the last step.
+
+        The first step begins without optimizer state.
+        """
         self.state: list[Held] = []
         self.grads: list[Held] = []
         for number in range(steps):
@@ -461,14 +483,14 @@ class Replay:
     def _begin_accumulation(self) -> None:
         self._results: dict[int, list[Held]] = {}
         self._buffers: dict[int, Held] = {}
-        # The gradients of each flat parameter. None: in the flat parameter's buffer.
+        # The gradients of each flat parameter. None: the gradient was copied into the buffer.
         self._slots: dict[int, list[Held | None]] = defaultdict(list)
         self._in_flight: list[Reduction] = []
 
     def _play(self, records: bool) -> None:
         self._arrived: Counter[int] = Counter()
         self._in_backward: set[int] = set()  # units whose backward has begun
-        self._inputs: Counter[int] = Counter()  # of each unit, those that need a gradient
+        self._inputs: Counter[int] = Counter()  # unit -> number of inputs that need a gradient
         self._outstanding: Counter[int] = Counter()
         live: dict[int, Held] = {}
         taken: set[int] = set()
@@ -531,7 +553,7 @@ class Replay:
             self.end_unit(unit)
 
     def end_backward(self) -> None:
-        """Reduce what is left, and publish ``.grad``."""
+        """Start and finish the remaining reductions, and publish ``.grad``."""
         for bucket in dict.fromkeys(self._bucket_of.values()):
             if any(i in self._buffers or i in self._slots for i in bucket):
                 self.reduce(bucket)
@@ -550,7 +572,7 @@ class Replay:
                 self.grads.append(held._replace(category="gradients"))
 
     def _step(self) -> None:
-        """Step the optimizer: it reads and writes parameters, gradients and its state."""
+        """Step the optimizer, which reads and writes parameters, gradients and its state."""
         self._now = "the optimizer's step"
         if not self.state:
             for flat in self.flats:
@@ -559,7 +581,7 @@ class Replay:
         extra = self.allocate(int(self._foreach_bytes * trained), "temporary")
         moved = 2 * sum(f.memory.parameter_bytes + f.memory.optimizer_bytes for f in self.flats)
         moved += sum(flat.memory.gradient_bytes for flat in self.flats)
-        # Optimizers that run one kernel for each operation read and write most tensors twice.
+        # Optimizers that run one kernel per operation (foreach) read and write most tensors twice.
         seconds = (1 + (self._foreach_bytes > 0)) * moved / self.machine.device.memory_rate
         self.clock += seconds
         self.outcome.compute_seconds += seconds

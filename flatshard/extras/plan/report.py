@@ -1,4 +1,4 @@
-"""``plan`` and ``TrainingPlan``: the table of strategies, the best as code, and what to change."""
+"""``plan`` and ``TrainingPlan``: a table of strategies, code for the best strategy, and advice."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flatshard.extras.plan.planning import Choice, Target, choices
 from flatshard.module.unit_report import show_bytes, tabulate
 from flatshard.options.precision import MixedPrecision
 
-# Categories of memory in the order of the plot: what changes least is at the bottom.
+# Categories of memory in the order of the plot: constant categories are at the bottom.
 _PLOTTED = (
     *("parameters", "optimizer", "buffers", "gradients", "activations", "reduction"),
     *("unsharded", "temporary"),
 )
-# Categories of memory in the order of the table. Everything else is temporary.
+# Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 
 
@@ -29,11 +29,12 @@ class TrainingPlan:
     """Predictions for all strategies. ``str()`` returns a table, the code to paste, and advice.
 
     Attributes:
-        name: what was planned.
+        name: name of the model.
         target: the machine and the settings.
         choices: one prediction for each strategy and number of ranks.
         container: name of the module that contains the repeated blocks.
-        changes: if nothing fits: predictions after one change each, by the text of the change.
+        changes: predictions that each change one setting, keyed by a text that describes the
+            change; empty if a strategy fits.
     """
 
     name: str
@@ -44,14 +45,14 @@ class TrainingPlan:
 
     @property
     def best(self) -> Choice | None:
-        """The choice that fits and trains most per second and rank; None if nothing fits."""
+        """The choice that fits and trains most samples per second and rank, or None."""
         fitting = [one for one in self.choices if one.fits]
-        # Fewer ranks, then simpler strategies, win if the speeds differ by less than 1 %.
+        # If speeds differ by less than 1 %, prefer fewer ranks, and then simpler strategies.
         fastest = max((one.samples_per_second for one in fitting), default=0)
         return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON: bytes, seconds, and bytes sent in a step."""
+        """Return all figures as a dict for JSON: bytes, seconds, and bytes sent in a step."""
         best = self.best
         return {
             "name": self.name,
@@ -89,7 +90,7 @@ class TrainingPlan:
         return "\n".join([*lines, f"model = ShardedWrapper(model, {', '.join(keywords)})"])
 
     def plot(self, path: str) -> None:
-        """Plot memory over a step of the best choice, and time against memory of all choices.
+        """Plot memory over a step of the best choice, and speed against memory of all choices.
 
         Raises ImportError if matplotlib is not installed.
         """
@@ -119,9 +120,9 @@ class TrainingPlan:
     def __str__(self) -> str:
         best = self.best
         lines = [
-            f"{self.name}, batch {self.target.batch} on each rank. Parameters, gradients, "
-            "optimizer: bytes between steps. Unsharded, activations, temporary: bytes at the peak. "
-            "Reserved: the peak with what torch's allocator cannot reuse.",
+            f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
+            "bytes between steps. Unsharded, activations, temporary: bytes at the peak. Reserved: "
+            "bytes that torch's allocator takes from the device, freed blocks included.",
             tabulate([_HEADER, *map(_row, self.choices)], numbers=range(2, 15)),
         ]
         if best is not None:
@@ -139,10 +140,11 @@ class TrainingPlan:
 
 
 def stages(numel: float, ranks: Sequence[int]) -> str:
-    """Table of the persistent bytes by the formulas of ZeRO (arXiv 1910.02054), in GB.
+    """Return a table of the persistent memory by ZeRO's formulas (arXiv 1910.02054), in GB.
 
-    Mixed precision keeps 2 bytes of each parameter, 2 of its gradient, and 12 of float32 weights
-    and AdamW's averages. The last row is float32 training without gradients: 4 and 8 bytes.
+    For each element, mixed precision keeps 2 bytes of the parameter, 2 bytes of the gradient, and
+    12 bytes of the float32 weight and AdamW's two averages. The last row is training in float32,
+    without gradients: 4 bytes of the parameter and 8 bytes of the averages.
     """
     rows = [("stage", "sharded", *(f"{n} ranks" for n in ranks))]
     for stage, what, whole, split in (
@@ -225,27 +227,28 @@ def plan(
         ```
 
     Args:
-        model_fn: builds the model, or the model and its ``step``. Called on the meta device, where
-            tensors have no memory. Or the
-            name of a preset (``llama3-8b``), the path of a Hugging Face ``config.json``, or
-            ``"package.module:function"``.
+        model_fn: a function that returns the model, or a tuple of the model and its ``step``.
+            ``plan`` calls the function under ``torch.device("meta")``, where tensors have no
+            memory. Instead of a function: the name of a preset (``"llama3-8b"``), the path of a
+            Hugging Face ``config.json``, or ``"package.module:function"``.
         ranks: numbers of ranks to compare.
-        device: name of a device, such as ``"h100"``, or its speeds.
-        memory: bytes of the device's memory, if not those of ``device``.
-        per_node: ranks in one node.
+        device: name of a device, such as ``"h100"``, or a ``Device`` with the speeds.
+        memory: bytes of memory per device. None: the memory of ``device``.
+        per_node: number of ranks in one node.
         link: one rank's share of the bytes per second that its node sends to other nodes.
         node_link: bytes per second that one rank sends within a node.
-        step: runs the model's forward and returns the loss. None: the model is a language model,
-            which takes token ids of shape ``(batch, length)``.
-        batch: sequences of one rank in one forward.
-        length: tokens in a sequence.
-        settings: further fields of ``planning.Target``: ``optimizer``, ``checkpoint``,
+        step: a function that gets the model, runs a forward and returns the loss. None: the model
+            is a language model, which takes token ids of shape ``(batch, length)``.
+        batch: number of sequences per rank in one forward.
+        length: number of tokens per sequence.
+        settings: other fields of ``planning.Target``: ``optimizer``, ``checkpoint``,
             ``compiles``, ``accumulate``, ``precision``, ``policy``, ``strategies``.
 
     Raises:
         CannotTraceError: the model's forward needs real values.
-        ValueError: a name is not known, or a number is too small.
-        TypeError: the model's output is no tensor of logits, and no ``step`` is given.
+        ValueError: the name of the model or device is unknown, or a number is too small.
+        TypeError: ``step`` is None, and the model does not return logits; or ``step`` does not
+            return a loss.
     """
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     least = {"batch": batch, "length": length, "per_node": per_node, "ranks": min(counts)}
@@ -272,7 +275,7 @@ def plan(
 
 
 def _changes(build: Callable[[], Any], step: Step | None, target: Target) -> dict[str, Choice]:
-    """Predict the smallest peak after each of some changes."""
+    """For each change of one setting, return the prediction with the smallest peak."""
     precision = MixedPrecision(torch.bfloat16, target.precision.reduce_dtype)
     changes: dict[str, dict[str, Any]] = {
         "checkpoint='selective'": {"checkpoint": "selective"},

@@ -1,4 +1,4 @@
-"""``predict``: the memory of a model on each rank without activations, from shapes of parameters.
+"""``predict``: predicts the memory of each rank, without activations, from parameter shapes.
 
 The prediction allocates no tensors and does not communicate, so the model may be on the meta
 device. The prediction excludes activations, and the memory of libraries and of the Python
@@ -305,13 +305,13 @@ def group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FlatMemory:
-    """Memory of one flat parameter on one rank, in bytes. Fields as in ``UnitMemory``."""
+    """Memory of one flat parameter on one rank, in bytes. ``UnitMemory`` explains the fields."""
 
     params: tuple[nn.Parameter, ...]
     is_trained: bool
-    reduces_alone: bool  # whether the gradients are reduced apart from the rest of the unit
+    reduces_alone: bool  # whether the reduction is separate from the rest of the unit
     is_cast: bool  # whether an all-gather sends a copy of the shard in another dtype
-    is_lookup: bool  # whether backward needs no parameters: embeddings only
+    is_lookup: bool  # whether all parameters are embeddings, which backward does not read
     compute_itemsize: int
     reduce_itemsize: int
     parameter_bytes: int = 0

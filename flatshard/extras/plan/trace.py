@@ -1,8 +1,9 @@
-"""``trace``: runs one forward and backward of a model on fake tensors, and records what it did.
+"""``trace``: runs one forward and backward of a model on fake tensors, and records the operators.
 
 A fake tensor (``FakeTensorMode``) has a shape, a dtype and a device, but no memory, so a model of
-any size can be traced on any machine. The forward and the backward are the real ones: autograd
-decides what is saved for backward, and activation checkpointing decides what is computed again.
+any size can be traced on any machine. The user's forward and torch's autograd run unchanged:
+autograd decides which tensors are saved for backward, and activation checkpointing decides which
+tensors are computed again.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ Checkpointing = Literal["none", "block", "selective"]
 
 
 class Op(NamedTuple):
-    """An operator that computed something. Views are left out.
+    """An operator that read or wrote memory. Operators that only return views are left out.
 
     Attributes:
-        name: such as ``aten.mm``.
-        flops: floating point operations; 0 if the operator is limited by memory alone.
-        reads: the blocks that the operator reads, and the bytes of each. -1: a parameter or buffer.
-        writes: the blocks that the operator makes or changes, and the bytes of each.
+        name: the operator's name, such as ``aten.mm``.
+        flops: number of floating point operations; 0 if only memory limits the operator's speed.
+        reads: pairs of a block that the operator reads and the number of bytes. Block -1 stands
+            for parameters and buffers.
+        writes: pairs of a block that the operator writes and the number of bytes.
         kind: ``matmul``, ``attention``, ``fusible`` (a compiler joins the operator with its
             neighbours) or ``other``.
     """
@@ -79,12 +81,16 @@ class Free(NamedTuple):
 class Mark(NamedTuple):
     """A moment of the step.
 
-    ``what`` is one of ``enter`` and ``leave`` (the forward of a module of ``unit``; inside
-    backward, a recomputed forward), ``input`` (the module got an input that needs a gradient),
-    ``backward`` (the backward begins), ``enter backward`` (a gradient of an output of ``unit`` is
-    computed), ``leave backward`` (the gradient of such an input is computed) and ``gradient`` (the
-    gradient of a parameter is complete, in ``block``; ``unit`` is the index of its flat
-    parameter).
+    ``what`` is one of:
+
+    - ``enter`` and ``leave``: the forward of a module of ``unit`` begins or ends. Between the marks
+      of a backward, this forward is a recomputed forward.
+    - ``input``: the module got an input that needs a gradient.
+    - ``backward``: the backward begins.
+    - ``enter backward``: the gradient of an output of ``unit`` is known.
+    - ``leave backward``: the gradient of an input of ``unit`` is known.
+    - ``gradient``: the gradient of a parameter is complete. ``block`` is the gradient's memory.
+      ``unit`` is not a unit here, but the index of the flat parameter.
     """
 
     what: str
@@ -97,14 +103,14 @@ Event = Op | Alloc | Free | Mark
 
 @dataclass
 class StepTrace:
-    """One forward and backward of a model on one rank, in the order in which it ran.
+    """One forward and backward of a model on one rank, as events in the order of execution.
 
     Attributes:
-        events: operators, allocations and moments.
+        events: operators, allocations, frees and marks.
         sizes: bytes of each block. A block is the memory of one tensor and of all its views.
             Parameters and buffers have no block.
         makers: name of the operator that made each block.
-        read_in_backward: flat parameters that the backward reads.
+        read_in_backward: indices of the flat parameters that backward reads.
         order: units in the order of forward.
     """
 
@@ -126,11 +132,11 @@ class CannotTraceError(ValueError):
 
 # ---------------------------------------------------------------- kernels of the target device
 
-# Memory that a kernel takes and gives back while it runs, which a trace does not see: the number of
-# bytes, from the operator's arguments. The backward of flash attention (arXiv 2307.08691, section
-# 3.1.2) adds up the gradient of the queries in float32.
+# Functions that compute an operator's workspace from its arguments, in bytes. A workspace is memory
+# that a kernel allocates and frees while it runs, so the trace cannot see it. The backward of flash
+# attention (arXiv 2307.08691, section 3.1.2) sums the gradient of the queries in float32.
 _WORKSPACE: dict[Any, Callable[..., int]] = {
-    # The gradient of the weight, in the kernel's own order of elements.
+    # The kernel writes the weight's gradient in its own memory layout first.
     _aten.convolution_backward.default: lambda _, x, weight, *rest: weight.nbytes,
     _aten._scaled_dot_product_flash_attention_backward.default: lambda _, q, *rest: 4 * q.numel(),
     _aten._scaled_dot_product_efficient_attention_backward.default: lambda _, q, *rest: (
@@ -140,10 +146,10 @@ _WORKSPACE: dict[Any, Callable[..., int]] = {
 
 
 class _Kernels(TorchFunctionMode):
-    """Calls the operators that the target device would choose.
+    """Calls the operators that torch would choose on an NVIDIA GPU.
 
-    torch chooses an attention kernel, for example, by looking at the device, but this machine may
-    lack the device.
+    torch chooses some kernels, for example for attention, by the device. But the machine that makes
+    the trace may have no GPU.
     """
 
     def __torch_function__(
@@ -159,8 +165,8 @@ class _Kernels(TorchFunctionMode):
         if func is F.dropout and kwargs.get("training", True) and not kwargs.get("inplace"):
             return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs["p"], True)[0]
         if func is F.rms_norm:
-            # The fused kernel of CUDA keeps the same as the fused layer norm: its input, and one
-            # number for each row. On fake tensors, torch would compute it with five operators.
+            # CUDA's fused RMSNorm saves the same tensors as the fused layer norm: the input, and
+            # one number per row. On fake tensors, torch would run five operators instead.
             x, shape, weight = (*args, None)[:3]
             return torch.native_layer_norm(x, shape, kwargs.get("weight", weight), None, 1e-5)[0]
         return func(*args, **kwargs)
@@ -176,10 +182,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot-product attention by the kernel that CUDA would choose.
+    """Compute scaled dot-product attention with the kernel that torch would choose on CUDA.
 
-    Flash attention has no masks and no float32. The memory-efficient kernel has both, but no
-    grouped queries, so keys and values are repeated.
+    Flash attention supports no masks and no float32. The memory-efficient kernel supports masks and
+    float32, but no grouped queries, so keys and values are repeated.
     """
     if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
         flash = _aten._scaled_dot_product_flash_attention
@@ -205,13 +211,13 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, trace: StepTrace, flat_of_storage: Mapping[int, int]) -> None:
         super().__init__()
         self._trace, self._flat_of_storage = trace, flat_of_storage
-        self._block_of: dict[int, int] = {}  # by address of the storage's C++ object
+        self._block_of: dict[int, int] = {}  # keyed by the address of the storage's C++ object
         # `weakref.ref` of each storage: its callback records when the storage is freed.
         self._refs: dict[int, weakref.ref[Any]] = {}
         self.in_backward = False
 
     def block(self, tensor: Tensor) -> int:
-        """The block of a tensor, or -1 for a parameter or a buffer."""
+        """Return the index of a tensor's block, or -1 for a parameter or a buffer."""
         return self._block_of.get(tensor.untyped_storage()._cdata, -1)
 
     def _add_block(self, nbytes: int, maker: str) -> int:
@@ -247,9 +253,8 @@ class _Recorder(TorchDispatchMode):
         packet = func._overloadpacket
         name = f"{func.namespace}.{packet.__name__}"
         outs = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
-        is_new = [
-            self._allocate(one, name) for one in outs
-        ]  # a list, because each must be allocated
+        # Make a list first: `any` would stop at the first new tensor, and skip the next tensors.
+        is_new = [self._allocate(one, name) for one in outs]
         if not (any(is_new) or func._schema.is_mutable):
             return out  # a view
         ins = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -280,11 +285,12 @@ class _Recorder(TorchDispatchMode):
 
 
 def _touched(tensor: Tensor) -> int:
-    # An expanded tensor has more elements than memory.
+    # `nbytes` counts repeated elements of an expanded tensor, which share memory.
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-# Operators besides pointwise ones that a compiler computes in one kernel with its neighbours.
+# Operators that torch.compile joins with their neighbours into one kernel. Pointwise operators are
+# joined, too, but `torch.Tag.pointwise` marks them.
 _FUSIBLE = {
     *("sum", "mean", "amax", "var_mean", "clone", "_to_copy", "copy_", "cat", "_softmax", "_conj"),
     *("_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "new_zeros", "zeros"),
@@ -305,9 +311,10 @@ def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def selective_contexts() -> Any:
-    """Contexts for ``checkpoint(context_fn=...)``: save attention and every second matrix product.
+    """Return contexts for ``torch.utils.checkpoint.checkpoint(context_fn=selective_contexts)``.
 
-    Source: torchtitan's selective activation checkpointing, by operator.
+    The forward saves the results of attention and of every second matrix product. Backward computes
+    all other results again. torchtitan's selective activation checkpointing uses the same rule.
     """
     counts: Counter[bool] = Counter()
 
@@ -323,7 +330,7 @@ def selective_contexts() -> Any:
 
 
 def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None:
-    """Let ``modules`` compute their forward again in backward, instead of saving it."""
+    """Apply activation checkpointing to ``modules``: backward recomputes their forward."""
     keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
         keywords["context_fn"] = selective_contexts
@@ -338,7 +345,7 @@ def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None
 def fake(
     module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> None:
-    """Give a module on the meta device fake tensors instead, with parameters of other dtypes."""
+    """Replace the meta tensors of a module by fake tensors. ``dtype_of``: new parameter dtypes."""
     known: dict[int, Tensor] = {}
 
     def convert(tensor: Tensor, *, is_param: bool = False) -> Tensor:
@@ -352,7 +359,8 @@ def fake(
             _alive.append(tensor)
         return known[id(tensor)]
 
-    _alive: list[Tensor] = []  # so that no id is used twice
+    # Keep the old tensors alive: Python may give the id of a freed tensor to a new tensor.
+    _alive: list[Tensor] = []
     for inner in module.modules():
         for name, param in inner._parameters.items():
             if param is not None:
@@ -381,14 +389,14 @@ def _explained() -> Iterator[None]:
     except (RuntimeError, AttributeError, IndexError, KeyError, AssertionError) as error:
         raise CannotTraceError(
             f"the step fails at {_line_of(error)}: {str(error).splitlines()[0]:.300} Give `plan` a "
-            "`step` that calls the model with inputs that fit."
+            "`step` that calls the model with inputs of the right shapes and dtypes."
         ) from error
 
 
 def _line_of(error: Exception) -> str:
-    """The innermost line outside of torch and flatshard that led to ``error``."""
+    """Return the innermost line of the user's program in the traceback of ``error``."""
     frames = traceback.extract_tb(error.__traceback__)
-    # Also skip the frames of torch that have no path of torch, such as generated code.
+    # "<": also skip code that was generated at run time, which has no file.
     ours = ("/torch/", "/flatshard/", "<")
     outside = [one for one in frames if not any(part in one.filename for part in ours)]
     frame = (outside or frames)[-1]
@@ -404,13 +412,13 @@ def trace(
     *,
     on_gpu: bool,
 ) -> StepTrace:
-    """Run ``step(model).backward()`` and record it.
+    """Run ``step(model).backward()``, and return the recorded trace.
 
     Args:
         model: the unwrapped model, with fake tensors of ``mode`` in the compute dtype.
         step: runs the forward and returns the loss, a tensor with one element.
-        units: the modules of each unit, and how their inputs are cast.
-        flat_index: the index of each parameter's flat parameter, by ``id`` of the parameter.
+        units: for each unit, its modules, and the casts of each module's inputs.
+        flat_index: the index of the flat parameter, keyed by the ``id`` of the parameter.
         mode: the mode of the fake tensors.
         on_gpu: whether to choose the kernels of an NVIDIA GPU.
 
@@ -420,7 +428,7 @@ def trace(
     """
     found = StepTrace()
     tensors = [*model.parameters(), *model.buffers()]
-    # -1: a tensor that belongs to no unit, such as a buffer. Its memory is no activation.
+    # -1: a tensor that belongs to no unit, such as a buffer, and is not an activation.
     storages = {one.untyped_storage()._cdata: flat_index.get(id(one), -1) for one in tensors}
     recorder, events = _Recorder(found, storages), found.events
     with contextlib.ExitStack() as stack:
@@ -439,7 +447,8 @@ def trace(
         for param in model.parameters():
             if param.requires_grad:
                 stack.callback(param.register_post_accumulate_grad_hook(receive).remove)
-        # In fake tensors, transformers cannot see that a row holds one sequence, and makes a mask.
+        # transformers reads values to see whether a row holds one sequence. Fake tensors have no
+        # values, so transformers would make a mask that it does not make in training.
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None:
             find = "find_packed_sequence_indices"
@@ -459,7 +468,8 @@ def trace(
             )
         recorder.in_backward = True
         events.append(Mark("backward"))
-        # `loss.backward()` would leave `_Kernels` while it runs, but checkpoints call kernels.
+        # `loss.backward()` would turn `_Kernels` off during backward. But checkpoints recompute
+        # forwards there, and must choose the same kernels.
         torch.autograd.Variable._execution_engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), True, True
         )
