@@ -969,13 +969,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self._sharding.summary() if "_sharding" in self.__dict__ else ""
 
     def plan(self, step: Callable[[nn.Module], Tensor], optimizer: Any = None) -> Any:
-        """Predict the memory of this rank in a step, beside what the rank has measured.
+        """Predict the memory of this rank in a step, and compare it with the measured memory.
 
-        The step runs on fake tensors, so it changes nothing. ``print`` the result to see a table.
-        Before the first step, only predictions are known. After a backward, the table has the
-        measured bytes of gradients and optimizer state; after ``record_steps``, also the peak of
-        unsharded parameters, and on a GPU the peak of all tensors. Parts that differ by more than
-        10 % are named. No communication.
+        ``print`` the result to see a table. The step runs on fake tensors, so the model does not
+        change. Before the first step, only the parameters are measured. After a backward, the
+        table also has the measured bytes of gradients, and after an optimizer step the measured
+        bytes of optimizer state. After ``record_steps``, the table also has the peak of unsharded
+        parameters, and on a GPU the peak of all tensors. The last line names the parts whose
+        measured bytes differ from the prediction by more than 10 %. No communication.
 
         Example:
             ```python
@@ -986,9 +987,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            step: runs a forward of the model that it is given, and returns the loss. It must make
-                its inputs itself.
-            optimizer: the optimizer whose state to measure.
+            step: a function that gets the model, runs a forward and returns the loss. The function
+                must make the inputs of the forward.
+            optimizer: the optimizer whose state is measured. None: no state is measured.
 
         Raises:
             ValueError: the forward needs real values, which fake tensors lack.

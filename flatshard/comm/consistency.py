@@ -192,16 +192,17 @@ def checksum(tensor: Tensor) -> Checksum:
 
 
 def sample(tensor: Tensor) -> list[int]:
-    """Return a few values from all parts of a tensor's memory, to notice later that it was written.
+    """Return a few words of a tensor's memory, to find out later whether the tensor was written.
 
-    Takes a few microseconds. Empty on accelerators, where a read would wait for the device.
+    The words are spread over the whole memory. This takes a few microseconds. The list is empty for
+    a tensor on an accelerator, because a read would wait for the device.
     """
     words = _words(tensor) if tensor.is_cpu else torch.empty(0)
     return words[:: words.numel() // 32 + 1].tolist()
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor as int64, or as bytes if that is impossible, 1-D."""
+    """Return a 1-D view of a tensor's memory: int64 if size and address allow, otherwise bytes."""
     data = as_bytes(tensor.detach().contiguous())
     is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
     return data.view(torch.int64) if is_wide else data

@@ -101,8 +101,8 @@ class HostExchange:
         if group is None:
             self._ranks = [0]
             return
-        # The kind names the device, because a group may have gloo and NCCL, each with an order of
-        # its own.
+        # The kind names the device: a group may have both gloo and NCCL, and the collectives of one
+        # backend are not in order with the collectives of the other backend.
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank)

@@ -68,7 +68,7 @@ class ForwardEdits:
                     self._frozen.setdefault(handle, handle.version) != handle.version
                 )
                 is_sampled = is_frozen or number % 8 == 0
-                # `type` reads no values.
+                # `type` stands for a function that reads no values.
                 look = checksum if compares or is_written else sample if is_sampled else type
                 self._before[handle] = handle.buffer._version, look, look(handle.buffer)
 

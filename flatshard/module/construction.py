@@ -4,7 +4,7 @@ In this order:
 
 1. Ranks compare their plans, and create the process groups of the strategies.
 2. Each unit is laid out: which range of a flat parameter each rank holds. Disk space is reserved.
-3. Ranks decide whose values count. Buffers move to the device.
+3. Ranks decide which rank's initial values all ranks use. Buffers move to the device.
 4. Each unit is made: its parameters become shards, and wrappers take the place of its modules.
 5. Parameters and buffers on the meta device get values.
 6. The groups' transports connect, and the model's run starts: the state of its steps. Rank 0 warns.

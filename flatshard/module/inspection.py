@@ -110,7 +110,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the number of places for elements from the first element to the last one."""
+    """Return how many elements fit into the memory between a tensor's first and last element."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 

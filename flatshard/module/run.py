@@ -121,7 +121,7 @@ class RootChecks(RootModule):
     """Checks the outermost module before each forward, and lists the buffers to broadcast."""
 
     def __init__(self, root: Sharding, apart: set[nn.Module]) -> None:
-        """Make the checks. ``apart``: the modules that only some of the model's ranks train."""
+        """Prepare the checks. ``apart``: the modules that only some of the model's ranks train."""
         self._root, self._apart, self.writes = root, apart, WriteThrough()
         self._num_registered = -1  # the global `_num_registered` at the last check
         self._modules = list(root.wrapper.modules())

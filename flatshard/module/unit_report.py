@@ -115,13 +115,14 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
     units.update(sharding.wrapper.module for sharding in plan.shardings)
     if plan.divergent and plan.divergent.isdisjoint(units):
         found.append(
-            "allow_divergence has no effect, because none of its modules is a unit: the modules "
-            "around them all-gather their parameters. Make these modules units (auto_wrap_policy)."
+            "allow_divergence has no effect, because none of the given modules is a unit: outer "
+            "units all-gather their parameters. Make the modules units (auto_wrap_policy)."
         )
     if ignored.is_elsewhere:
         found.append(
-            "ignored_modules, ignored_states: none of these is in the wrapped "
-            f"{type(module).__name__}, so they have no effect. Pass modules of the wrapped model."
+            "ignored_modules, ignored_states: none of the given modules and parameters is in the "
+            f"wrapped {type(module).__name__}, so nothing is ignored. Pass modules of the wrapped "
+            "model."
         )
     if isinstance(module, ModuleProxy):
         found.append(

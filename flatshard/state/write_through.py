@@ -32,7 +32,7 @@ class _Given:
     unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
-    shard: tuple[Any, ...]  # identity and version that the shard had at the time of `state`
+    shard: tuple[Any, ...]  # identity and version of the shard when `state` was read
 
 
 class WriteThrough:
@@ -108,9 +108,9 @@ class WriteThrough:
 
 
 def _state(copy: Tensor) -> tuple[int, list[int]]:
-    """Return the version counter and some values, by which a user's write shows."""
-    # Writes under no_grad increase the version, too. But the program's own collectives
-    # (``dist.all_reduce(value)``) do not: they show in the values.
+    """Return the version counter and some values: a user's write changes at least one."""
+    # Writes increase the version, also under no_grad. But the program's own collectives
+    # (``dist.all_reduce(value)``) change only the values.
     return copy._version, sample(copy)
 
 

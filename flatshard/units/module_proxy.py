@@ -176,7 +176,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 
 
 def replace_children(root: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Put each proxy where its module was. Several parents may share the module."""
+    """Replace each module by its proxy in all its parents, which may be several."""
     for module in list(root.modules()):
         if isinstance(module, ModuleProxy):
             continue

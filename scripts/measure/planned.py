@@ -1,22 +1,24 @@
-"""Compares the memory that `flatshard plan` predicts with the memory that ranks use.
+"""Compares the memory that `flatshard plan` predicts with the measured memory of CPU ranks.
 
     python scripts/measure/planned.py --json planned.json
 
-Trains small models on gloo ranks, on the CPU, and measures the bytes of all tensors: a library that
-is preloaded into the ranks (tensor_bytes.c; needs a C compiler) counts each block that torch's
-allocator hands out on any thread, temporary tensors inside of kernels included. `measured` is the
-highest number in the third step, minus the number before the model was made: the median over the
-ranks. `highest` is that of the rank with the most: gloo's threads make temporary tensors, and when
-they free them depends on how late the other ranks are. `predicted` is the peak of the plan.
-flatshard's page pool, whose memory does not come from torch's allocator, is off.
+The script trains small models on CPU ranks with gloo, and measures the bytes of all tensors. A
+library that is preloaded into the ranks (tensor_bytes.c; needs a C compiler) counts each block that
+torch's allocator hands out on any thread, temporary tensors inside of kernels included. A rank's
+peak is the highest number of bytes in the third step, minus the number before the model was made.
+The column `measured` is the median over the ranks, and `highest` is the maximum over the ranks. The
+two differ because gloo's threads make temporary tensors, and free them later if other ranks are
+late. The column `predicted` is the peak of the plan. flatshard's page pool is off, because its
+memory does not come from torch's allocator.
 
-The script fails if the median error is above 2 %, or the largest above 5 %.
+The script fails if the median error is above 2 %, or if the largest error is above 5 %.
 
-With `--links`, the script compares times instead. Two ranks, in network namespaces, train over a
-link of limited rate under each strategy (this needs root). The plan gets the rate, and the speed of
-the processor (`calibrate`) while both ranks compute. `behind` is how much longer a step takes under
-the strategy that the plan predicts to be the fastest, than under the fastest one measured. The
-script fails if more than one training in ten is behind by more than 3 %.
+With `--links`, the script compares times instead. Two ranks in two network namespaces train over a
+link with a limited rate, under each strategy (this needs root). The plan gets the link's rate, and
+the processor's speed, which `calibrate` measures on both ranks at the same time. The strategy with
+the shortest predicted step is called chosen. The column `behind` says how much longer the chosen
+strategy's step takes than the step of the fastest strategy, both measured. The script fails if more
+than one training run in ten is behind by more than 3 %.
 """
 
 import argparse
@@ -38,7 +40,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import measuring  # first, because this import may end the script
+import measuring  # import first: may end the script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -56,8 +58,8 @@ from flatshard.extras.plan.trace import checkpoint_blocks
 from flatshard.memory import mapped_files
 from flatshard.wrap import ModuleWrapPolicy
 
-MEDIAN, LARGEST = 0.02, 0.05  # errors of memory that are allowed
-BEHIND = 0.03  # how much slower the plan's choice may be than the fastest strategy
+MEDIAN, LARGEST = 0.02, 0.05  # allowed errors of the predicted memory
+BEHIND = 0.03  # how much longer the chosen strategy's step may take than the fastest
 LENGTH, VOCABULARY = 128, 4096
 
 # ----------------------------------------------------------------------------------------- models
@@ -175,7 +177,7 @@ def images_step(batch: int) -> Step:
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, its step, and the names of the classes that become units."""
+    """A model, its training step, and the names of the module classes that become units."""
 
     build: Callable[[], nn.Module]
     step: Callable[[int], Step]
@@ -217,7 +219,7 @@ STATE_BYTES = {"sgd": 0, "momentum": 4, "adamw": 8}
 
 @dataclass(frozen=True)
 class Case:
-    """One training: a model, and how it is trained."""
+    """One training run: a model and its settings."""
 
     model: str
     strategy: str
@@ -228,7 +230,7 @@ class Case:
     collectives: str = "native"
     accumulate: int = 1
     optimizer: str = "adamw"
-    keywords: dict[str, Any] = field(default_factory=dict)  # further ones of `ShardedWrapper`
+    keywords: dict[str, Any] = field(default_factory=dict)  # other keywords of `ShardedWrapper`
 
     @property
     def name(self) -> str:
@@ -302,7 +304,7 @@ QUICK = [7, 37, 43]
 
 
 def predict(case: Case, machine: Machine | None = None) -> Outcome:
-    """Predict memory and time. Without ``machine``, times are rough."""
+    """Predict memory and time. ``machine`` None: a machine with rough speeds."""
     kind = MODELS[case.model]
     with torch.device("meta"):
         policy = kind.policy(kind.build())
@@ -324,7 +326,8 @@ def predict(case: Case, machine: Machine | None = None) -> Outcome:
     )
     if machine is None:
         device = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
-        # Without the page pool's mappings, ranks cannot share memory: `auto` is sockets.
+        # The page pool is off, so ranks cannot read each other's memory, and "auto" chooses
+        # sockets.
         transport = TRANSPORTS["native" if case.collectives == "native" else "sockets"]
         machine = Machine(device, 2, 1e9, 1e9, transport=transport)
     replay = Replay(
@@ -345,7 +348,7 @@ def predict(case: Case, machine: Machine | None = None) -> Outcome:
 
 @contextmanager
 def counting_tensors() -> Iterator[None]:
-    """Preload the library that counts tensors' bytes into the processes that start inside."""
+    """Preload the library that counts tensors' bytes into all processes that start in the block."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "tensor_bytes.so")
         source = Path(__file__).with_name("tensor_bytes.c")
@@ -372,7 +375,7 @@ def measure_rank(cases: list[Case]) -> dict[str, Any]:
 
 
 def measure_case(case: Case) -> int:
-    """The peak of tensors' bytes in the third step."""
+    """Return the peak bytes of all tensors in the third step."""
     gc.collect()
     now, peak = counters()
     before = now()
@@ -448,13 +451,13 @@ LINKS = [
     ("tied", 4, 4000),
 ]
 ROUNDS = 5
-TCP = 0.94  # share of a link's rate that is left for data
+TCP = 0.94  # fraction of a link's rate that is left for data, without the headers of packets
 LATENCY = 3e-4  # seconds of a message between two processes on this machine
 
 
 @contextmanager
 def limited_link(megabits: int) -> Iterator[list[str]]:
-    """Two network namespaces with a link between them. Yields their names."""
+    """Connect two network namespaces by a link. Yields the names of the namespaces."""
     names = [f"planned{os.getpid()}-{rank}" for rank in range(2)]
 
     def run(command: str) -> None:
@@ -495,7 +498,10 @@ def time_rank(rank: int, names: list[str], cases: list[list[Case]], folder: str)
 
 
 def time_cases(cases: list[Case]) -> list[float]:
-    """Seconds of a step of each case: the fastest round, because other programs only slow steps."""
+    """Return the seconds of one step of each case.
+
+    The fastest of several rounds counts, because other programs on the machine slow the rest.
+    """
     torch.manual_seed(0)
     made = [make(case) for case in cases]
     step = MODELS[cases[0].model].step(cases[0].batch)
@@ -514,7 +520,7 @@ def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) ->
 
 
 def compare_links() -> list[dict[str, Any]]:
-    """Measure and predict the times of each training in ``LINKS`` under each strategy."""
+    """Measure and predict the times of each training run in ``LINKS`` under each strategy."""
     rows = []
     for rate in sorted({rate for *_, rate in LINKS}):
         cases = [
@@ -571,8 +577,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="measure a sample of the trainings")
-    parser.add_argument("--only", default="", help="measure trainings whose name has this text")
+    parser.add_argument("--quick", action="store_true", help="measure only a few training runs")
+    parser.add_argument(
+        "--only", default="", help="measure training runs whose name contains this text"
+    )
     parser.add_argument("--links", action="store_true", help="compare times on limited links")
     parser.add_argument("--json", type=measuring.output_file, help="write the figures to a file")
     return parser.parse_args()
@@ -586,14 +594,14 @@ def main() -> None:
         if args.json:
             write_json(args.json, rows)
         if sum(row["behind"] > BEHIND for row in rows) > len(rows) // 10:
-            sys.exit("the plan chooses slower strategies than allowed")
+            sys.exit("the strategies that the plan chose are slower than allowed")
         return
     cases = [CASES[i] for i in QUICK] if args.quick else CASES
     rows = compare([case for case in cases if args.only in case.name])
     show(rows)
     errors = [abs(row["error"]) for row in rows]
     median, largest = statistics.median(errors), max(errors)
-    print(f"{len(rows)} trainings: median error {median:.1%}, largest {largest:.1%}")
+    print(f"{len(rows)} training runs: median error {median:.1%}, largest {largest:.1%}")
     if args.json:
         write_json(args.json, rows)
     if median > MEDIAN or largest > LARGEST:

@@ -1,10 +1,10 @@
-"""Predicts runs that others published, and compares memory and speed with what they measured.
+"""Predicts published training runs, and compares memory and speed with the published values.
 
     python scripts/tables/published_runs.py RUNS.csv --json OUT.json --plot OUT.png
 
-The file has a line for each run: model, GPUs, strategy, batch, length, activation checkpointing,
-dtypes, peak of memory, tokens per second. Nothing is fitted to a run but the speed of arithmetic of
-each kind of card: the median over its runs.
+RUNS.csv has a line for each run: model, GPUs, strategy, batch, length, activation checkpointing,
+dtypes, peak memory, tokens per second. Only one number is fitted to the runs: the speed of
+arithmetic of each kind of GPU, which is the median over the runs on this kind of GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import table_cells  # noqa: F401  (first, because this import may end the script)
+import table_cells  # noqa: F401  (import first: may end the script)
 import torch
 from lib.command_line import Parser, stop
 from published.fsdp import Fsdp2Replay
@@ -34,7 +34,7 @@ from flatshard.extras.plan.planning import TracedModel, planned_flats
 from flatshard.wrap import ModuleWrapPolicy
 
 GIB = 2**30
-CONTEXT_BYTES = 1 << 30  # memory of a card that the CUDA context and NCCL take, about
+CONTEXT_BYTES = 1 << 30  # approximate memory of the CUDA context and of NCCL
 
 
 @cache
@@ -46,7 +46,10 @@ def traced(
     reduce_dtype: torch.dtype,
     shallow_layers: int = 4,
 ) -> TracedModel:
-    """The trace of a step; of deep models, four layers are traced."""
+    """Return the trace of a step.
+
+    For a deep model, only four layers are traced, and ``repeated`` adds the other layers.
+    """
     period = 2 if form.checkpoint == "layer" else 1
     shallow = replace(form, layers=min(form.layers, shallow_layers * period))
     found = TracedModel.of(
@@ -54,7 +57,7 @@ def traced(
         partial(step, form, batch),
         policy=ModuleWrapPolicy({Block, Embedding, Head} if form.root_is_split else {Block}),
         precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
-        coalesce_bytes=0,  # FSDP joins no units
+        coalesce_bytes=0,  # FSDP does not join small units
     )
     if form.layers > shallow.layers:
         before = _units(found)
@@ -96,7 +99,7 @@ def predict(run: Run) -> dict[str, Any]:
         buffer_bytes=found.buffer_bytes,
         expandable_segments=run.expandable_segments,
     )
-    outcome = played.run(steps=2)  # all later steps are as the second
+    outcome = played.run(steps=2)  # all later steps equal the second step
     once = outcome.seconds - played.step_seconds
     return {
         "active_gib": outcome.peak_bytes / GIB,
@@ -114,7 +117,10 @@ def predict(run: Run) -> dict[str, Any]:
 
 @dataclass
 class Judged:
-    """A row, what was predicted for it, and how far that is from what was published."""
+    """A row, the prediction for the row, and the errors of the prediction.
+
+    ``why_not``: the reason why the row has no prediction.
+    """
 
     row: dict[str, str]
     run: Run | None = None
@@ -136,7 +142,8 @@ class Judged:
         assert self.found is not None
         if not self.run.judges_reserved:
             return float(self.found["active_gib"])
-        # Before the allocator fails, it gives free segments back to the driver.
+        # Before torch's allocator runs out of memory, it returns free segments to the driver. So
+        # the reserved memory never exceeds the GPU's memory.
         limit = (self.run.machine.device.memory_bytes - CONTEXT_BYTES) / GIB
         return max(min(self.found["reserved_gib"], limit), float(self.found["active_gib"]))
 
@@ -161,7 +168,7 @@ class Judged:
 
 
 def judge(rows: Sequence[dict[str, str]]) -> tuple[list[Judged], dict[str, float]]:
-    """Predict each row, and calibrate the speed of each kind of card."""
+    """Predict each row. Returns the rows, and the fitted speed of each kind of GPU."""
     found = []
     for row in rows:
         run = read_row(row)
@@ -179,10 +186,11 @@ def judge(rows: Sequence[dict[str, str]]) -> tuple[list[Judged], dict[str, float
 
 
 def calibrate(found: Sequence[Judged]) -> dict[str, float]:
-    """For each kind of card, the speed of arithmetic, compared with what `DEVICES` says.
+    """Return the speed of arithmetic of each kind of GPU, as a fraction of the speed in `DEVICES`.
 
-    Matrix products and attention are slower on cards whose power is limited; memory and links
-    are not. The speed of a row makes its prediction right; that of a card is the median.
+    A limit on power makes matrix products and attention slower, but not memory and links. The speed
+    of a row is the speed that makes the predicted time equal the published time. The speed of a
+    kind of GPU is the median over its rows.
     """
     speeds: dict[str, list[float]] = defaultdict(list)
     for one in found:
@@ -196,7 +204,7 @@ def calibrate(found: Sequence[Judged]) -> dict[str, float]:
 
 
 def summary(found: Sequence[Judged]) -> dict[str, Any]:
-    """The figures by which the predictions are judged. Errors are fractions."""
+    """Return the number of rows, and the sizes of the errors. Errors are fractions."""
 
     def of(errors: list[float], within: float) -> dict[str, Any]:
         if not errors:
@@ -304,7 +312,7 @@ def plot(found: Sequence[Judged], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a file. Raises ValueError if the file cannot be read, or has no such column."""
+    """Return the rows of a file. Raises ValueError if the file cannot be read or lacks a column."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -324,9 +332,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("runs", type=Path, help="a CSV file")
+    parser.add_argument("runs", type=Path, help="CSV file with a line for each run")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw published against predicted values")
+    parser.add_argument("--plot", type=Path, help="plot predicted against published values")
     options = parser.parse_args()
     try:
         rows = read_rows(options.runs)

@@ -1,12 +1,15 @@
-"""Prints how ranks end if one rank leaves the program of the others, on simulated GPUs with NCCL.
+"""Prints how ranks end if rank 0 diverges from the other ranks, on simulated GPUs with NCCL.
 
     PYTHONPATH=.:scripts python -m tests.simulated_gpu.divergences [--only TEXT...] [--at-once 4]
 
-Each cell is a program of `scripts/gpu_checks/divergence.py`, on two or four ranks, with NCCL alone
-or with gloo beside NCCL. The other ranks are all in the model, or the last rank waits in a barrier
-of the program. A cell is right if every rank raises within SOON seconds, and ends with status 1
-("out of data": rank 0 ends with 0), and if errors and logs give the same reason on all ranks. Then
-the cell shows when the slowest rank raised. The exit status is 1 if a cell is not right.
+Each cell of the printed table is one program of `scripts/gpu_checks/divergence.py`, on two or four
+ranks, with only NCCL or with both gloo and NCCL. In the rows "all in the model", all other ranks
+wait in the model. In the rows "one in a barrier", the last rank waits in a barrier of the program.
+
+A cell is right if every rank raises within SOON seconds and ends with exit status 1, and if errors
+and logs give the same reason on all ranks. In the case "out of data", rank 0 must end with status
+0. A right cell shows after how many seconds the slowest rank raised. The script's exit status is 1
+if a cell is wrong.
 
 All 48 cells take about four minutes on two cores.
 """
@@ -29,7 +32,8 @@ SIX = [case for case in CASES if "norm" not in case and "barrier" not in case]
 BARRIERS = {"all in the model": "", "one in a barrier": "barrier"}
 WORLDS = (2, 4)
 BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
-# Words with which the reason of an error begins, after the words about the rank's own wait.
+# A deadlock error first describes the rank's own wait, and then gives the reason. A reason begins
+# with one of these texts.
 _REASONS = (
     "the ranks wait for one another",
     "the ranks are in different collectives",
@@ -41,7 +45,7 @@ _REASONS = (
 
 
 class Setting(NamedTuple):
-    """A program, and the ranks that run it."""
+    """A program, the place of the other ranks, the number of ranks, and the backend."""
 
     case: str
     others: str
@@ -57,7 +61,10 @@ def all_settings() -> list[Setting]:
 
 
 def reason_of(said: dict[str, Any]) -> str:
-    """Why the ranks diverged, by a rank's error or otherwise its log; "" if neither says it."""
+    """Return the reason of a deadlock from a rank's error, or otherwise from its log.
+
+    Returns "" if neither the error nor the log contains a reason.
+    """
     for text in (said["error"], *said["log"]):
         if starts := [text.index(words) for words in _REASONS if words in text]:
             end = text.find("[FS-DEADLOCK]", min(starts))
@@ -66,7 +73,7 @@ def reason_of(said: dict[str, Any]) -> str:
 
 
 def problems(setting: Setting, ranks: Sequence[Ended]) -> tuple[list[str], float]:
-    """What is wrong with the ends of the ranks, and the seconds until the slowest rank raised."""
+    """Return the differences from the expected end, and after how long the slowest rank raised."""
     found, slowest = [], 0.0
     reasons: defaultdict[str, list[int]] = defaultdict(list)
     for rank, ended in enumerate(ranks):
@@ -75,7 +82,7 @@ def problems(setting: Setting, ranks: Sequence[Ended]) -> tuple[list[str], float
         if ended.status != (0 if goes_on else 1):
             found.append(f"rank {rank} ends with status {ended.status}")
         if not ended.text:
-            found.append(f"rank {rank} waits for ever")
+            found.append(f"rank {rank} waits forever")
             continue
         said = json.loads(ended.text)
         slowest = max(slowest, said["seconds"])
@@ -93,7 +100,7 @@ def problems(setting: Setting, ranks: Sequence[Ended]) -> tuple[list[str], float
 def ends(
     gpu: Gpu, settings: Sequence[Setting], at_once: int
 ) -> Iterator[tuple[Setting, list[Ended]]]:
-    """The ends of the ranks of each setting. So many ranks run at a time."""
+    """Run each setting, and yield how its ranks ended. At most ``at_once`` ranks run at a time."""
     for world in WORLDS:
         some = [setting for setting in settings if setting.world == world]
         step = max(1, at_once // world)
@@ -105,8 +112,12 @@ def ends(
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="run cells with all of these words")
-    parser.add_argument("--at-once", type=at_least(4), default=12, help="ranks to run at a time")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="run only cells that contain all of these words"
+    )
+    parser.add_argument(
+        "--at-once", type=at_least(4), default=12, help="maximum number of ranks at a time"
+    )
     parser.add_argument("--texts", action="store_true", help="print what every rank says")
     options = parser.parse_args()
     settings = [

@@ -261,7 +261,8 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
             detector.log_failure(*own)
     how = f"{kind.__name__}: {error}"[:_ERROR_LENGTH]
     _tell(how, threading.get_ident())
-    # Tell the same at exit: until then, another thread may begin collectives.
+    # Publish the same text again at exit, because another thread may begin collectives until
+    # then.
     atexit.unregister(_tell)
     atexit.register(_tell, how)
     before(kind, error, trace)

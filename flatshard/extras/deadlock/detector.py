@@ -78,7 +78,8 @@ UNKNOWN = WaitCondition("", "", 0, ())
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
-# For each default process group: the part of its store in which ranks publish (`begin_run`).
+# For each default process group: the part of the group's store in which ranks publish their reports
+# (see `begin_run`).
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -419,11 +420,12 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 
 
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
-    """Return how many NCCL collectives a rank has begun in ``group``, and how many by the program.
+    """Return how many NCCL collectives a rank has begun in ``group``.
 
-    Returns (0, 0) if the rank has begun no NCCL collective, or no collective of flatshard, in the
-    group. The kind of flatshard's NCCL collectives is the name of their process group, or that name
-    and " on cuda".
+    Returns two numbers: all NCCL collectives, and the NCCL collectives that the user's program
+    called. Returns (0, 0) if the rank has begun no NCCL collective, or no collective of flatshard,
+    in the group. The kind of flatshard's NCCL collectives is the name of their process group,
+    either without or with " on cuda".
     """
     names = (group, f"{group} on cuda")
     of_model = [k[name][0] for k in report.begun.values() for name in names if name in k]
@@ -437,10 +439,11 @@ def _all_begun() -> AllBegun:
 
 
 def _everything_begun(thread: int | None) -> AllBegun:
-    """Return the collectives that this rank has begun: of flatshard, of the program, on the GPU.
+    """Return the collectives that this rank has begun, for all groups.
 
-    The last two are left out if another thread than ``thread`` may begin a collective. ``thread``
-    is None if the program has ended.
+    These are the collectives of flatshard, of the user's program, and on the GPU. The collectives
+    of the program and on the GPU are left out if another thread than ``thread`` may begin a
+    collective. ``thread`` is None if the program has ended.
     """
     begun, own = _all_begun(), program.begun(thread)
     for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
@@ -459,7 +462,7 @@ def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
 
 
 def tell_end(how: str, thread: int | None) -> None:
-    """Publish how this rank's program has ended. Then ranks raise if they wait for this rank.
+    """Publish how this rank's program has ended, so that ranks that wait for this rank raise.
 
     ``thread``: thread of the program that has ended. None: all threads have ended.
     """
@@ -469,7 +472,9 @@ def tell_end(how: str, thread: int | None) -> None:
 
 
 def log_failure(name: str, group: dist.ProcessGroup) -> None:
-    """Log why a collective of the program failed: a finding of another rank, or a rank that ended.
+    """Log why a collective of the user's program failed.
+
+    The reason is a finding that a rank has published, or the end of another rank.
 
     ``name``: name of the failed collective.
     """
@@ -528,7 +533,7 @@ def begin_run() -> None:
     world: Any = dist.group.WORLD
     if world is not None and world not in _stores:
         store = world.get_group_store()
-        # Each rank counts its own groups, so that no rank waits for another rank here.
+        # Each rank has its own counter of groups, so that no rank waits for another rank here.
         number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
@@ -561,7 +566,7 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
         reason at the same time, the first one counts, so that all ranks raise the same text.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
-    for group in sorted(named):  # the same order on all ranks
+    for group in sorted(named):  # use the same order on all ranks
         key, before = _key_of_finding(group), b""
         if store.check([key]):
             before = store.get(key)
@@ -576,7 +581,8 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
     """Return the latest published finding for the group of ``need``, or None.
 
-    With ``is_exact``, a finding counts only if it is about the collective of ``need``.
+    ``need``: the collective for which this rank waits. With ``is_exact``, return only a finding
+    about this collective.
     """
     key = _key_of_finding(need.group)
     if not store.check([key]):

@@ -296,7 +296,7 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
 
 
 class _Stack(NamedTuple):
-    """What `_place_of` must know about the stack of a thread."""
+    """The properties of a thread's stack that `_place_of` needs."""
 
     thread: int
     frame: int  # id of the innermost frame

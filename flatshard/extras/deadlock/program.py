@@ -55,7 +55,7 @@ _LINE_LENGTH = 80  # maximum number of characters of a source line that is quote
 
 
 class _Latest:
-    """What `begun` has read last."""
+    """Results of the latest read of torch's flight recorder."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] | None = None  # sequence number of each process group
@@ -133,7 +133,8 @@ def begun(thread: int | None) -> dict[str, int]:
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             at_most[name] = _sequence_number(group)
     # Reading the recorder is slow. With dozens of ranks on a core, ranks in a long wait would
-    # mostly read their recorders. So read only if this rank has begun a collective since.
+    # mostly read their recorders. So read only if this rank has begun a
+    # collective since the last read.
     if _LATEST.numbers != at_most:
         _LATEST.numbers, _LATEST.records = at_most, _recorded()
     records = _LATEST.records

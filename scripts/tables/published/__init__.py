@@ -1,1 +1,1 @@
-"""Parts of `published_runs.py`: rows, models, and torch's FSDP."""
+"""Modules of `published_runs.py`: rows of the table, models, and a replay of torch's FSDP."""

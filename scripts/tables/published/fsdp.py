@@ -1,4 +1,4 @@
-"""``Fsdp2Replay``: plays torch's FSDP instead of flatshard's engine."""
+"""``Fsdp2Replay``: replays a trace as torch's FSDP would run the step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from published.rows import Run
 
 
 class Fsdp2Replay(Replay):
-    """Plays torch's FSDP2 (``torch.distributed.fsdp.fully_shard``) instead of flatshard.
+    """Replays a trace under torch's FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
-    FSDP2 all-gathers a unit into one buffer on another stream, and copies the parameters out of it.
-    It keeps all gradients of a unit until the last one, copies them into a buffer for the
-    reduce-scatter, and has one reduce-scatter under way. The root unit holds what no other unit
-    holds, and stays unsharded from forward to backward.
+    FSDP2 all-gathers a unit into one buffer on another stream, and copies the parameters out of the
+    buffer. When all gradients of a unit are complete, FSDP2 copies the gradients into a buffer for
+    the reduce-scatter. At most one reduce-scatter runs at a time. The root unit owns the parameters
+    that no other unit owns, and stays unsharded from forward to backward.
     """
 
     gather_stream, reduce_stream = "gather", "reduce"
@@ -27,14 +27,16 @@ class Fsdp2Replay(Replay):
         super().__init__(*args, foreach_bytes=0, **keywords)
         self._root = len(self.names) - 1
         self._last = [one for one in self.trace.order if one != self._root][-1:]
-        # Of cuBLAS, for the threads of forward and of backward.
+        # Whether the threads of forward and of backward have allocated their cuBLAS workspace.
         self._has_workspace = [False, False]
 
     def _play(self, records: bool) -> None:
         self._gathering: dict[int, tuple[Held, float]] = {}
-        self._early: dict[int, float] = {}  # ends of all-gathers that the host starts in advance
+        # unit -> end of an all-gather that the host has started in advance
+        self._early: dict[int, float] = {}
         self._held: dict[int, list[Held]] = {}
-        self._last_gathered: Held | None = None  # freed before the next unit is copied out
+        # The buffer of the latest all-gather; freed before the next unit is copied out.
+        self._last_gathered: Held | None = None
         self._grads: dict[int, list[Held]] = defaultdict(list)
         self._is_backward = False
         self.arithmetic_seconds = 0.0
@@ -47,7 +49,7 @@ class Fsdp2Replay(Replay):
             seconds = self.machine.collective_seconds(max(sizes), ranks, ranks)
             return 0.0 if self.run_of.hides_tensor_parallel else seconds
         if op.kind == "matmul" and not self._has_workspace[self._is_backward]:
-            # The workspace stays, between the tensors of the moment.
+            # The workspace is never freed, so it lies between the tensors that are allocated now.
             self.allocate(self.run_of.workspace_bytes, "workspace")
             self._has_workspace[self._is_backward] = True
         device, seconds = self.machine.device, super().op_seconds(op)
@@ -116,7 +118,8 @@ class Fsdp2Replay(Replay):
             if backward:
                 self._gather(after)
             elif after not in self._early:
-                # The host runs ahead, but allocates when it comes to the unit.
+                # The host is ahead of the GPU, so the all-gather starts early. But its buffer is
+                # allocated only when the host reaches the unit.
                 self._early[after] = self._start(after)
 
     def reshard(self, unit: int, *, after_backward: bool) -> None:
@@ -162,7 +165,8 @@ class Fsdp2Replay(Replay):
         self.start_reduction([buffer], whole, ends)
 
     def end_backward(self) -> None:
-        for unit in list(self._grads):  # the root, some of whose parameters may have no gradient
+        # The root is reduced here if some of its parameters have no gradient.
+        for unit in list(self._grads):
             if self._grads[unit]:
                 self._reduce(unit)
         super().end_backward()
@@ -182,7 +186,7 @@ class Fsdp2Replay(Replay):
             for numel in shards:
                 for _ in range(2):
                     self.state.append(self.allocate(numel * itemsize, "optimizer"))
-        if self.run_of.is_foreach:  # square roots of the second moments
+        if self.run_of.is_foreach:  # temporary square roots of the second moments
             for held in [self.allocate(numel * itemsize, "temporary") for numel in shards]:
                 self.free(held)
         passes = 16 if self.run_of.is_foreach else 7

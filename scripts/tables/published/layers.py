@@ -1,7 +1,8 @@
 """``repeated``: makes the trace of a deep model from the trace of a model with four layers.
 
-Layers of one kind do the same, so the trace of the third of four layers, with other numbers of
-blocks, is the trace of all layers in the middle. A run takes seconds instead of minutes.
+All layers run the same operators. So the trace of the third of four layers, with new numbers for
+the blocks of memory, is also the trace of each layer in the middle of a deep model. This takes
+seconds, and tracing the deep model takes minutes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
 
 
 class Units(NamedTuple):
-    """The names of the units of a model, and for each flat parameter the index of its unit."""
+    """Names of a model's units, and for each flat parameter the index of its unit."""
 
     names: Sequence[str]
     owners: Sequence[int]
 
 
 class _Home(NamedTuple):
-    """The forward or backward of the layer that allocates a block, or -1, and a number."""
+    """Where a block of memory is allocated.
+
+    ``is_backward`` and ``layer``: the layer, and whether its backward allocates the block. Layer
+    -1: no layer allocates the block. ``number`` counts the blocks of one layer's forward or
+    backward.
+    """
 
     is_backward: bool
     layer: int
@@ -30,17 +36,20 @@ class _Home(NamedTuple):
 def repeated(
     trace: StepTrace, shallow: Units, deep: Units, layers: int, period: int = 1
 ) -> StepTrace:
-    """The trace of a deep model, from that of one with 4 times ``period`` blocks.
+    """Return the trace of a deep model, made from the trace of a shallow model.
+
+    A layer is a group of ``period`` consecutive blocks, which may differ from each other (for
+    example, only every second block is checkpointed). The shallow model has 4 layers.
 
     Args:
-        trace: of the shallow model.
-        shallow: units of the shallow model; the blocks are called ``blocks.0`` and so on.
+        trace: trace of the shallow model.
+        shallow: units of the shallow model. Blocks have the names ``blocks.0``, ``blocks.1``, ...
         deep: units of the deep model.
-        layers: at least 4; the deep model has ``layers`` times ``period`` blocks.
-        period: layers differ within a period.
+        layers: number of layers of the deep model, at least 4.
+        period: number of blocks in a layer.
 
     Raises:
-        ValueError: the second, third and fourth layer of ``trace`` allocate other memory.
+        ValueError: the second and the third layer of ``trace`` allocate different memory.
     """
     names, deep_names = shallow.names, deep.names
     layer_of = {
@@ -72,7 +81,9 @@ def repeated(
     sizes = {home: trace.sizes[block] for block, home in homes.items()}
     for home, size in sizes.items():
         if home.layer == 2 and sizes.get(home._replace(layer=1)) != size:
-            raise ValueError("repeated: the layers of the trace differ")
+            raise ValueError(
+                "repeated: the second and third layer of the trace allocate different memory"
+            )
     made = StepTrace(read_in_backward={deep_flat(one, 0) for one in trace.read_in_backward})
     made.read_in_backward.update(
         flat for flat, unit in enumerate(deep.owners) if deep_names[unit].startswith("blocks.")
@@ -108,7 +119,10 @@ def repeated(
 
 
 def _parts(trace: StepTrace, layer_of: dict[int, int]) -> list[tuple[bool, int, list[Event]]]:
-    """The events of each layer's forward and backward, and what is between."""
+    """Split a trace into the events of each layer's forward and backward, and the events between.
+
+    Each part is: whether backward runs, the layer (-1: between layers), and the events.
+    """
     last = max(layer_of.values())
     last_unit = max(layer_of)
     parts: list[tuple[bool, int, list[Event]]] = [(False, -1, [])]

@@ -1,7 +1,8 @@
-"""The models of published runs, as one rank of tensor and context parallelism computes them.
+"""The models of published runs. Each module computes the part of one rank.
 
-Collectives over the sequence and products in float8 are operators of their own, so that a trace has
-them: ``published::gather``, ``published::scatter`` and ``published::float8_mm``.
+With tensor or context parallelism, a rank computes a part of each layer. The collectives over the
+sequence and the matrix products in float8 are separate operators, so that a trace contains them:
+``published::gather``, ``published::scatter`` and ``published::float8_mm``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Form:
-    """What a rank computes: a model, its part of the model, and what it saves for backward."""
+    """A model, a rank's part of the model, and the activation checkpointing."""
 
     layers: int
     width: int
@@ -37,16 +38,17 @@ class Form:
     length: int
     head_size: int
     is_gpt: bool = False  # learned positions, LayerNorm, GELU, tied embeddings
-    normalizes_heads: bool = False  # norms of queries and keys, as in Qwen3
+    normalizes_heads: bool = False  # RMSNorm of queries and keys, as in Qwen3
     rotates_halves: bool = False  # rotary positions without complex numbers
     fuses_norms: bool = True
     tensor_ranks: int = 1
     context_ranks: int = 1
     checkpoint: str = "none"  # "full", "op", "op without attention" or "layer"
     float8: bool = False
-    root_is_split: bool = False  # whether embedding and head are units of their own
-    # Where logits become float32: "in model", "in model, held" (until the end of backward),
-    # "after", "chunked" or "compiled".
+    root_is_split: bool = False  # whether embedding and head are separate units
+    # Where logits are cast to float32. "in model": in the model's forward. "in model, held": the
+    # same, and the logits stay allocated until the end of backward. "after": in the loss.
+    # "chunked": in the loss, for one chunk at a time. "compiled": in the loss's kernel.
     loss: str = "after"
 
 
@@ -107,7 +109,7 @@ def _(left: Any, right: Any, *_: Any, **__: Any) -> int:
 
 
 def _as_float8(x: Tensor) -> Tensor:
-    """Cast with a scale from the largest element."""
+    """Cast to float8, scaled by the largest absolute value."""
     return (x * (1.0 / x.abs().amax())).to(FLOAT8)
 
 
@@ -130,7 +132,7 @@ class _Float8Linear(nn.Linear):
 
 
 class _CompiledLoss(torch.autograd.Function):
-    """Cross entropy as one compiled kernel: logits stay in the compute dtype."""
+    """Cross entropy in one compiled kernel, which makes no float32 copy of the logits."""
 
     @staticmethod
     def forward(context: Any, logits: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class _CompiledLoss(torch.autograd.Function):
 
 
 class _OwnNorm(nn.Module):
-    """RMSNorm in float32 by separate operators, as torchtitan's, and as torch's before 2.9."""
+    """RMSNorm in float32 with several operators, as in torchtitan and in torch before 2.9."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -291,7 +293,10 @@ class Decoder(nn.Module):
 
 
 def step(form: Form, batch: int, model: nn.Module) -> Tensor:
-    """The loss, computed as the run did. ``model`` returns ``(batch, length, vocab)``."""
+    """Return the loss, computed in the way of the published run (``form.loss``).
+
+    ``model`` returns logits of shape ``(batch, length, vocab)``.
+    """
     tokens = torch.zeros(batch, form.length // form.context_ranks, dtype=torch.long)
     logits = model(tokens)
     if form.loss == "compiled":
@@ -301,7 +306,7 @@ def step(form: Form, batch: int, model: nn.Module) -> Tensor:
         parts = zip(logits.chunk(8, 1), targets.chunk(8, 1), strict=True)
         losses = [F.cross_entropy(a.flatten(0, 1).float(), b.flatten()) for a, b in parts]
         return torch.stack(losses).mean()
-    # The logits are held until the loss is computed, or until the end of backward.
+    # `logits` stay allocated until this function returns, or until the end of backward ("held").
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     if form.loss.endswith("held"):
         loss.logits = logits
@@ -312,7 +317,10 @@ def step(form: Form, batch: int, model: nn.Module) -> Tensor:
 
 
 def _selective_contexts(keeps_attention: bool) -> Any:
-    """Saves attention, every second matrix product and reduced sums, as torchtitan does."""
+    """Return contexts that save attention, every second matrix product and reduce-scatters.
+
+    Source: torchtitan's selective activation checkpointing. Backward recomputes the rest.
+    """
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

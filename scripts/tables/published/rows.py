@@ -1,6 +1,7 @@
-"""``read_row``: what a row of a table of published runs says about how the run trained.
+"""``read_row``: reads the settings of a published run from a row of the table.
 
-What a run's code did on its date is read from torchtitan's history; each rule has its date.
+torchtitan's code changed over time. The rules here contain the dates of these changes, from
+torchtitan's history, and a run follows the rules of its date.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ import torch
 from flatshard.extras.plan.hardware import DEVICES, Machine
 from published.models import Form
 
-# Speed of products in float8 against bfloat16, of one scale for a tensor and of one for a row: the
-# peaks differ by 2, but kernels reach a smaller fraction of the float8 peak.
+# Speed of matrix products in float8, divided by the speed in bfloat16: with one scale per tensor,
+# and with one scale per row. The peaks differ by a factor of 2, but kernels reach a smaller
+# fraction of the float8 peak.
 FLOAT8, FLOAT8_ROWS = 1.56, 1.15
 COLUMNS = (
     *("source", "url", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gpus"),
     *("gpu_type", "strategy", "tp", "pp", "cp", "local_batch", "seq_len", "ac", "compile"),
     *("param_dtype", "reduce_dtype", "optimizer", "peak_gib", "tokens_per_s_per_gpu", "notes"),
 )
-DEVICE_NAMES = [  # patterns of the card's name
+# Pairs: a regular expression that matches the GPU's name in the table, and a key of `DEVICES`.
+DEVICE_NAMES = [
     *(("mi300", "mi300x"), ("mi325", "mi325x"), ("mi355", "mi355x"), ("gb200", "gb200")),
     *(("b200", "b200"), ("h200", "h200"), ("h100.*9[456]", "h100-96gb"), ("h100.*80", "h100")),
     *(("a100.*40", "a100-40gb"), ("a100", "a100"), ("v100", "v100"), ("l40s", "l40s")),
 ]
-# Dates of torchtitan's pull requests, from its history.
+# Numbers and dates of some of torchtitan's pull requests.
 PULLS = [
     *((165, "2024-03-27"), (355, "2024-06-06"), (364, "2024-06-13"), (382, "2024-07-11")),
     *((480, "2024-07-25"), (533, "2024-08-20"), (615, "2024-10-14"), (642, "2024-10-22")),
@@ -37,7 +40,7 @@ PULLS = [
 
 
 def date_of(row: dict[str, str]) -> str:
-    """The date of the code: from the source, from the pull request's number, or from the notes."""
+    """Return the date of a run's code, from the source, the pull request's number or the notes."""
     for text in (row["source"], row["url"]):
         if found := re.search(r"20\d\d-?\d\d(-\d\d)?", text):
             date = found[0] if "-" in found[0] else f"{found[0][:4]}-{found[0][4:]}"
@@ -49,15 +52,19 @@ def date_of(row: dict[str, str]) -> str:
 
 
 def compiles_loss(date: str) -> bool:
-    """Whether torchtitan compiled the loss with the blocks; between, that raised CUDA errors."""
+    """Whether torchtitan compiled the loss with the blocks.
+
+    Between the two periods, torchtitan did not compile the loss, because of CUDA errors.
+    """
     return "2024-10-22" <= date < "2024-12-18" or date >= "2025-04-02"
 
 
 def keeps_attention(device: str, date: str) -> bool:
     """Whether torchtitan's selective checkpointing kept the output of attention.
 
-    Its list had no cuDNN attention until 2025-12-01. torch chose cuDNN on H100 between 2024-07 and
-    2024-10, and torchtitan chooses it on B200 since 2025-05.
+    Until 2025-12-01, torchtitan's list of saved operators did not contain cuDNN attention. torch
+    chose cuDNN attention on H100 from 2024-07 to 2024-10. torchtitan has chosen cuDNN attention on
+    B200 since 2025-05.
     """
     if device.startswith("h"):
         return not "2024-07" <= date < "2024-11"
@@ -66,7 +73,7 @@ def keeps_attention(device: str, date: str) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """How a published run trains, read from its row."""
+    """Settings of a published run, read from the row of the run."""
 
     form: Form
     batch: int
@@ -75,7 +82,7 @@ class Run:
     shards: int
     replicas: int
     is_compiled: bool
-    stored: torch.dtype  # of the sharded parameters and of the optimizer's state
+    stored: torch.dtype  # dtype of the shards and of the optimizer's state
     reduce_dtype: torch.dtype
     accumulate: int
     is_fsdp1: bool
@@ -98,22 +105,22 @@ class Run:
 
 
 def read_row(row: dict[str, str]) -> Run | str:
-    """The run of a row, or why it is not predicted."""
+    """Return the run of a row, or the reason why the run is not predicted."""
     notes, strategy = row["notes"], row["strategy"]
     words = f"{notes} {row['ac']} {row['param_dtype']}".lower()
     number = {key: int(float(row[key] or 1)) for key in ("tp", "pp", "cp", "gpus", "local_batch")}
     if number["pp"] > 1:
         return "pipeline parallelism"
     if "offload" in row["ac"].lower():
-        return "activations on the host"
+        return "activations offloaded to the host"
     if "graph" in strategy.lower():
-        return "a compiler of whole steps"
+        return "a compiler of whole training steps"
     name = row["gpu_type"].lower()
     device = next((key for pattern, key in DEVICE_NAMES if re.search(pattern, name)), None)
     if device is None and "h100" in name:
         device = "h100-96gb" if re.match("torch(titan|ao)", row["source"]) else "h100"
     if device is None:
-        return f"unknown card {row['gpu_type']}"
+        return f"unknown GPU {row['gpu_type']}"
     is_titan = re.match("torch(titan|ao)", row["source"]) is not None
     date = date_of(row)
     is_gpt = re.match("mpt|gpt-?neo|gpt2$|gpt-", row["model"].lower()) is not None
@@ -133,11 +140,11 @@ def read_row(row: dict[str, str]) -> Run | str:
         loss = "chunked"
     elif is_titan and is_compiled and compiles_loss(date):
         loss = "compiled"
-    elif is_gpt or (is_compiled and "whole model" in words):  # MPT has a fused cross entropy
+    elif is_gpt or (is_compiled and "whole model" in words):  # MPT's loss is one fused kernel
         loss = "compiled"
     else:
         loss = "in model" if is_titan and date < "2024-10-22" else "after"
-        if is_titan and date < "2024-06-07":  # the loop frees the logits before backward since then
+        if is_titan and date < "2024-06-07":  # later, logits are freed before backward
             loss = "in model, held"
     form = Form(
         layers=int(row["layers"]),
@@ -151,7 +158,8 @@ def read_row(row: dict[str, str]) -> Run | str:
         is_gpt=is_gpt,
         normalizes_heads=is_qwen,
         rotates_halves=is_qwen or not is_titan,
-        # torch's own RMSNorm is one kernel since 2.9; before, torchtitan had one in Triton.
+        # RMSNorm is one kernel in torch 2.9 and later. Before, torchtitan had a Triton kernel for
+        # some months.
         fuses_norms="fused_rmsnorm" in words
         or (is_titan and (date >= "2025-08-15" or date < "2024-05-31"))
         or (is_titan and "2024-07-10" <= date < "2024-08-19"),
@@ -168,7 +176,8 @@ def read_row(row: dict[str, str]) -> Run | str:
     link = 50e9
     if found := re.search(r"(\d+) ?gb(?:it)?/?p?s", name):
         link = float(found[1]) / 8 * 1e9
-        link = link / 8 if float(found[1]) > 800 else link  # the figure of a node
+        # More than 800 Gbit/s is the rate of a node, not of one GPU.
+        link = link / 8 if float(found[1]) > 800 else link
     card = DEVICES[device]
     node_link = {"a100": 300e9, "v100": 150e9, "mi3": 64e9 * 7}.get(device[:4].rstrip("-"), 450e9)
     if device.startswith("a100"):
