@@ -176,7 +176,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 
 
 def replace_children(root: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Replace each module by its proxy in all its parents, which may be several."""
+    """Replace each module by the module's proxy, in every parent of the module."""
     for module in list(root.modules()):
         if isinstance(module, ModuleProxy):
             continue

@@ -46,7 +46,7 @@ _REMEDY = (
 
 _END_SECONDS = 5.0  # maximum number of seconds to wait until a running check of the thread ends
 
-_ERROR_LENGTH = 400  # maximum number of characters of an error that a rank publishes when it ends
+_ERROR_LENGTH = 400  # maximum number of characters of the error that a rank publishes at its end
 
 _logger = logging.getLogger("flatshard")
 

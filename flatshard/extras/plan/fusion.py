@@ -91,7 +91,7 @@ def _regions(trace: StepTrace, units: Collection[int]) -> list[int]:
 
 
 def _inner_blocks(live: list[tuple[int, Op]], regions: list[int]) -> set[int]:
-    """Blocks that only the operators of one fused kernel read and write."""
+    """Return the blocks that are read and written only inside of one fused kernel."""
     homes: dict[int, int] = {}
     outer: set[int] = set()
     for i, op in live:

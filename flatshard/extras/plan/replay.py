@@ -26,13 +26,13 @@ _SMALL_BYTES, _MEAN_IN_PLACE_BYTES = 1 << 20, 1 << 16
 
 @dataclass(frozen=True)
 class PlannedFlat:
-    """One flat parameter, and the sizes of the groups in which ranks gather and reduce it."""
+    """A flat parameter, and the sizes of the groups in which ranks gather and reduce."""
 
     memory: FlatMemory
     unit: int
     is_freed: bool  # whether the unit reshards between forward and backward
-    # Whether the flat parameter is freed after forward although the unit is not: it contains only
-    # embeddings, which backward does not read.
+    # Whether the flat parameter is freed after forward although the unit is not: the flat
+    # parameter contains only embeddings, and backward does not read embeddings.
     is_spare: bool
     is_freed_after: bool  # whether the unit reshards after backward
     gather_size: int  # number of ranks in an all-gather of forward
@@ -42,7 +42,7 @@ class PlannedFlat:
 
 
 class Held(NamedTuple):
-    """One allocation that has not been freed."""
+    """A block of memory that is allocated at the moment."""
 
     category: str
     nbytes: int
@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 @dataclass
 class Reduction:
-    """A reduction that has started: its buffers, and the time at which it ends.
+    """A running reduction: the buffers, and the time of the end.
 
     ``nbytes`` counts towards the limit of memory for reductions (``max_in_flight``).
     """
@@ -292,7 +292,7 @@ class Replay:
     # ------------------------------------------------------------ gradients
 
     def receive(self, index: int, block: Held) -> None:
-        """Take the gradient of one parameter, which is complete. ``block``: its memory."""
+        """Handle the complete gradient of one parameter. ``block``: memory of the gradient."""
         memory, slots = self.flats[index].memory, self._slots[index]
         place = self._arrived[index]
         self._arrived[index] += 1

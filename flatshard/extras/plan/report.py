@@ -45,7 +45,7 @@ class TrainingPlan:
 
     @property
     def best(self) -> Choice | None:
-        """The choice that fits and trains most samples per second and rank, or None."""
+        """The fitting choice with most samples per second and rank; None if nothing fits."""
         fitting = [one for one in self.choices if one.fits]
         # If speeds differ by less than 1 %, prefer fewer ranks, and then simpler strategies.
         fastest = max((one.samples_per_second for one in fitting), default=0)

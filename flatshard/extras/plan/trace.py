@@ -289,8 +289,8 @@ def _touched(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-# Operators that torch.compile joins with their neighbours into one kernel. Pointwise operators are
-# joined, too, but `torch.Tag.pointwise` marks them.
+# Operators without `torch.Tag.pointwise` that torch.compile joins with neighbouring operators into
+# one kernel. torch.compile also joins all pointwise operators.
 _FUSIBLE = {
     *("sum", "mean", "amax", "var_mean", "clone", "_to_copy", "copy_", "cat", "_softmax", "_conj"),
     *("_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "new_zeros", "zeros"),
@@ -311,10 +311,11 @@ def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def selective_contexts() -> Any:
-    """Return contexts for ``torch.utils.checkpoint.checkpoint(context_fn=selective_contexts)``.
+    """Return checkpoint contexts that save attention and every second matrix product.
 
-    The forward saves the results of attention and of every second matrix product. Backward computes
-    all other results again. torchtitan's selective activation checkpointing uses the same rule.
+    Pass this function to torch: ``checkpoint(..., context_fn=selective_contexts)``. Backward
+    computes all results that were not saved again. torchtitan's selective activation checkpointing
+    uses the same rule.
     """
     counts: Counter[bool] = Counter()
 
@@ -396,7 +397,7 @@ def _explained() -> Iterator[None]:
 def _line_of(error: Exception) -> str:
     """Return the innermost line of the user's program in the traceback of ``error``."""
     frames = traceback.extract_tb(error.__traceback__)
-    # "<": also skip code that was generated at run time, which has no file.
+    # "<": also skip generated code, whose file name begins with "<".
     ours = ("/torch/", "/flatshard/", "<")
     outside = [one for one in frames if not any(part in one.filename for part in ours)]
     frame = (outside or frames)[-1]
@@ -428,7 +429,7 @@ def trace(
     """
     found = StepTrace()
     tensors = [*model.parameters(), *model.buffers()]
-    # -1: a tensor that belongs to no unit, such as a buffer, and is not an activation.
+    # -1: the tensor belongs to no unit (a buffer, for example), and is not an activation.
     storages = {one.untyped_storage()._cdata: flat_index.get(id(one), -1) for one in tensors}
     recorder, events = _Recorder(found, storages), found.events
     with contextlib.ExitStack() as stack:
