@@ -981,14 +981,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Example:
             ```python
             def step(model):
-                return F.cross_entropy(model(torch.zeros(8, 784)), torch.zeros(8, dtype=torch.long))
+                return loss_fn(model(inputs), labels)
 
             print(model.plan(step, optimizer))
             ```
 
         Args:
-            step: a function that gets the model, runs a forward and returns the loss. The function
-                must make the inputs of the forward.
+            step: a function that gets the model, runs a forward and returns the loss. The values
+                of the inputs do not matter, only their shapes and dtypes.
             optimizer: the optimizer whose state is measured. None: no state is measured.
 
         Raises:
