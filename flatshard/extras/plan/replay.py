@@ -150,7 +150,7 @@ class Replay:
         # Flat parameters that are still unsharded, but whose shard the optimizer has changed.
         self._stale: set[int] = set()
         self._secondary: dict[int, Held] = {}
-        self._brief: list[tuple[float, Held]] = []  # pairs: when memory is freed, and the memory
+        self._brief: list[tuple[float, Held]] = []  # temporary memory, with the time of its end
         self._now, self._place = "start", ""
         for flat in flats:
             self.allocate(flat.memory.parameter_bytes, "parameters")

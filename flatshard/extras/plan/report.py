@@ -131,7 +131,10 @@ class TrainingPlan:
             return "\n".join(lines)
         closest = min(self.choices, key=lambda one: one.outcome.peak_bytes)
         device = show_bytes(int(self.target.machine.device.memory_bytes))
-        lines.append(f"Nothing fits into {device}. {_peak(closest)} What to change:")
+        lines.append(
+            f"Nothing fits into {device}. {closest.strategy} on {closest.ranks} ranks needs least. "
+            f"{_peak(closest)} What to change:"
+        )
         for change, one in self.changes.items():
             fits = "fits" if one.fits else "does not fit"
             peak = show_bytes(one.outcome.peak_bytes)
