@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one = commands.add_parser(
             "plan", help="predict memory and time of training, for each sharding strategy"
         )
-        planning.command_line.add_arguments(one)
+        planning.command.add_arguments(one)
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     try:
         if command == "plan":
             assert planning is not None, "the command was parsed"
-            planning.command_line.run(options)
+            planning.command.run(options)
         elif command == "inspect":
             print(describe(**options))
         else:

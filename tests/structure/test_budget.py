@@ -11,8 +11,8 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 19_605,
-    "core_lines": 10_921,
+    "code_lines": 19_645,
+    "core_lines": 10_922,
     "modules": 139,
     "strict_zips_in_core": 32,
 }

@@ -435,7 +435,7 @@ SHORTER = {
     "bash scripts/demo.sh": "--world-size 1 --max-steps 1 --data digits",
     "python scripts/tables/conformance.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
-    "python -m flatshard plan": "--seq 16 --ranks 8 --strategy FULL_SHARD",
+    "python -m flatshard plan": "--seq 16 --ranks 8 --strategy FULL_SHARD --checkpoint none",
     "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
     "torchrun --standalone --nproc-per-node 2 scripts/rollouts.py": "--steps 3",
 }

@@ -79,6 +79,7 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
         policy=CustomPolicy(lambda module: originals.get(id(module)) in chosen),
         precision=settings.precision,
         on_gpu=settings.device.type == "cuda",
+        device=settings.device,
     )
     world = settings.ranks.world.size
     measured = _measure(sharding, optimizer)

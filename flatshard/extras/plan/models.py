@@ -193,5 +193,5 @@ def _from_config(path: Path) -> nn.Module:
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: transformers {transformers.__version__} has no language model for model_type "
-            f"{kind!r}: {str(error).splitlines()[0]}"
+            f"{kind!r}: {f'{error}'.partition(chr(10))[0]}"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from flatshard.module.model_plan import PlannedUnit
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.policies import Policy
 
+_CPU = torch.device("cpu")
 _BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 STRATEGIES = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 # Bytes of the optimizer's state for each trained element in float32.
@@ -63,6 +65,7 @@ class TracedModel:
         checkpoint: Checkpointing = "none",
         compiles: bool = False,
         on_gpu: bool = True,
+        device: torch.device = _CPU,
         coalesce_bytes: int | None = None,
     ) -> TracedModel:
         """Build the model twice on the meta device: one copy for the units, one copy to trace."""
@@ -90,7 +93,8 @@ class TracedModel:
         ]
         container, blocks = _blocks(copy)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # `step` may use real tensors
-        fake(copy, mode, lambda p: casts.of_param(p, precision).unsharded_dtype(p.dtype))
+        cast = partial(_cast_dtype, casts, precision)
+        fake(copy, mode, cast, device)
         checkpoint_blocks(blocks, checkpoint)
         flat_index = {id(param): flat_of[name] for name, param in copy.named_parameters()}
         found = trace(copy, step, members, flat_index, mode, on_gpu=on_gpu)
@@ -99,6 +103,10 @@ class TracedModel:
         buffers = {id(one): one.nbytes for one in copy.buffers()}
         nbytes = sum(buffers.values())
         return cls(model, policy, precision, found, nbytes, container, coalesce_bytes)
+
+
+def _cast_dtype(casts: Any, precision: MixedPrecision, param: nn.Parameter) -> Any:
+    return casts.of_param(param, precision).unsharded_dtype(param.dtype)
 
 
 def _plan(model: nn.Module, policy: Policy | None, precision: MixedPrecision, **more: Any) -> Any:

@@ -68,7 +68,9 @@ class TrainingPlan:
         if best is None:
             return ""
         param_dtype, policy = self.target.precision.param_dtype, self.target.policy
-        keywords = [f"auto_wrap_policy={policy!r}" if policy == "auto" else "auto_wrap_policy=..."]
+        keywords = [
+            f"auto_wrap_policy={policy!r}" if policy == "auto" else "auto_wrap_policy=policy"
+        ]
         keywords.append(f"sharding_strategy={best.strategy!r}")
         if param_dtype is not None:
             keywords.append(f"mixed_precision=MixedPrecision({param_dtype}, torch.float32)")

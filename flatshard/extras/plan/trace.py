@@ -344,7 +344,10 @@ def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None
 
 
 def fake(
-    module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[nn.Parameter], torch.dtype]
+    module: nn.Module,
+    mode: FakeTensorMode,
+    dtype_of: Callable[[nn.Parameter], torch.dtype],
+    device: torch.device,
 ) -> None:
     """Replace the meta tensors of a module by fake tensors. ``dtype_of``: new parameter dtypes."""
     known: dict[int, Tensor] = {}
@@ -353,7 +356,9 @@ def fake(
         if id(tensor) not in known:
             dtype = dtype_of(tensor) if is_param else tensor.dtype  # type: ignore[arg-type]
             with mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+                made = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=dtype, device=device
+                )
             made.requires_grad_(tensor.requires_grad)
             known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_param else made
             known[id(made)] = known[id(tensor)]
@@ -388,8 +393,9 @@ def _explained() -> Iterator[None]:
             "one with torch.library.register_fake, or give `plan` a `step` without the operator."
         ) from error
     except (RuntimeError, AttributeError, IndexError, KeyError, AssertionError) as error:
+        text = str(error).partition("\n")[0]
         raise CannotTraceError(
-            f"the step fails at {_line_of(error)}: {str(error).splitlines()[0]:.300} Give `plan` a "
+            f"the step fails at {_line_of(error)}: {text:.300} Give `plan` a "
             "`step` that calls the model with inputs of the right shapes and dtypes."
         ) from error
 
