@@ -9,14 +9,13 @@ raise, and the command ``flatshard plan`` does not exist.
 """
 
 from flatshard.extras.plan import command  # noqa: F401  (the command line asks for it)
-from flatshard.extras.plan.hardware import DEVICES, Device
+from flatshard.extras.plan.hardware import Device
 from flatshard.extras.plan.measured import RankPlan, plan_wrapped  # noqa: F401
 from flatshard.extras.plan.report import TrainingPlan, plan
 from flatshard.extras.plan.shards import MemoryPlan, UnitMemory, predict
 from flatshard.extras.plan.trace import CannotTraceError, selective_contexts
 
 __all__ = [
-    "DEVICES",
     "CannotTraceError",
     "Device",
     "MemoryPlan",

@@ -228,7 +228,10 @@ def plan(
         ```python
         import flatshard
 
-        print(flatshard.plan("llama3-8b", ranks=[8, 64], batch=2, length=8192, memory=80e9))
+        def step(model):
+            return loss_fn(model(inputs), labels)
+
+        print(flatshard.plan(Model, step=step, ranks=[8, 64], device="h100"))
         ```
 
     Args:
