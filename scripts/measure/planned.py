@@ -582,7 +582,7 @@ def parse_args() -> argparse.Namespace:
         "--only", default="", help="measure training runs whose name contains this text"
     )
     parser.add_argument("--links", action="store_true", help="compare times on limited links")
-    parser.add_argument("--json", type=measuring.output_file, help="write the figures to a file")
+    parser.add_json()
     return parser.parse_args()
 
 
