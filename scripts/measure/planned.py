@@ -189,7 +189,7 @@ class Kind:
         )
 
 
-language = partial(language_step, length=LENGTH)
+language = partial(language_step, seq=LENGTH)
 MODELS = {
     "llama": Kind(llama, language, frozenset({"LlamaBlock"})),
     "gpt": Kind(Gpt, language, frozenset({"GptBlock"})),
@@ -337,7 +337,6 @@ def predict(case: Case, machine: Machine | None = None) -> Outcome:
         machine,
         world_size=case.world,
         buffer_bytes=traced.buffer_bytes,
-        foreach_bytes=0.0,
         accumulate=case.accumulate,
     )
     return replay.run()

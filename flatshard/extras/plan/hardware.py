@@ -6,8 +6,11 @@ duration is the time for the arithmetic or the time for the memory traffic, whic
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,27 @@ from flatshard.extras.plan.trace import Op
 # attention (0.4 on Hopper, see arXiv 2407.08608; 0.6 on Ampere, see arXiv 2307.08691), and copies.
 _MATMUL, _ATTENTION, _COPY = 0.75, 0.42, 0.9
 _KERNEL_SECONDS = 4e-6  # time between the starts of two small kernels
+
+
+def amount(value: float | str) -> float:
+    """Return a number, or read a text such as ``80GB``, ``80GiB``, ``50GB/s`` or ``990T``.
+
+    Raises ValueError if the text is no amount.
+    """
+    found = re.fullmatch(r"([0-9.]+)\s*([KMGTP]?)(i?)(B|FLOPS)?(/s)?", f"{value}".strip())
+    if not isinstance(value, str) or found is None:
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"expected an amount such as 80GB or 990T, got {value!r}") from None
+    number, unit, binary = found.group(1, 2, 3)
+    return float(number) * (1024 if binary else 1000) ** " KMGTP".index(unit or " ")
+
+
+def show(nbytes: float) -> str:
+    """Return a number of bytes as text in B, kB, MB or GB: powers of 1000, as in ``80GB``."""
+    power = min(3, int(math.log10(max(nbytes, 1))) // 3)
+    return f"{nbytes / 1000**power:.{power and 1}f} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
 @dataclass(frozen=True)
@@ -44,15 +68,6 @@ class Device:
     ) -> Device:
         """Return a GPU with these peaks. ``attention``: fraction of ``flops`` that is reached."""
         return cls(_MATMUL * flops, attention * flops, _COPY * memory_rate, memory_bytes)
-
-    def times(self, speed: float) -> Device:
-        """Return a device that is ``speed`` times as fast as this device."""
-        return replace(
-            self,
-            flops=speed * self.flops,
-            attention_flops=speed * self.attention_flops,
-            memory_rate=speed * self.memory_rate,
-        )
 
     def seconds(self, op: Op) -> float:
         rate = self.attention_flops if op.kind == "attention" else self.flops
@@ -156,7 +171,7 @@ def calibrate(device: str = "cpu", *, seconds: float = 1.0) -> Device:
     width = 8192 if on_gpu else 1024
     matrix = torch.randn(width, width, device=device, dtype=dtype)
     heads = torch.randn(1, 16, width // 4, 64, device=device, dtype=dtype)
-    source = torch.empty(width * width // (1 if on_gpu else 4) * 16, device=device)
+    source = torch.empty(width * width * 4, device=device)
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0.0
 
     def attend() -> None:
@@ -180,3 +195,19 @@ def calibrate(device: str = "cpu", *, seconds: float = 1.0) -> Device:
         memory,
         on_gpu,
     )
+
+
+@cache
+def device_of(kind: str) -> Device:
+    """Return the speeds of this machine's device. ``kind``: the device's type, such as ``cuda``.
+
+    A GPU in ``DEVICES`` is found by its name. The speeds of other devices are measured, which takes
+    less than a second.
+    """
+    if kind == "cuda":
+        found = torch.cuda.get_device_properties()
+        name = found.name.lower().replace(" ", "")
+        known = [one for key, one in DEVICES.items() if key.partition("-")[0] in name]
+        if known:
+            return min(known, key=lambda one: abs(one.memory_bytes - found.total_memory))
+    return calibrate(kind, seconds=0.05)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatshard.extras.plan.hardware import DEVICES, Machine
+from flatshard.extras.plan.hardware import TRANSPORTS, Machine, device_of, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.planning import TracedModel, planned_flats
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.memory.buffers import storage_bytes
 from flatshard.module.sharding import Sharding, units_in
-from flatshard.module.unit_report import show_bytes, tabulate
+from flatshard.module.unit_report import tabulate
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.policies import CustomPolicy
 
@@ -49,10 +49,10 @@ class RankPlan:
         rows = [("part", "predicted", "measured", "difference")]
         for name, planned in self.predicted.items():
             found = self.measured.get(name)
-            shown, off = ("-", "") if found is None else (show_bytes(found), "")
+            shown, off = ("-", "") if found is None else (show(found), "")
             if found is not None and planned:
                 off = f"{found / planned - 1:+.1%}"
-            rows.append((name, show_bytes(planned), shown, off))
+            rows.append((name, show(planned), shown, off))
         lines = [tabulate(rows, numbers=range(1, 4)), f"The peak is in {self.outcome.peak_at}."]
         if self.differing:
             lines.append(f"More than 10 % off: {', '.join(self.differing)}.")
@@ -96,9 +96,17 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
         optimizer_bytes=held / trained if held and trained else None,
         reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
     )
-    device = DEVICES["h100"]
-    replay = Replay(traced.trace, flats, names, Machine(device), world_size=world)
-    outcome = replay.run()
+    kind = settings.device.type
+    transport = sharding.unit.topology.intra_group.transport_for()
+    sends = "sockets" if transport.gathers_in_background else "native"
+    outcome = Replay(
+        traced.trace,
+        flats,
+        names,
+        Machine(device_of(kind), transport=TRANSPORTS["nccl" if kind == "cuda" else sends]),
+        world_size=world,
+        buffer_bytes=traced.buffer_bytes,
+    ).run()
     predicted = {
         name: sum(getattr(flat.memory, f"{kind}_bytes") for flat in flats)
         for name, kind in (("parameters", "parameter"), ("gradients", "gradient"))

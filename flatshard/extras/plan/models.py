@@ -127,11 +127,11 @@ PRESETS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def language_step(batch: int, length: int) -> Step:
-    """Return the step of a language model, which predicts ``batch`` times ``length`` tokens."""
+def language_step(batch: int, seq: int) -> Step:
+    """Return the step of a language model, which predicts ``batch`` times ``seq`` tokens."""
 
     def step(model: nn.Module) -> Tensor:
-        tokens = torch.zeros(batch, length, dtype=torch.long)
+        tokens = torch.zeros(batch, seq, dtype=torch.long)
         logits = model(tokens)
         logits = getattr(logits, "logits", logits)
         if not (isinstance(logits, Tensor) and logits.dim() == 3):
@@ -147,7 +147,7 @@ def language_step(batch: int, length: int) -> Step:
     return step
 
 
-def read_spec(spec: str, length: int) -> Callable[[], Any]:
+def read_spec(spec: str, seq: int) -> Callable[[], Any]:
     """Return the function that builds the model that ``spec`` names.
 
     ``spec`` is the name of a preset, the path of a Hugging Face ``config.json``, or
@@ -157,7 +157,7 @@ def read_spec(spec: str, length: int) -> Callable[[], Any]:
         ValueError: ``spec`` names nothing that exists, or transformers lacks the architecture.
     """
     if spec in PRESETS:
-        return partial(PRESETS[spec], length=length)
+        return partial(PRESETS[spec], length=seq)
     if spec.endswith(".json") or Path(spec).is_dir():
         path = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
         return partial(_from_config, path)

@@ -14,16 +14,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatshard.extras.plan import shards
 from flatshard.extras.plan.fusion import compiled
-from flatshard.extras.plan.hardware import Machine
+from flatshard.extras.plan.hardware import Machine, show
 from flatshard.extras.plan.models import Step, language_step
 from flatshard.extras.plan.replay import Outcome, PlannedFlat, Replay
 from flatshard.extras.plan.trace import Checkpointing, StepTrace, checkpoint_blocks, fake, trace
 from flatshard.module.model_plan import PlannedUnit
 from flatshard.options.precision import MixedPrecision
+from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import Policy
 
 _CPU = torch.device("cpu")
-_BF16 = MixedPrecision(torch.bfloat16, torch.float32)
+# Dtypes in which models compute. Gradients are reduced, and optimizers step, in float32.
+DTYPES = {
+    "bf16": MixedPrecision(torch.bfloat16, torch.float32),
+    "fp16": MixedPrecision(torch.float16, torch.float32),
+    "fp32": MixedPrecision(),
+}
 STRATEGIES = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 # Bytes of the optimizer's state for each trained element in float32.
 OPTIMIZERS = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "muon": 4.0, "lion": 4.0}
@@ -223,31 +229,35 @@ class Target:
         machine: devices and links.
         ranks: the numbers of ranks to compare.
         batch: number of sequences (or other samples) per rank.
-        length: number of tokens per sequence.
+        seq: number of tokens per sequence.
         optimizer: a key of ``OPTIMIZERS``, or the bytes of state per trained element.
         checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
-        compiles: whether ``torch.compile`` compiles each unit.
+        compile: whether ``torch.compile`` compiles each unit.
         accumulate: number of backwards per step. All but the last backward run under ``no_sync``.
-        precision: dtypes of the computation and of the reduction.
-        policy: selects the units.
-        strategies: names of the strategies to compare.
+        dtype: a key of ``DTYPES``, or the mixed precision of all units.
+        auto_wrap_policy: selects the units.
+        strategy: names of the strategies to compare.
     """
 
     machine: Machine
     ranks: Sequence[int] = (8,)
     batch: int = 1
-    length: int = 2048
+    seq: int = 2048
     optimizer: str | float = "adamw"
     checkpoint: Checkpointing = "none"
-    compiles: bool = False
+    compile: bool = False
     accumulate: int = 1
-    precision: MixedPrecision = _BF16
-    policy: Policy | None = "auto"
-    strategies: Sequence[str] = STRATEGIES
+    dtype: str | MixedPrecision = "bf16"
+    auto_wrap_policy: Policy | None = "auto"
+    strategy: Sequence[str] = STRATEGIES
 
     @property
     def state_bytes(self) -> float:
         return OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
+
+    @property
+    def precision(self) -> MixedPrecision:
+        return DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
 
 
 def choices(
@@ -256,29 +266,52 @@ def choices(
     """Trace one step, and replay the trace under each strategy on each number of ranks.
 
     Returns the predictions, and the name of the module that contains the repeated blocks.
+
+    Raises ValueError if no strategy can be used, or if one unit alone needs too much memory.
     """
     traced = TracedModel.of(
         build,
-        step or language_step(target.batch, target.length),
-        policy=target.policy,
+        step or language_step(target.batch, target.seq),
+        policy=target.auto_wrap_policy,
         precision=target.precision,
         checkpoint=target.checkpoint,
-        compiles=target.compiles,
+        compiles=target.compile,
         on_gpu=target.machine.device.is_gpu,
     )
+    _check_memory(traced, target)
     found = []
     for ranks in target.ranks:
-        for strategy in target.strategies:
+        for strategy in target.strategy:
             per_node = min(ranks, target.machine.per_node)
             if strategy.startswith("HYBRID") and (ranks <= per_node or ranks % per_node):
                 continue  # a hybrid strategy shards within a node, and needs several nodes
             found.append(_choice(traced, target, strategy, ranks, per_node))
     if not found:
         raise ValueError(
-            f"{', '.join(target.strategies)} needs several nodes: expected numbers of ranks that "
+            f"{', '.join(target.strategy)} needs several nodes: expected numbers of ranks that "
             f"are multiples of per_node={target.machine.per_node}, got {list(target.ranks)}."
         )
     return found, traced.container
+
+
+def _check_memory(traced: TracedModel, target: Target) -> None:
+    """Raise ValueError if the device cannot hold the largest unit, which no strategy divides."""
+    flats, names = planned_flats(traced, world_size=max(target.ranks))
+    unsharded, gradients = [0] * len(names), [0] * len(names)
+    for flat in flats:
+        memory = flat.memory
+        if not memory.is_lookup:
+            unsharded[flat.unit] += max(memory.gathered_bytes, memory.parameter_bytes)
+        gradients[flat.unit] = max(gradients[flat.unit], memory.whole_gradient_bytes)
+    needs = [sum(pair) for pair in zip(unsharded, gradients, strict=True)]
+    largest, memory_bytes = max(needs), target.machine.device.memory_bytes
+    if memory_bytes and largest + CONTEXT_BYTES > memory_bytes:
+        raise ValueError(
+            f"memory {show(memory_bytes)} is too small under every strategy: the unsharded "
+            f"parameters and gradients of {unit_text(names[needs.index(largest)])} need {largest:,}"
+            f" bytes ({show(largest)}), and CUDA and NCCL need {show(CONTEXT_BYTES)}. Give more "
+            "memory, or an auto_wrap_policy that makes smaller units."
+        )
 
 
 def _choice(
@@ -298,7 +331,6 @@ def _choice(
         target.machine,
         world_size=ranks,
         buffer_bytes=traced.buffer_bytes,
-        foreach_bytes=0.0,  # flatshard steps element-wise optimizers with one fused kernel
         accumulate=target.accumulate,
     ).run()
     memory = target.machine.device.memory_bytes

@@ -116,13 +116,11 @@ class Replay:
         *,
         world_size: int,
         buffer_bytes: int = 0,
-        foreach_bytes: float = 1.0,  # the optimizer's temporary bytes per byte of parameters
         accumulate: int = 1,  # backwards per step, all but the last under ``no_sync``
         expandable_segments: bool = True,  # a setting of torch's allocator
     ) -> None:
         self.trace, self.flats, self.names, self.machine = trace, flats, names, machine
         self.world_size, self._accumulate = world_size, accumulate
-        self._foreach_bytes = foreach_bytes
         self.outcome = Outcome()
         self._totals: dict[str, int] = defaultdict(int)
         self._sum = 0
@@ -577,15 +575,12 @@ class Replay:
         if not self.state:
             for flat in self.flats:
                 self.state.append(self.allocate(flat.memory.optimizer_bytes, "optimizer"))
-        trained = sum(f.memory.parameter_bytes for f in self.flats if f.memory.is_trained)
-        extra = self.allocate(int(self._foreach_bytes * trained), "temporary")
         moved = 2 * sum(f.memory.parameter_bytes + f.memory.optimizer_bytes for f in self.flats)
         moved += sum(flat.memory.gradient_bytes for flat in self.flats)
-        # Optimizers that run one kernel per operation (foreach) read and write most tensors twice.
-        seconds = (1 + (self._foreach_bytes > 0)) * moved / self.machine.device.memory_rate
+        # flatshard steps element-wise optimizers with one fused kernel: it needs no other memory.
+        seconds = moved / self.machine.device.memory_rate
         self.clock += seconds
         self.outcome.compute_seconds += seconds
-        self.free(extra)
 
 
 def _kept_for_backward(trace: StepTrace) -> set[int]:

@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from flatshard.extras.plan.hardware import DEVICES, Device, Machine
+from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, read_spec
-from flatshard.extras.plan.planning import Choice, Target, choices
-from flatshard.module.unit_report import show_bytes, tabulate
-from flatshard.options.precision import MixedPrecision
+from flatshard.extras.plan.planning import STRATEGIES, Choice, Target, choices
+from flatshard.module.unit_report import tabulate
 
 # Categories of memory in the order of the plot: constant categories are at the bottom.
 _PLOTTED = (
@@ -67,7 +64,7 @@ class TrainingPlan:
         best = self.best
         if best is None:
             return ""
-        param_dtype, policy = self.target.precision.param_dtype, self.target.policy
+        param_dtype, policy = self.target.precision.param_dtype, self.target.auto_wrap_policy
         keywords = [
             f"auto_wrap_policy={policy!r}" if policy == "auto" else "auto_wrap_policy=policy"
         ]
@@ -132,14 +129,14 @@ class TrainingPlan:
             lines += [f"Cheapest that fits: {what}. {_peak(best)}", "", self.code()]
             return "\n".join(lines)
         closest = min(self.choices, key=lambda one: one.outcome.peak_bytes)
-        device = show_bytes(int(self.target.machine.device.memory_bytes))
+        device = show(self.target.machine.device.memory_bytes)
         lines.append(
             f"Nothing fits into {device}. {closest.strategy} on {closest.ranks} ranks needs least. "
             f"{_peak(closest)} What to change:"
         )
         for change, one in self.changes.items():
             fits = "fits" if one.fits else "does not fit"
-            peak = show_bytes(one.outcome.peak_bytes)
+            peak = show(one.outcome.peak_bytes)
             lines.append(f"- {change}: {peak} with {one.strategy} on {one.ranks} ranks, {fits}")
         return "\n".join(lines)
 
@@ -175,17 +172,17 @@ def _row(one: Choice) -> tuple[str, ...]:
     at_peak = [outcome.peak.get(kind, 0) for kind in _CATEGORIES]
     held = [one.persistent.get(kind, held) for kind, held in zip(_CATEGORIES, at_peak, strict=True)]
     rest = outcome.peak_bytes - sum(at_peak)
-    sizes = [*held, rest, outcome.peak_bytes, outcome.reserved_bytes]
-    sizes += [int(nbytes) for nbytes in outcome.sent_bytes]
+    sizes: list[float] = [*held, rest, outcome.peak_bytes, outcome.reserved_bytes]
+    sizes += outcome.sent_bytes
     return (
-        *(str(one.ranks), one.strategy, *map(show_bytes, sizes)),
+        *(str(one.ranks), one.strategy, *map(show, sizes)),
         *(f"{1000 * outcome.seconds:,.0f} ms", f"{one.samples_per_second:,.2f}"),
         *(one.bound, "yes" if one.fits else "no"),
     )
 
 
 def _peak(one: Choice) -> str:
-    return f"Its peak of {show_bytes(one.outcome.peak_bytes)} is in {one.outcome.peak_at}."
+    return f"Its peak of {show(one.outcome.peak_bytes)} is in {one.outcome.peak_at}."
 
 
 def _figures(one: Choice) -> dict[str, Any]:
@@ -205,24 +202,43 @@ def _figures(one: Choice) -> dict[str, Any]:
     return {**own, **outcome, "peak_bytes": one.outcome.peak_bytes}
 
 
+def counts(ranks: int | str | Sequence[int]) -> tuple[int, ...]:
+    """Return numbers of ranks. A text lists numbers (``8,64``), or doubles one (``8..64``)."""
+    if not isinstance(ranks, str):
+        return (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    first, dots, last = ranks.partition("..")
+    try:
+        if not dots:
+            return tuple(int(one) for one in ranks.split(","))
+        start, end = int(first), int(last)
+    except ValueError:
+        raise ValueError(f"ranks: expected 8, 8,64 or 8..64, got {ranks!r}") from None
+    if not 0 < start <= end:
+        raise ValueError(f"ranks: expected 1 <= first <= last, got {ranks!r}")
+    return tuple(start << i for i in range((end // start).bit_length()))
+
+
 def plan(
-    model_fn: Callable[[], Any] | str,
+    spec: Callable[[], Any] | str,
     *,
-    ranks: int | Sequence[int] = 8,
-    device: str | Device = "h100",
-    memory: float | None = None,
-    per_node: int = 8,
-    link: float = 50e9,
-    node_link: float = 450e9,
     step: Step | None = None,
+    ranks: int | str | Sequence[int] = 8,
+    per_node: int = 8,
+    device: str | Device = "h100",
+    memory: float | str | None = None,
+    flops: float | str | None = None,
+    link: float | str = 50e9,
+    node_link: float | str = 450e9,
     batch: int = 1,
-    length: int = 2048,
+    seq: int = 2048,
+    strategy: str | Sequence[str] = STRATEGIES,
     **settings: Any,
 ) -> TrainingPlan:
     """Predict memory, communication and time of training a model, for each sharding strategy.
 
     One forward and backward of the model runs on fake tensors, which have no memory. The prediction
-    needs no process group, no GPU, and does not communicate.
+    needs no process group, no GPU, and does not communicate. The options of the command
+    ``flatshard plan`` have the names of the keywords.
 
     Example:
         ```python
@@ -231,35 +247,42 @@ def plan(
         def step(model):
             return loss_fn(model(inputs), labels)
 
-        print(flatshard.plan(Model, step=step, ranks=[8, 64], device="h100"))
+        print(flatshard.plan(Model, step=step, ranks=[8, 64], memory="80GB"))
         ```
 
     Args:
-        model_fn: a function that returns the model, or a tuple of the model and its ``step``.
+        spec: a function that returns the model, or a tuple of the model and its ``step``.
             ``plan`` calls the function under ``torch.device("meta")``, where tensors have no
             memory. Instead of a function: the name of a preset (``"llama3-8b"``), the path of a
             Hugging Face ``config.json``, or ``"package.module:function"``.
-        ranks: numbers of ranks to compare.
-        device: name of a device, such as ``"h100"``, or a ``Device`` with the speeds.
-        memory: bytes of memory per device. None: the memory of ``device``.
+        step: a function that gets the model, runs a forward and returns the loss. None: the model
+            is a language model, which takes token ids of shape ``(batch, seq)``.
+        ranks: numbers of ranks to compare; ``"8..64"`` doubles 8 up to 64.
         per_node: number of ranks in one node.
+        device: name of a device, such as ``"h100"``, or a ``Device`` with the speeds.
+        memory: bytes of memory per device, or a text such as ``"80GB"`` (powers of 1000) or
+            ``"80GiB"``. None: the memory of ``device``.
+        flops: sustained floating point operations per second of matrix products, such as
+            ``"600T"``. None: the speed of ``device``.
         link: one rank's share of the bytes per second that its node sends to other nodes.
         node_link: bytes per second that one rank sends within a node.
-        step: a function that gets the model, runs a forward and returns the loss. None: the model
-            is a language model, which takes token ids of shape ``(batch, length)``.
         batch: number of sequences per rank in one forward.
-        length: number of tokens per sequence.
-        settings: other fields of ``planning.Target``: ``optimizer``, ``checkpoint``,
-            ``compiles``, ``accumulate``, ``precision``, ``policy``, ``strategies``.
+        seq: number of tokens per sequence.
+        strategy: names of the sharding strategies to compare.
+        settings: ``dtype`` (``"bf16"``, ``"fp16"``, ``"fp32"`` or a ``MixedPrecision``),
+            ``optimizer`` (``"adamw"``, ``"sgd"``, ... or the bytes of state per element),
+            ``checkpoint`` (``"none"``, ``"block"`` or ``"selective"``), ``compile``, ``accumulate``
+            (backwards per step) and ``auto_wrap_policy``.
 
     Raises:
         CannotTraceError: the model's forward needs real values.
-        ValueError: the name of the model or device is unknown, or a number is too small.
+        ValueError: the name of the model or device is unknown, a number is too small, or one unit
+            alone needs more than ``memory`` under every strategy.
         TypeError: ``step`` is None, and the model does not return logits; or ``step`` does not
             return a loss.
     """
-    counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    least = {"batch": batch, "length": length, "per_node": per_node, "ranks": min(counts)}
+    numbers = counts(ranks)
+    least = {"batch": batch, "seq": seq, "per_node": per_node, "ranks": min(numbers)}
     for name, value in least.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
@@ -268,15 +291,16 @@ def plan(
             raise ValueError(f"device {device!r} is not known. Known: {', '.join(DEVICES)}.")
         device = DEVICES[device]
     if memory is not None:
-        device = dataclasses.replace(device, memory_bytes=memory)
-    machine = Machine(device, per_node, node_link, link)
-    target = Target(machine, counts, batch, length, **settings)
-    build = model_fn
-    if isinstance(build, str):
-        build = read_spec(build, length)
+        device = dataclasses.replace(device, memory_bytes=amount(memory))
+    if flops is not None:
+        device = dataclasses.replace(device, flops=amount(flops))
+    machine = Machine(device, per_node, amount(node_link), amount(link))
+    strategies = (strategy,) if isinstance(strategy, str) else strategy
+    target = Target(machine, numbers, batch, seq, strategy=strategies, **settings)
+    build = read_spec(spec, seq) if isinstance(spec, str) else spec
     found, container = choices(build, step, target)
-    name = model_fn if isinstance(model_fn, str) else getattr(model_fn, "__name__", "model")
-    made = TrainingPlan(str(name), target, found, container)
+    name = spec if isinstance(spec, str) else getattr(spec, "__name__", "model")
+    made = TrainingPlan(name, target, found, container)
     if made.best is None:
         made = dataclasses.replace(made, changes=_changes(build, step, target))
     return made
@@ -284,7 +308,6 @@ def plan(
 
 def _changes(build: Callable[[], Any], step: Step | None, target: Target) -> dict[str, Choice]:
     """For each change of one setting, return the prediction with the smallest peak."""
-    precision = MixedPrecision(torch.bfloat16, target.precision.reduce_dtype)
     changes: dict[str, dict[str, Any]] = {
         "checkpoint='selective'": {"checkpoint": "selective"},
         "checkpoint='block'": {"checkpoint": "block"},
@@ -293,7 +316,7 @@ def _changes(build: Callable[[], Any], step: Step | None, target: Target) -> dic
     if step is None and target.batch > 1:
         changes[f"batch={target.batch // 2}"] = {"batch": target.batch // 2}
     if target.precision.param_dtype is None:
-        changes["dtype bf16"] = {"precision": precision}
+        changes["dtype='bf16'"] = {"dtype": "bf16"}
     if target.checkpoint != "none":
         del changes["checkpoint='selective'"]
     if target.checkpoint == "block":

@@ -18,9 +18,10 @@ from torch import nn
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
 from flatshard.engine.unit import LOOKUPS
+from flatshard.extras.plan.hardware import show
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
-from flatshard.module.unit_report import show_bytes, tabulate
+from flatshard.module.unit_report import tabulate
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.options.transport_options import TransportOptions, as_coalesce_bytes
@@ -169,23 +170,20 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         header = ("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
-        rows = [
-            _row(unit.name or "(root)", unit, show_bytes(unit.gathered_bytes))
-            for unit in self.units
-        ]
+        rows = [_row(unit.name or "(root)", unit, show(unit.gathered_bytes)) for unit in self.units]
         if len(rows) > _ROWS:
             rows[_ROWS // 2 : -_ROWS // 2] = [(f"... {len(rows) - _ROWS} more", *5 * ("",))]
-        rows.append(_row("total", self, f"peak {show_bytes(self.peak_gathered_bytes)}"))
+        rows.append(_row("total", self, f"peak {show(self.peak_gathered_bytes)}"))
         return (
             f"{tabulate([header, *rows], numbers=range(1, 6))}\n"
-            f"each rank: persistent memory {show_bytes(self.persistent_bytes)}, peak "
-            f"{show_bytes(self.peak_bytes)}, without activations"
+            f"each rank: persistent memory {show(self.persistent_bytes)}, peak "
+            f"{show(self.peak_bytes)}, without activations"
         )
 
 
 def _row(name: str, one: UnitMemory | MemoryPlan, unsharded: str) -> tuple[str, ...]:
     sizes = one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes
-    return name, f"{one.numel:,}", *map(show_bytes, sizes), unsharded
+    return name, f"{one.numel:,}", *map(show, sizes), unsharded
 
 
 def predict(

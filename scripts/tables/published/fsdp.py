@@ -24,7 +24,7 @@ class Fsdp2Replay(Replay):
 
     def __init__(self, run: Run, *args: Any, **keywords: Any) -> None:
         self.run_of = run
-        super().__init__(*args, foreach_bytes=0, **keywords)
+        super().__init__(*args, **keywords)
         self._root = len(self.names) - 1
         self._last = [one for one in self.trace.order if one != self._root][-1:]
         # Whether the threads of forward and of backward have allocated their cuBLAS workspace.

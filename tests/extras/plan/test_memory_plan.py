@@ -119,7 +119,7 @@ def test_table_and_refusals() -> None:
     assert text.splitlines()[0].split() == [
         *("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
     ]
-    assert "each rank: persistent memory 2.5 MiB" in text
+    assert "each rank: persistent memory 2.6 MB" in text
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         predict(model(), world_size=0)
     for size in (None, 3):

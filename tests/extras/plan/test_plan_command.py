@@ -1,6 +1,9 @@
 """The command ``flatshard plan`` and ``plan``: what they print, and what bad input gets."""
 
+import inspect
 import json
+from argparse import ArgumentParser
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision
 from flatshard.checkpoint.command_line import main
+from flatshard.extras.plan import command
+from flatshard.extras.plan.planning import Target
 from flatshard.memory_plan import CannotTraceError, plan
 
 WIDTH = 256
@@ -75,16 +80,35 @@ def test_table_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert found["best"]["fits"]
 
 
+def test_options_have_the_names_of_the_keywords() -> None:
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+    options = set(vars(parser.parse_args([]))) - {"plot", "json", "calibrate"}
+    keywords = {*inspect.signature(plan).parameters, *(one.name for one in fields(Target))}
+    assert options <= keywords
+    # What remains cannot be written on a command line.
+    assert keywords - options == {"step", "settings", "machine", "auto_wrap_policy"}
+
+
+def test_memory_is_printed_in_the_unit_of_the_option() -> None:
+    for size in ("1.03GB", "0.959GiB", 1.03e9):
+        made = plan(Small, memory=size, ranks=2, strategy="FULL_SHARD", batch=64, seq=64)
+        assert "Nothing fits into 1.0 GB." in str(made)
+    exact = plan(Small, memory="1GiB", ranks="2..4", strategy="FULL_SHARD", batch=64)
+    assert exact.target.machine.device.memory_bytes == 2**30
+    assert [one.ranks for one in exact.choices] == [2, 4]
+
+
 def test_checkpoints_lower_the_activations() -> None:
     peaks = {}
     for kind in ("none", "selective", "block"):
-        made = plan(Small, batch=64, length=64, checkpoint=kind, strategies=("FULL_SHARD",))
+        made = plan(Small, batch=64, seq=64, checkpoint=kind, strategy="FULL_SHARD")
         peaks[kind] = made.choices[0].outcome.peak["activations"]
     assert peaks["block"] < peaks["selective"] < peaks["none"]
 
 
 def test_what_to_change_and_the_code_to_paste() -> None:
-    settings = {"batch": 64, "length": 64, "strategies": ("FULL_SHARD",)}
+    settings = {"batch": 64, "seq": 64, "strategy": "FULL_SHARD"}
     few = plan(Small, ranks=2, memory=1.03e9, **settings)
     assert few.best is None
     assert not few.code()
@@ -112,6 +136,10 @@ def test_what_to_change_and_the_code_to_paste() -> None:
         (["plan", f"{__name__}:Nothing"], "is neither a preset"),
         (["plan", "nowhere.json"], "cannot be read as a configuration"),
         (["plan", *SMALL, "--batch", "0"], "batch must be at least 1, got 0"),
+        (["plan", *SMALL, "--ranks", "8..2"], "expected 1 <= first <= last, got '8..2'"),
+        (["plan", *SMALL, "--memory", "much"], "expected an amount such as 80GB or 990T, got 'm"),
+        # Unit blocks.0 in bf16, and its gradients in float32: 6 bytes per element.
+        (["plan", *SMALL, "--memory", "1.003GB"], "unit 'blocks.0' need 3,156,480 bytes (3.2 MB)"),
         (["plan", SPEC, "--strategy", "HYBRID_SHARD"], "needs several nodes"),
         (["plan", f"{__name__}:Branching", "--seq", "8"], "test_plan_command.py:"),
     ],
@@ -135,11 +163,11 @@ def test_unknown_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_model_of_another_kind() -> None:
     with pytest.raises(TypeError, match="Give `plan` a `step`"):
-        plan(lambda: nn.Sequential(nn.Embedding(64, 8), nn.Flatten()), precision=MixedPrecision())
+        plan(lambda: nn.Sequential(nn.Embedding(64, 8), nn.Flatten()), dtype=MixedPrecision())
     made = plan(with_step, ranks=2)
     assert made.best is not None
     with pytest.raises(CannotTraceError, match="needs real values: aten"):
-        plan(Branching, length=8)
+        plan(Branching, seq=8)
 
 
 def test_formulas(capsys: pytest.CaptureFixture[str]) -> None:
