@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_checks import divergence
+from lib.watch_cost import cost_of_watching
 from torch.distributed import distributed_c10d
 
 from flatshard import checkpoint
@@ -144,3 +145,10 @@ def pause(rank: int, seed: str, steps: str, longest: str) -> dict[str, Any]:
             dist.barrier()
     torch.cuda.synchronize()
     return {"error": "", "seconds": 0.0}
+
+
+def measure_watching(rank: int, blocks: str, steps: str) -> dict[str, Any]:
+    """Seconds of a step with and without looks for deadlocks (`scripts/measure/watching.py`)."""
+    program = divergence.Program(rank, GPU)
+    program.step()
+    return {"error": "", **cost_of_watching(program.step, int(blocks), int(steps))._asdict()}

@@ -171,7 +171,8 @@ def calibrate(device: str = "cpu", *, seconds: float = 1.0) -> Device:
     width = 8192 if on_gpu else 1024
     matrix = torch.randn(width, width, device=device, dtype=dtype)
     heads = torch.randn(1, 16, width // 4, 64, device=device, dtype=dtype)
-    source = torch.empty(width * width * 4, device=device)
+    # Larger than the caches of CPUs (tens of megabytes), because the optimizer's state is, too.
+    source = torch.ones(2**28 if on_gpu else 2**26, device=device)
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0.0
 
     def attend() -> None:
