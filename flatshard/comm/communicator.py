@@ -248,12 +248,11 @@ class Communicator(Members):
         """
         out = request.out
         nbytes = out.numel() * self.size * request.chunks.dtype.itemsize
-        action = "reduce-scattering"
+        action = "reduce-scattering gradients in backward"
         if request.kind == "all_reduce":
             nbytes = (nbytes + out.nbytes * self.size) // 2
-            action = "all-reducing"
+            action = "all-reducing gradients in backward"
         self.note(request.kind, request.unit_fqn, nbytes)
-        action += " gradients in backward"
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)

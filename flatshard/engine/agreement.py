@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import chain, compress, islice
 from zlib import crc32
 
-from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.comm.work import REMEDY, Begun, first_difference
 from flatshard.engine.events import Kind, Voter
@@ -160,17 +159,6 @@ def _check_program(root_name: str, maxima: bytes) -> None:
         )
 
 
-def gathering_groups(state: RunState) -> list[Communicator]:
-    """Return the group of all ranks, and the groups in which units all-gather.
-
-    Groups of one rank are left out.
-    """
-    found = [state.world]
-    for topology in (unit.handles[0].topology for unit in state.units if unit.handles):
-        found += topology.intra_group, topology.inter_group, topology.regather or state.world
-    return [group for group in dict.fromkeys(found) if group.size > 1]
-
-
 def _order(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if the ranks all-gathered units in the same order.
 
@@ -183,11 +171,12 @@ def _order(state: RunState) -> bytes:
     # Each group has a digest of the collectives that the group has begun. Compare the digest of a
     # smaller group inside the group: if the exchange of all ranks contained the digests of all
     # groups, the message would grow with the number of ranks.
-    digests = {group: group.history.to_compare() for group in gathering_groups(state)}
-    own = digests.pop(world)
-    comparing = "comparing the order of all-gathers"
-    differs = [not one.host.all_equal(digest, comparing) for one, digest in digests.items()]
-    return bytes([any(differs)]) + with_complements(own)
+    differs = [
+        not group.host.all_equal(group.history.to_compare(), "comparing the order of all-gathers")
+        for group in state.gather_groups
+        if group is not world
+    ]
+    return bytes([any(differs)]) + with_complements(world.history.to_compare())
 
 
 def _check_order(state: RunState, maxima: bytes) -> None:
@@ -199,7 +188,7 @@ def _check_order(state: RunState, maxima: bytes) -> None:
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return
-    histories = [group.history for group in gathering_groups(state)]
+    histories = [group.history for group in state.gather_groups]
     mine = {history.name: history.recent() for history in histories}
     of_group: dict[str, dict[int, list[Begun]]] = {}
     said = state.world.host.gather(mine, "what was all-gathered")

@@ -280,14 +280,11 @@ class Backward:
             self._is_active = failed  # after a failure, the next step calls `_drop`
             for unit in state.units:
                 # Leave a unit in phase FORWARD unsharded: a forward may run a backward inside (to
-                # compute forces, for example) and then continue.
+                # compute forces, for example) and then continue. No computation of this backward is
+                # left, so also free the buffers that kept their memory only because views of the
+                # buffers existed.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
-                    unit.reshard(Moment.AFTER_BACKWARD)
-            # No computation of this backward is left, so free the buffers that kept their memory
-            # only because views of the buffers existed.
-            for _, handle in state.handles:
-                if handle.lingers:
-                    handle.reshard()
+                    unit.reshard(Moment.BACKWARD_OVER)
         is_outermost = state.depth == 0
         # Wait until the other ranks have received this rank's data, because the optimizer may write
         # the shards next. If a forward runs around this backward, the end of the forward waits.

@@ -33,15 +33,22 @@ from flatshard.engine.unit import Unit
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
+# Numbers of the forwards after which all values are compared ([Note: which forwards]).
+_COMPARED = {2, *(10**power for power in range(12))}
+
+# A function that reads values of an unsharded buffer: `checksum` reads all values, `sample` a few
+# values, and `type` no value.
+Look = Callable[[Tensor], object]
+
 
 class ForwardEdits:
     """Records parameters before each forward of a unit, and looks for edits after the forward."""
 
     def __init__(self) -> None:
         # For each flat parameter, the state of the unsharded buffer at the beginning of the unit's
-        # latest forward: the version, the function that reads the values (`checksum` or `sample`),
-        # and the function's result.
-        self._before: dict[FlatParamHandle, tuple[int, Callable[[Tensor], object], object]] = {}
+        # latest forward: the version, the function that reads the values, and the function's
+        # result.
+        self._before: dict[FlatParamHandle, tuple[int, Look, object]] = {}
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the first forward of the unit.
@@ -49,43 +56,36 @@ class ForwardEdits:
         # forwards]).
         self._frozen: dict[FlatParamHandle, int] = {}
         self._was_edited = False
-        # Cache of the lookup in `check`: for a handle and a module, the places inside the module
-        # that hold parameters of the handle.
-        self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
     def begin(self, unit: Unit) -> None:
         """Record the state of the unsharded parameters before a unit's forward."""
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
-        is_power_of_ten = str(number).rstrip("0") == "1"
-        compares = self._was_edited or number == 2 or is_power_of_ten
         for handle in unit.handles:
             # If the shard itself is the buffer, an edit changes the shard and is not lost, so there
             # is nothing to check.
-            if not handle.is_aliased:
-                is_frozen = not unit.num_trainable[handle]
-                is_written = is_frozen and (
-                    self._frozen.setdefault(handle, handle.version) != handle.version
-                )
-                is_sampled = is_frozen or number % 8 == 0
-                # `type` stands for a function that reads no values.
-                look = checksum if compares or is_written else sample if is_sampled else type
-                self._before[handle] = handle.buffer._version, look, look(handle.buffer)
+            if handle.is_aliased:
+                continue
+            look: Look = sample if number % 8 == 0 else type
+            if not unit.num_trainable[handle]:
+                look = self._look_at_frozen(handle)
+            if self._was_edited or number in _COMPARED:
+                look = checksum
+            self._before[handle] = handle.buffer._version, look, look(handle.buffer)
+
+    def _look_at_frozen(self, handle: FlatParamHandle) -> Look:
+        is_written = self._frozen.setdefault(handle, handle.version) != handle.version
+        return checksum if is_written else sample
 
     def check(self, unit: Unit, module: nn.Module) -> None:
         """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters."""
-        for handle in unit.handles:
+        for handle, places in unit.places_in[module]:
             if handle not in self._before or handle.is_aliased:
                 continue
             version, look, before = self._before[handle]
             if handle.buffer._version != version or look(handle.buffer) != before:
                 self._was_edited = True
                 raise _edited(handle)
-            places = self._places.get((handle, module))
-            if places is None:
-                inside = set(module.modules())
-                places = [place for place in handle.places if place[0] in inside]
-                self._places[handle, module] = places
             _check_installed(handle, places)
 
 

@@ -187,17 +187,16 @@ class ParamGather:
         """
         assert self._work is not None, "an all-gather was started"
         work, self._work = self._work, None
-        packed, self._packed = self._packed, None
         work.wait(self._link.pending_sends)
         if self._is_offloaded:
             # The compute stream must not read the buffer before the copy stream has filled the
             # buffer. Make the compute stream wait only here, and not in `start`: until here,
             # kernels that do not need the parameters can run.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
-        if packed is not None:
-            assert self._float8 is not None, "float8 values were packed"
+        if self._packed is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._float8.unpack(packed, buffer)
+                self._float8.unpack(self._packed, buffer)
+            self._packed = None
 
     def start_full(self, part: Tensor, out: Tensor, tags: tuple[int, ...] = ()) -> AsyncWork:
         """Start to all-gather ``part``, ``(shard_numel,)``, into ``out``, outside of a step.

@@ -34,7 +34,7 @@ class UnreducedGrads:
         # For each original parameter whose `.grad` shows accumulated gradients: the tensor in
         # `.grad`, the tensor's version, and whether `show` made the tensor. False: the tensor is a
         # reduced gradient of an earlier step, which `show` has left in `.grad`.
-        self._shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
+        self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
 
     def show(self) -> None:
         """Put accumulated gradients into ``.grad`` after a backward."""
@@ -59,7 +59,7 @@ class UnreducedGrads:
                 # gradient, the accumulated gradients would be missing in the step.
                 grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
-                self._shown[original] = grad, local_range(grad)._version, is_view
+                self.shown[original] = grad, local_range(grad)._version, is_view
 
     def _view(self, param: OriginalParam, chunk: Tensor | None) -> Tensor:
         if chunk is not None:
@@ -76,7 +76,7 @@ class UnreducedGrads:
 
         False if every ``.grad`` has been replaced or removed since ``show``.
         """
-        return any(param.sharded.grad is shown for param, (shown, *_) in self._shown.items())
+        return any(param.sharded.grad is shown for param, (shown, *_) in self.shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
         """Take ``grad``, which autograd left in ``.grad``; return a tensor for the buffer.
@@ -86,12 +86,12 @@ class UnreducedGrads:
         contains the accumulated gradient. Then this method drops the buffer's accumulated gradient,
         and returns a copy, which the buffer can keep because no other code can reach the copy.
         """
-        if param not in self._shown or self._shown[param][0] is not grad:
+        if param not in self.shown or self.shown[param][0] is not grad:
             return grad
         # Autograd has added the new gradient to the shown gradient in place, before this backward
         # could remove the shown gradient. So the buffer must not add the accumulated gradient
         # again.
-        _, _, is_view = self._shown.pop(param)
+        _, _, is_view = self.shown.pop(param)
         if is_view:
             self._buffer.forget(param.index)
         return grad.clone()
@@ -103,7 +103,7 @@ class UnreducedGrads:
         buffer, too. If the user has changed ``.grad`` in another way, set ``was_edited``.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for original, (shown, version, is_view) in self._shown.items():
+            for original, (shown, version, is_view) in self.shown.items():
                 # The user may have kept a reference to the tensor. Outside of `.grad`, the tensor
                 # is an ordinary tensor, so operations on the tensor no longer raise an error.
                 UNREDUCED.pop(shown, None)
@@ -120,7 +120,7 @@ class UnreducedGrads:
                     param.grad = None
                 if is_dropped:
                     self._buffer.forget(original.index)
-        self._shown.clear()
+        self.shown.clear()
         self.was_edited &= bool(self._buffer.accumulated)
 
 
@@ -169,7 +169,8 @@ class GradPublish:
         The gradients stay in the gradient buffer; ``.grad`` only showed them to the user.
         """
         self._buffer.arrived.clear()
-        self.unreduced.take_all_back()
+        if self.unreduced.shown:
+            self.unreduced.take_all_back()
 
     def hold_earlier(self) -> None:
         """Set aside users' hooks, and reduced gradients of earlier backwards, until backward ends.
@@ -243,10 +244,12 @@ class GradPublish:
             used: for each original parameter, whether any rank used the parameter. Unused
                 parameters keep their ``.grad``.
         """
-        self._finish_copies()
+        if not self._target.is_device:
+            self._finish_copies()
         self._buffer.used_by_rank.clear()
         reduced, self._reduced = self._reduced, None
-        self._show_earlier()
+        if self._earlier_grads:
+            self._show_earlier()
         if reduced is None:
             return
         if self.scale != 1.0:

@@ -330,9 +330,10 @@ class GradReduce:
         """
         self.is_finished = True
         with torch.no_grad():
-            self.cross()
-            while self.to_come:
-                self._begin_next()
+            if self.to_come:
+                self.cross()
+                while self.to_come:
+                    self._begin_next()
             self._work.wait(self._plan.link.pending_sends)
         self._read_on_side_stream = []  # not needed now: the current stream has waited
         out = self._out

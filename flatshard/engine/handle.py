@@ -176,7 +176,6 @@ class FlatParamHandle:
                 self._move_to(ShardState.UNSHARDED)  # the shard is the buffer, so do not all-gather
             return False
         self.absorb_replaced()
-        lingers, self.lingers = self.lingers, False
         if self.state is not ShardState.SHARDED:
             if self._unsharded_version == self.version:
                 return False
@@ -185,7 +184,7 @@ class FlatParamHandle:
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
-        elif lingers:
+        elif self.lingers:
             self.memory.renew()
         with torch.inference_mode(False), torch.no_grad():
             unsharded.allow(self.buffer)
@@ -197,7 +196,8 @@ class FlatParamHandle:
         self._move_to(ShardState.UNSHARDING)
         # If the buffer lingers, some code holds a view of the buffer, and may read the view without
         # a call of `wait_unshard`. So finish the all-gather now.
-        if lingers:
+        if self.lingers:
+            self.lingers = False
             self.wait_unshard()
         return True
 

@@ -115,7 +115,10 @@ class ReduceBucket:
     has_stages: bool = False  # whether one of these reductions has a second stage
 
     @property
-    def trainable_handles(self) -> list[FlatParamHandle]:
+    def to_reduce(self) -> list[FlatParamHandle]:
+        """Flat parameters whose gradients this backward reduces."""
+        if self.unit.sync is Sync.NONE:
+            return []
         return [handle for handle in self.handles if self.unit.num_trainable[handle]]
 
     def is_complete(self) -> bool:
@@ -242,21 +245,17 @@ class ReduceQueue:
         self._must_wait = must_wait
         self._order.begin_backward()
         self._num_unreduced.clear()
-        self._hooked_units = {
-            unit
-            for unit, handle in self._state.handles
-            if handle.reduce_plan.hook is not None
-            and unit.sync is Sync.ALL
-            and unit.num_trainable[handle]
-        }
-        self.asks_hooks = bool(self._hooked_units)
+        self._hooked_units.clear()
         self._num_agreed = 0
         for bucket in self.buckets:
-            if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
+            if not bucket.to_reduce:
                 # This backward does not reduce the bucket, so later buckets must not wait for it.
                 self._order.ready(bucket.index)
-            else:
-                self._num_unreduced[bucket.unit] += 1
+                continue
+            self._num_unreduced[bucket.unit] += 1
+            if any(handle.reduce_plan.hook is not None for handle in bucket.to_reduce):
+                self._hooked_units.add(bucket.unit)
+        self.asks_hooks = bool(self._hooked_units)
 
     def add(self, bucket: ReduceBucket) -> None:
         """Mark a bucket as complete, start all buckets whose turn it is, and finish old reductions.
@@ -278,7 +277,7 @@ class ReduceQueue:
     def _start_ready(self) -> None:
         if not self._must_wait:
             for index in self._order.turns(self._allows):
-                self._start(self.buckets[index])
+                self._start(self.buckets[index], self.buckets[index].to_reduce)
 
     def _allows(self, index: int) -> bool:
         unit = self.buckets[index].unit
@@ -297,19 +296,16 @@ class ReduceQueue:
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
-    def _start(
-        self, bucket: ReduceBucket, handles: Iterable[FlatParamHandle] | None = None
-    ) -> None:
-        """Start the reduction of a bucket, or of only some of its flat parameters. Collective."""
-        unit = bucket.unit
-        if unit.sync is Sync.NONE:
+    def _start(self, bucket: ReduceBucket, handles: Sequence[FlatParamHandle]) -> None:
+        """Start the reduction of ``handles``, flat parameters of a bucket. Collective."""
+        if not handles:
             return
-        with self._observers.span(Kind.STARTING, unit, purpose="reduce"):
-            bucket.start(bucket.trainable_handles if handles is None else handles)
+        with self._observers.span(Kind.STARTING, bucket.unit, purpose="reduce"):
+            bucket.start(handles)
         if bucket.under_way:
             self._in_flight.append(bucket)
-        elif bucket.trainable_handles:  # a communication hook has reduced the bucket already
-            self._note_reduced(unit)
+        else:  # a communication hook has reduced the bucket already
+            self._note_reduced(bucket.unit)
 
     def _note_reduced(self, unit: Unit) -> None:
         self._num_unreduced[unit] -= 1
@@ -368,13 +364,13 @@ class ReduceQueue:
         rest = self._order.rest()
         # `to_come`: flat parameters in the buckets of `rest`, which are reduced below if any rank
         # used the bucket. So the gradients of these flat parameters do not count as left over.
-        to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
+        to_come = {handle for index in rest for handle in self.buckets[index].to_reduce}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
         self._uneven.update(dict.fromkeys(agreed.uneven, _REMEMBERED))
         for bucket in (self.buckets[index] for index in rest):
             if any(any(agreed.used[handle]) for handle in bucket.handles):
-                self._start(bucket)
+                self._start(bucket, bucket.to_reduce)
         self._finish_all()
         for _, handle in agreed.left_over:
             self._start(self.bucket_of[handle], [handle])
@@ -387,9 +383,10 @@ class ReduceQueue:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
         # Start all second stages first, so that the stages overlap. Then wait for each reduction.
         for bucket in self._in_flight:
-            with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-                for _, reduce in bucket.under_way:
-                    reduce.cross()
+            if bucket.has_stages:
+                with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                    for _, reduce in bucket.under_way:
+                        reduce.cross()
         while self._in_flight:
             self._finish_first()
 

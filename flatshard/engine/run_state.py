@@ -38,6 +38,12 @@ class RunState:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
         self.world = world  # the ranks that train the model
+        # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
+        # left out.
+        groups = [world]
+        for topology in (unit.topology for unit in self.units if unit.handles):
+            groups += topology.intra_group, topology.inter_group, topology.regather or world
+        self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
         self.number = number  # identifies the model in exchanges; below 256, the same on all ranks
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`

@@ -72,6 +72,7 @@ class SavedTensors:
         # For each forward under way, the hooks that the forward installed. None: the forward
         # installed no hooks, because the hooks of an outer forward were on top.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self._usual_pair = self._pair(None)
 
     def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
@@ -111,7 +112,8 @@ class SavedTensors:
             return
         # Torch calls only the topmost pair of hooks. So flatshard's pair passes all tensors that
         # are not views of buffers to the pair below.
-        hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair(outer))
+        pair = self._usual_pair if outer is None else self._pair(outer)
+        hooks = torch.autograd.graph.saved_tensors_hooks(*pair)
         hooks.__enter__()
         self._active.append(hooks)
 

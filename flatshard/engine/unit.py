@@ -22,8 +22,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from flatshard.comm.communicator import Topology
+from flatshard.engine.gather import SecondaryShard
 from flatshard.engine.grad_buffer import Sync
-from flatshard.engine.handle import FlatParamHandle, ShardState
+from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.options.strategy import Placement
 from flatshard.precision import UnitCasts
 from flatshard.units.module_tree import name_of, renamed, unit_text
@@ -43,13 +44,14 @@ class Phase(enum.Enum):
     BACKWARD = "BACKWARD"
 
 
+# The phases that a unit may enter from each phase. To enter the present phase changes nothing.
 _MOVES = {
-    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
+    Phase.IDLE: {Phase.IDLE, Phase.FORWARD, Phase.BACKWARD},
     # FORWARD -> BACKWARD: a backward may run inside a forward (to compute forces, for example).
-    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
+    Phase.FORWARD: {Phase.FORWARD, Phase.IDLE, Phase.BACKWARD},
     # BACKWARD -> FORWARD is not allowed: a forward inside a backward is a recomputation, and the
     # unit stays in phase BACKWARD.
-    Phase.BACKWARD: {Phase.IDLE},
+    Phase.BACKWARD: {Phase.BACKWARD, Phase.IDLE},
 }
 
 
@@ -58,6 +60,7 @@ class Moment(enum.Enum):
 
     AFTER_FORWARD = "this forward will not call the unit again"
     AFTER_BACKWARD = "the rest of this backward does not need the parameters"
+    BACKWARD_OVER = "the model's backward is over"
     STEP_LEFT = "a step failed, or a prefetched unit did not run"
 
 
@@ -102,6 +105,9 @@ class Unit:
         self.for_backward: list[FlatParamHandle] = []
         # For each flat parameter, the number of original parameters that require a gradient.
         self.num_trainable: dict[FlatParamHandle, int] = {}
+        # For each module of the unit, the flat parameters, with the places inside the module that
+        # hold parameters of the flat parameter.
+        self.places_in: dict[nn.Module, list[tuple[FlatParamHandle, list[Place]]]] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
         self.is_root, self.is_summoned = True, False
@@ -147,7 +153,7 @@ class Unit:
         twin.casts = {memo[id(module)]: casts for module, casts in self.casts.items()}
         twin.names = list(self.names)
         twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
-        twin.running, twin._outstanding_inputs = [], {}
+        twin.running, twin._outstanding_inputs, twin.places_in = [], {}, {}
 
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(
@@ -177,6 +183,12 @@ class Unit:
             for handle in self.handles
             if not all(type(module) in LOOKUPS for module, _, _ in handle.places)
         ]
+        for module in self.modules:
+            inside = set(module.modules())
+            self.places_in[module] = [
+                (handle, [place for place in handle.places if place[0] in inside])
+                for handle in self.handles
+            ]
         self.count_trainable()
 
     def count_trainable(self) -> None:
@@ -204,8 +216,9 @@ class Unit:
 
     def enter(self, phase: Phase) -> None:
         """Move to ``phase``. A move that ``_MOVES`` does not allow is a bug in the engine."""
-        moves = phase is self.phase or phase in _MOVES[self.phase]
-        assert moves, f"{unit_text(self.name)}: {self.phase.name} to {phase.name}"
+        assert phase in _MOVES[self.phase], (
+            f"{unit_text(self.name)}: {self.phase.name} to {phase.name}"
+        )
         self.phase = phase
         if phase is not Phase.IDLE:
             self.count_trainable()
@@ -225,6 +238,7 @@ class Unit:
         """Whether the unit is IDLE, without unsharded buffers, all-gathers and secondary shards."""
         return self.phase is Phase.IDLE and not any(
             handle.state is not ShardState.SHARDED
+            or handle.lingers
             or (handle.gather.secondary is not None and handle.gather.secondary.waits_for_backward)
             for handle in self.handles
         )
@@ -279,12 +293,11 @@ class Unit:
         if self._is_sticky:  # the graph of a create_graph backward may read the buffer
             return Fate.SNAPSHOT
         shows_shards = handle.memory.shows_shards
-        if moment is Moment.AFTER_BACKWARD:
+        if moment is not Moment.AFTER_FORWARD:
             # Always free the buffer if the unit has a single rank. Keeping the buffer would save no
             # all-gather, and the kept buffer would become stale unnoticed if the user edits a
             # shard through `p.data`, which does not change the version.
-            is_alone = self.topology.shard.size == 1
-            frees = self.placement.reshard_after_backward or is_alone or shows_shards
+            frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
             return Fate.FREE if frees else Fate.KEEP
         # Do not reshard a unit that is needed soon: the unit would have to be all-gathered again.
         stays = self.is_needed_soon or not self.placement.reshard_after_forward
@@ -320,34 +333,38 @@ class Unit:
 
         State: any phase -> IDLE.
         """
-        is_after_forward = moment is Moment.AFTER_FORWARD
         for handle in self.handles:
             handle.show_sharded()
-            if not is_after_forward:
-                handle.grad_buffer.arrived.clear()
         self.enter(Phase.IDLE)
-        if not is_after_forward:
+        if moment is not Moment.AFTER_FORWARD:
             self._outstanding_inputs.clear()
+            for handle in self.handles:
+                handle.grad_buffer.arrived.clear()
         for handle in self.handles:
-            fate, secondary = self.fate(handle, moment), handle.gather.secondary
-            if fate is Fate.SNAPSHOT:
-                handle.snapshot()
-                continue
-            if secondary is not None and not is_after_forward:
-                secondary.end_backward()
-            elif secondary is not None and fate is Fate.FREE:
-                # Backward all-gathers from secondary shards, so cut this rank's secondary shard out
-                # of the buffer before the buffer is freed.
-                if self.backward_follows and handle.is_current:
-                    secondary.cut(handle.buffer, handle.version)
+            fate = self.fate(handle, moment)
+            if handle.gather.secondary is not None and fate is not Fate.SNAPSHOT:
+                self._reshard_secondary(handle, handle.gather.secondary, moment, fate)
             if fate is Fate.FREE:
                 # In backward, nodes of a recomputed forward may still need views of the buffer.
                 # With `though_held=False`, the buffer keeps its memory while views exist.
                 handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
+            elif fate is Fate.SNAPSHOT:
+                handle.snapshot()
             else:
                 # Wait for an unfinished all-gather, which reads the shard: the optimizer may write
                 # to the shard next.
                 handle.wait_unshard()
+
+    def _reshard_secondary(
+        self, handle: FlatParamHandle, secondary: SecondaryShard, moment: Moment, fate: Fate
+    ) -> None:
+        """Keep the secondary shard of ``handle`` for backward, or drop it after backward."""
+        if moment is not Moment.AFTER_FORWARD:
+            secondary.end_backward()
+        elif fate is Fate.FREE and self.backward_follows and handle.is_current:
+            # Backward all-gathers from secondary shards, so cut this rank's secondary shard out of
+            # the buffer before the buffer is freed.
+            secondary.cut(handle.buffer, handle.version)
 
     # ------------------------------------------------------------ forward
 

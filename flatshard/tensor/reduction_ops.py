@@ -49,9 +49,9 @@ def own_part(tensor: FlatShardTensor) -> Tensor:
     Raises:
         RuntimeError: the tensor is a gradient that was not reduced over all ranks yet.
     """
-    spec = tensor.spec
     unit = UNREDUCED.get(tensor)
     if unit is not None:
+        spec = tensor.spec
         raise RuntimeError(
             f"{unit_text(unit)}, {spec.name!r}, rank {spec.comm.rank}: cannot compute the norm or "
             "sum of a gradient that was accumulated under no_sync and not reduced. Compute the "

@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text
-from flatshard.engine.agreement import gathering_groups
 from flatshard.engine.events import StepExtension
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
@@ -63,7 +62,7 @@ def joining(
         register_optimizer_step_post_hook(join.after_step),
     )
     context.extend(join)
-    histories = [group.history for group in gathering_groups(context)]
+    histories = [group.history for group in context.gather_groups]
     try:
         # With gloo, a rank may wait before an all-gather until all ranks have compared the names of
         # their all-gathers. Switch the comparison off: a rank without input learns of an all-gather
