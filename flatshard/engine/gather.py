@@ -19,7 +19,6 @@ The two settings with a secondary shard are:
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,20 +29,9 @@ from flatshard.comm.communicator import Topology
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork, RunLink
 from flatshard.memory.buffers import BufferMemory, ShardItself
-from flatshard.memory.offload_target import OffloadTargets, beside, copy_stream
+from flatshard.memory.offload_target import beside, copy_stream
 from flatshard.options.extras import extra
-from flatshard.options.precision import ParamPrecision
-
-
-@dataclass(frozen=True)
-class HandleOptions:
-    """The process groups, places in memory and dtypes of one flat parameter."""
-
-    topology: Topology
-    targets: OffloadTargets
-    precision: ParamPrecision
-    # Whether the gradients of this flat parameter are reduced separately from the rest of the unit.
-    reduces_alone: bool
+from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
 class ParamGather:
@@ -53,15 +41,11 @@ class ParamGather:
     ``FlatParamHandle`` (``ShardState``) and ``Unit`` (``Phase``).
     """
 
-    def __init__(
-        self,
-        link: RunLink,
-        options: HandleOptions,
-        shard: Tensor,  # on the compute device
-    ) -> None:
-        self._link, self._topology = link, options.topology
-        self._precision, self._targets = options.precision, options.targets
-        topology, gather_dtype = options.topology, options.precision.gather_dtype
+    def __init__(self, plan: FlatParamPlan, link: RunLink) -> None:
+        """Make the object. ``move_to`` must be called before the first all-gather."""
+        self._link, self._topology = link, plan.topology
+        self._precision, self._targets = plan.precision, plan.targets
+        topology, gather_dtype = plan.topology, plan.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
         # The transport (sockets, for example) matches collectives of different ranks by tag.
         # Reductions use the same tags.
@@ -75,14 +59,13 @@ class ParamGather:
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
-            self._float8 = reduction.Float8Shard(gather_dtype, shard.numel())
+            self._float8 = reduction.Float8Shard(gather_dtype, plan.layout.shard_numel)
         # None: the flat parameter has no secondary shard, and every all-gather reads the shards.
         self.secondary: SecondaryShard | None = None
         if topology.regather is not None or inter_group.size > 1:
             self.secondary = SecondaryShard(topology, link)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None
-        self.move_to(shard.device, shard.dtype)
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
         """From now on, all-gather shards of ``dtype`` into buffers on ``device``.

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from flatshard.comm.transports import ChunkPlan, FlatChunks
+from flatshard.engine.grad_reduce import ReducePlan, zero
 from flatshard.memory.buffers import storage_bytes
-from flatshard.options.precision import GradDtypes
-from flatshard.units.layout import FlatLayout, part_of, view_of
+from flatshard.units.layout import part_of, view_of
 
 # Gradients smaller than this are copied together, by one kernel after the last gradient has
 # arrived, because starting one copy per small gradient takes longer than the copies. If the whole
@@ -45,19 +44,9 @@ class Sync(enum.Enum):
 class GradientBuffer:
     """Receives and adds up the gradients that autograd computes for one flat parameter."""
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        *,
-        device: torch.device,  # device of arriving gradients
-        rank: int,  # index of this rank's shard
-        intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
-        dtypes: GradDtypes,
-        # Minimum size of a gradient that the transport (sockets, for example) reads in place. None:
-        # the transport reads all gradients from one buffer.
-        min_chunk_bytes: int | None = None,
-    ) -> None:
-        self.dtypes = dtypes
+    def __init__(self, plan: ReducePlan) -> None:
+        """Make an empty buffer for gradients that are reduced according to ``plan``."""
+        self._plan, self._layout, self.dtypes = plan, plan.layout, plan.dtypes
         # Accumulated gradients, by index of the original parameter. A gradient whose index is in
         # `_separate` has memory of its own. All other gradients are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
@@ -70,19 +59,12 @@ class GradientBuffer:
         self.used_by_rank: set[int] = set()
         # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
-        self._layout, self._device = layout, device
-        # Sizes of the pieces of the flat parameter: padding, parameter, padding, parameter, ...,
-        # padding. Most pieces of padding are empty.
-        bounds = [bound for span in layout.spans for bound in (span.start, span.end)]
-        self._sizes = [end - start for start, end in pairwise([0, *bounds, layout.padded_numel])]
-        self._rank, self._intra_start = rank, intra_start
         # Decides which gradients the transport reads in place. None: all gradients are copied to
         # `_buffer`, and the transport reads `_buffer`.
         self._chunk_plan: ChunkPlan | None = None
-        nbytes = layout.padded_numel * dtypes.reduce_dtype.itemsize
-        is_large = nbytes >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
-        if device.type == "cpu" and min_chunk_bytes is not None and is_large:
-            self._chunk_plan = ChunkPlan(layout, min_chunk_bytes, dtypes.reduce_dtype)
+        least_bytes = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(plan.layout.spans))
+        if plan.device.type == "cpu" and plan.full_bytes >= least_bytes:
+            self._chunk_plan = plan.chunk_plan()
 
     @property
     def nbytes(self) -> int:
@@ -139,10 +121,10 @@ class GradientBuffer:
         # Chunks are read as raw memory, so do not keep a lazily conjugated or negated tensor: the
         # memory of such a tensor does not contain the tensor's values.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
-        if not fits or grad.device != self._device:
+        if not fits or grad.device != self._plan.device:
             # Make a dense copy, because chunks must be dense and in the parameter's strides. An
             # expanded gradient, for example, has strides of 0.
-            dense = grad.new_empty_strided(span.shape, span.strides, device=self._device)
+            dense = grad.new_empty_strided(span.shape, span.strides, device=self._plan.device)
             grad = dense.copy_(grad)
         # Keep the tensor without a copy. This is safe because `Backward.receive` has removed the
         # tensor from `.grad`, so autograd does not add to the tensor. `take_chunks` casts later.
@@ -151,7 +133,7 @@ class GradientBuffer:
 
     def _allocate(self) -> Tensor:
         buffer = torch.empty(
-            self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._device
+            self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._plan.device
         )
         # Zero the padding. Reductions and optimizers treat padding like parameters, so other values
         # here would change the shards' padding, which must stay zero.
@@ -185,7 +167,8 @@ class GradientBuffer:
         if self.intra_reduced is not None:
             span, numel = self._layout.spans[index], self.intra_reduced.numel()
             start, end = (
-                min(max(bound - self._intra_start, 0), numel) for bound in (span.start, span.end)
+                min(max(bound - self._plan.intra_start, 0), numel)
+                for bound in (span.start, span.end)
             )
             # Zero the parameter's range in the sum over ranks, because this rank's gradient cannot
             # be subtracted from the sum.
@@ -199,14 +182,15 @@ class GradientBuffer:
         The copy has the dtype of ``.grad``.
         """
         part = torch.zeros(
-            self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
+            self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._plan.device
         )
+        rank = self._plan.topology.index
         for index, slot in self.slots.items():
             span = self._layout.spans[index]
-            local = self._layout.local_span(index, self._rank)
+            local = self._layout.local_span(index, rank)
             part[local.start : local.end].copy_(part_of(slot, span, local))
         if self.intra_reduced is not None:
-            first = self._layout.shard_range(self._rank)[0] - self._intra_start
+            first = self._layout.shard_range(rank)[0] - self._plan.intra_start
             part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))
         return part
 
@@ -218,7 +202,7 @@ class GradientBuffer:
             for index, slot in other.slots.items():
                 self._fill(index, slot, more_to_come=True)
             if other.intra_reduced is not None:
-                self.add_intra_reduced(other.intra_reduced.to(self._device))
+                self.add_intra_reduced(other.intra_reduced.to(self._plan.device))
 
     # ------------------------------------------------------------ hand out
 
@@ -244,7 +228,7 @@ class GradientBuffer:
             if self._separate:
                 # Make all views with one call and all copies with one kernel: a call and a kernel
                 # per parameter would take longer than the copies.
-                pieces = buffer.split_with_sizes(self._sizes)[1::2]
+                pieces = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
                 separate = self._in_memory_order(self._separate)
                 torch._foreach_copy_([pieces[index] for index in self._separate], separate)
         self._empty()
@@ -272,9 +256,3 @@ class GradientBuffer:
 
     def _empty(self) -> None:
         self._buffer, self.slots, self._separate = None, {}, set()
-
-
-def zero(pieces: list[Tensor]) -> None:
-    """Zero all ``pieces``, with a single kernel on an accelerator."""
-    if pieces:
-        torch._foreach_zero_(pieces)

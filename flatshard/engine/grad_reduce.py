@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator, Topology
-from flatshard.comm.transports import FlatChunks, Gather, ReduceScatter
+from flatshard.comm.transports import ChunkPlan, FlatChunks, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError, RunLink
-from flatshard.engine.grad_buffer import zero
 from flatshard.memory.buffers import BufferCache, storage_bytes
+from flatshard.options.precision import GradDtypes
 from flatshard.units.layout import FlatLayout
 
 
@@ -55,8 +55,8 @@ class ReducePlan:
     link: RunLink
     layout: FlatLayout
     topology: Topology
-    reduce_dtype: torch.dtype
-    device: torch.device
+    dtypes: GradDtypes
+    device: torch.device  # device of the gradients that autograd computes
     tags: tuple[int, int, int]  # tags for collectives of the intra, inter and replicate group
     fixed_order: bool  # whether flatshard, and not the backend, adds up gradients, in rank order
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
@@ -65,6 +65,7 @@ class ReducePlan:
     # None: published gradients are offloaded to host memory or disk, so no memory on the device
     # can be reused.
     output: BufferCache | None
+    reduce_dtype: torch.dtype = field(init=False)  # the same as in `dtypes`
     # Number of elements that this rank has after the first stage, and the index of the first of
     # these elements in the flat parameter.
     intra_numel: int = field(init=False)
@@ -83,6 +84,7 @@ class ReducePlan:
 
     def __post_init__(self) -> None:
         intra_group, replicate = self.topology.intra_group, self.topology.replicate
+        self.reduce_dtype = self.dtypes.reduce_dtype
         self.intra_numel = self.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         self.full_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
@@ -98,16 +100,16 @@ class ReducePlan:
         sums_wider = self._sum_dtype(replicate) is not self.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
-    @property
-    def min_chunk_bytes(self) -> int | None:
-        """Minimum size in bytes of a gradient that the transport reads in place.
+    def chunk_plan(self) -> ChunkPlan | None:
+        """Return which gradients the transport (sockets, for example) reads in place.
 
-        None: the transport needs all gradients in one buffer.
+        None: the transport or the user's hook needs all gradients in one buffer.
         """
-        if self.hook is not None:
-            return None
         transport = self.topology.intra_group.transport_for(tag=self.tags[0])
-        return transport.min_chunk_bytes(self.reduce_dtype)
+        min_bytes = transport.min_chunk_bytes(self.reduce_dtype)
+        if self.hook is not None or min_bytes is None:
+            return None
+        return ChunkPlan(self.layout, min_bytes, self.reduce_dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -352,6 +354,12 @@ class GradReduce:
     def nbytes(self) -> int:
         kept = [one for work in self._works for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
+
+
+def zero(pieces: list[Tensor]) -> None:
+    """Zero all ``pieces``, with a single kernel on an accelerator."""
+    if pieces:
+        torch._foreach_zero_(pieces)
 
 
 def _padded(values: Tensor, size: int) -> Tensor:

@@ -24,15 +24,14 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.work import RunLink
-from flatshard.engine.gather import HandleOptions, ParamGather
+from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.memory.buffers import BufferCache, ShardItself, num_uses
-from flatshard.options.precision import GradDtypes
 from flatshard.tensor import unsharded
-from flatshard.tensor.flat_parameter import FlatParameter, OriginalParam
-from flatshard.units.layout import FlatLayout, view_of
+from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
+from flatshard.units.layout import view_of
 
 # A place where the model holds a parameter: a module, the name of the module's attribute, and the
 # parameter.
@@ -61,18 +60,15 @@ class FlatParamHandle:
 
     def __init__(
         self,
+        plan: FlatParamPlan,
         params: Sequence[OriginalParam],
-        unit_name: str,
-        options: HandleOptions,
-        layout: FlatLayout,
-        shard: Tensor,  # (layout.shard_numel,), with initial values, on the compute device
+        shard: Tensor,  # (layout.shard_numel,), with initial values, on `plan.device`
     ) -> None:
         """Turn ``params`` into sharded parameters over ``shard``, in place."""
-        self.link, self.options, self.layout = RunLink(unit_name), options, layout
-        self.device = shard.device
-        self.topology, self.reduces_alone = options.topology, options.reduces_alone
+        self.plan, self.link, self.device = plan, RunLink(plan.unit_name), plan.device
+        self.layout, self.topology = plan.layout, plan.topology
         # Whether this rank holds the whole flat parameter.
-        self.is_whole = options.topology.shard.size == 1
+        self.is_whole = plan.topology.shard.size == 1
         self.params = list(params)
         # All places of all parameters: a tied parameter has several places.
         self.places: list[Place] = [
@@ -91,10 +87,11 @@ class FlatParamHandle:
         # Version of the shard at the last all-gather. If the shard has another version now, the
         # buffer is stale.
         self._unsharded_version = -1
-        self._targets, self._precision = options.targets, options.precision
-        self.gather = ParamGather(self.link, options, shard)
+        self._targets = plan.targets
+        self.gather = ParamGather(plan, self.link)
+        self.gather.move_to(plan.device, plan.dtype)
         self._replicate_tag = self.topology.replicate.new_tag()
-        self.grad_buffer = self._plan_gradients(shard.dtype)
+        self.grad_buffer = self._plan_gradients(plan.dtype)
         target = self._targets.gradient
         self.grad_publish = GradPublish(self.params, self.grad_buffer, target, self.link)
         # The last reduction that backward started. None after the gradients are published.
@@ -123,13 +120,13 @@ class FlatParamHandle:
         The sharded parameters become views of the shard. The full parameters become views of a new
         unsharded buffer, which has memory only while the parameters are unsharded.
         """
-        gather, padded_numel = self.gather, self.layout.padded_numel
+        padded_numel = self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # If `reads_shard`, a transport that uses shared memory may map this rank's shard into
             # the buffer: then allocate the buffer first, and keep the shard in the buffer's memory.
             # Otherwise allocate the buffer last, after the parameters have freed their previous
             # memory.
-            memory = gather.allocate(padded_numel) if gather.reads_shard else None
+            memory = self.gather.allocate(padded_numel) if self.gather.reads_shard else None
             shown = None if memory is None else memory.shard
             # Move the values to the memory in which the shard stays: the optimizer will update the
             # shard there.
@@ -137,11 +134,11 @@ class FlatParamHandle:
             self._set_shard(shard)
             for param in self.params:
                 param.show_chunk(self.flat_param, is_whole=self.is_whole)
-            self.memory = memory or gather.allocate(padded_numel, self.flat_param)
+            self.memory = memory or self.gather.allocate(padded_numel, self.flat_param)
             # The buffer, `(layout.padded_numel,)`, keeps its storage object for life, because
             # autograd saves views of the buffer (`weight.t()`, for example). While the unit is
             # sharded, the storage has zero bytes, or has addresses without memory.
-            self.buffer, self.is_aliased = self.memory.buffer, gather.is_aliased
+            self.buffer, self.is_aliased = self.memory.buffer, self.gather.is_aliased
             for param in self.params:
                 param.make_full(None if self.is_aliased else view_of(self.buffer, param.span))
         self._num_uses = num_uses(self.buffer)
@@ -395,33 +392,19 @@ class FlatParamHandle:
 
     def _plan_gradients(self, dtype: torch.dtype) -> GradientBuffer:
         """Set ``reduce_plan`` and return a new gradient buffer, for a shard of ``dtype``."""
-        hook, precision = self.comm_hook or CommHook(), self._precision
-        reduce_dtype = precision.reduced_dtype(dtype, hook.reduce_dtype)
+        hook, precision = self.comm_hook or CommHook(), self.plan.precision
         self.reduce_plan = ReducePlan(
             self.link,
             self.layout,
             self.topology,
-            reduce_dtype,
+            precision.grad_dtypes(dtype, hook.reduce_dtype),
             self.device,
             tags=(*self.gather.tags, self._replicate_tag),
             fixed_order=precision.fixed_order,
             hook=hook.reduce,
             output=BufferCache() if self._targets.gradient.is_device else None,
         )
-        return GradientBuffer(
-            self.layout,
-            dtypes=GradDtypes(
-                reduce_dtype=reduce_dtype,
-                # Accumulate in the shard's dtype if the shard's dtype is wider than the reduce
-                # dtype: a sum in the narrower dtype would lose small gradients.
-                accum_dtype=dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype,
-                grad_dtype=reduce_dtype if precision.keeps_reduce_dtype else dtype,
-            ),
-            device=self.device,
-            rank=self.topology.index,
-            intra_start=self.reduce_plan.intra_start,
-            min_chunk_bytes=self.reduce_plan.min_chunk_bytes,
-        )
+        return GradientBuffer(self.reduce_plan)
 
     def replan_gradients(self) -> None:
         """Make ``reduce_plan`` and the gradient buffer again, for a new hook or a new dtype.

@@ -425,8 +425,8 @@ def split(units: Sequence[Unit]) -> list[ReduceBucket]:
     """
     buckets: list[ReduceBucket] = []
     for unit in units:
-        together = [handle for handle in unit.handles if not handle.reduces_alone]
-        alone = [[handle] for handle in unit.handles if handle.reduces_alone]
+        together = [handle for handle in unit.handles if not handle.plan.reduces_alone]
+        alone = [[handle] for handle in unit.handles if handle.plan.reduces_alone]
         # A unit without parameters gets an empty bucket, so that every unit has a bucket.
         for handles in (together, *alone) if together or not alone else alone:
             buckets.append(ReduceBucket(unit, handles, len(buckets)))

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from flatshard.comm import consistency
-from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks, surround
 from flatshard.engine.unit import Unit
@@ -36,7 +35,7 @@ from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
 from flatshard.state.model_state import UnitStateDict
-from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
 
@@ -112,7 +111,9 @@ def _compare(plan: ModelPlan) -> None:
     # collectives and deadlock.
     if ranks.world.size > 1:
         described = f"{plan.settings.describe()}{plan.precision.describe()}"
-        units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
+        units = [
+            f"{member.name}: {plan.settings_of[member.module].describe()}" for member in plan.chosen
+        ]
         # For units that were wrapped before this call, compare only the strategy and the sizes:
         # ranks may hold different experts at the same place in the model.
         units += [sharding.summary() for sharding in plan.shardings]
@@ -188,22 +189,29 @@ def _make_unit(
     ``wrappers`` maps each module to its wrapper, which has no module yet.
     """
     settings, precision = planned.settings, plan.precision
-    topology = settings.topology
     handles = []
     for kind, infos in planned.flat_params.items():
-        layout = planned.layouts[kind]
-        params = [
-            OriginalParam(info, index, layout, topology, planned.name, offload.state)
-            for index, info in enumerate(infos)
-        ]
-        shard = initial_values.shard(params, layout.shard_numel, settings.device)
-        options = HandleOptions(topology, offload, kind.precision, kind.apart != 0)
-        handles.append(FlatParamHandle(params, planned.name, options, layout, shard))
+        flat_plan = FlatParamPlan(
+            planned.name,
+            planned.layouts[kind],
+            kind.dtype,
+            settings.device,
+            settings.topology,
+            offload,
+            kind.precision,
+            reduces_alone=kind.apart != 0,
+        )
+        params = [OriginalParam(info, index, flat_plan) for index, info in enumerate(infos)]
+        shard = initial_values.shard(flat_plan, params)
+        handles.append(FlatParamHandle(flat_plan, params, shard))
     unit = Unit(
-        {one.module: precision.of_unit(one.module, settings.precision) for one in planned.members},
+        {
+            member.module: precision.of_unit(member.module, settings.precision)
+            for member in planned.members
+        },
         planned.names,
         placement=settings.placement,
-        topology=topology,
+        topology=settings.topology,
     )
     hooks = UnitHooks(unit)
     hooks.own(handles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         grads = handle.grad_publish.take_off()
         handle.adopt(converted)
         handle.page_out()
-        take_in = handle.options.targets.gradient.take_in
+        take_in = handle.plan.targets.gradient.take_in
         handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
     handle.replan_gradients()
 
@@ -164,12 +165,12 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         shard = handle.flat_param.detach().to(handle.device, copy=True)
-    unit_name, options, layout = handle.unit_name, handle.options, handle.layout
+    plan = replace(handle.plan, unit_name=handle.unit_name, dtype=shard.dtype, device=handle.device)
     params = [
-        OriginalParam(info, index, layout, options.topology, unit_name, options.targets.state)
+        OriginalParam(info, index, plan)
         for index, info in enumerate(param.copied(memo) for param in handle.params)
     ]
-    twin = FlatParamHandle(params, unit_name, options, layout, shard)
+    twin = FlatParamHandle(plan, params, shard)
     twin.page_out()
     return twin
 

@@ -7,8 +7,9 @@ memory for the values of the full model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.module.model_plan import ModelPlan
-from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.units.layout import part_of
 
 LEFT_EMPTY = "_flatshard_left_empty"
@@ -58,14 +59,15 @@ class InitialValues:
         """The ranks to which rank 0 broadcasts values; None if each rank keeps its own values."""
         return self.world if self.sends else None
 
-    def shard(self, params: Sequence[OriginalParam], numel: int, device: torch.device) -> Tensor:
-        """Return this rank's shard of a flat parameter, ``(numel,)``, with values of ``params``.
+    def shard(self, plan: FlatParamPlan, params: Sequence[OriginalParam]) -> Tensor:
+        """Return this rank's shard of a flat parameter, with the values of ``params``.
 
+        The shape of the shard is ``(plan.layout.shard_numel,)``.
         Elements of a parameter without values (on the meta device) are zero. Collective if all
         ranks take rank 0's values.
         """
         with torch.inference_mode(False), torch.no_grad():
-            shard = torch.zeros(numel, dtype=params[0].sharded.dtype, device=device)
+            shard = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device=plan.device)
             for param in params:
                 if id(param.sharded) not in self.missing:
                     take_part(shard, param, param.sharded, self.source)
@@ -103,7 +105,7 @@ def compare_values(plan: ModelPlan) -> InitialValues:
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor.detach())
         for tensor in tensors.values()
     ]
-    different = names_of_different(list(tensors), mine, world)
+    different = names_of_different(tensors, mine, world)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
     marks = bytes(value is None for value in mine)
     # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, only the
@@ -111,7 +113,7 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     marks = everywhere if sends else marks
-    missing = {id(tensor) for tensor, mark in zip(tensors.values(), marks, strict=True) if mark}
+    missing = {id(tensor) for tensor in compress(tensors.values(), marks)}
     different = [] if sync is True else different
     return InitialValues(world, sync, sends, missing, any(everywhere), different)
 
@@ -142,15 +144,19 @@ def take_part(
 
 
 def names_of_different(
-    names: Sequence[str], sums: Iterable[Checksum | None], world: Communicator
+    tensors: Collection[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
-    """Return the names of tensors whose checksums differ between ranks. Collective: all ranks."""
+    """Return the names of tensors whose checksums differ between ranks. Collective: all ranks.
+
+    ``tensors``: the names, or a dict whose keys are the names. ``sums``: the checksum of each
+    tensor, in the same order.
+    """
     # Send all checksums in one message, and take maxima instead of gathering the checksums: so the
     # size of the message does not depend on the number of ranks.
     digests = b"".join(digest_of(repr(one)) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
-    size = len(digests) // max(len(names), 1)
-    return [name for n, name in enumerate(names) if any(flags[n * size : (n + 1) * size])]
+    size = len(digests) // max(len(tensors), 1)
+    return [name for n, name in enumerate(tensors) if any(flags[n * size : (n + 1) * size])]
 
 
 def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
@@ -167,8 +173,9 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
         if start.sends and id(buffer) not in start.missing:
             received[id(buffer)] = take_from_rank_0(buffer, name, start.world, device)
     for inner in plan.module.modules() if received else ():
-        for name, old in inner._buffers.items():
-            inner._buffers[name] = received.get(id(old), old)
+        inner._buffers.update(
+            {name: received.get(id(buffer), buffer) for name, buffer in inner._buffers.items()}
+        )
 
 
 def take_from_rank_0(

@@ -26,7 +26,9 @@ def read_ignored(
         check_policy(policy)
     shardings = shardings_in(module)
     _check_wrappers(module, policy, shardings)
-    nested: dict[nn.Module, Ignored] = {one.wrapper: one.ignored for one in shardings}
+    nested: dict[nn.Module, Ignored] = {
+        sharding.wrapper: sharding.ignored for sharding in shardings
+    }
     sharded = sharded_ids(shardings)
     return find_ignored(module, ignored_modules, ignored_states, nested=nested, sharded=sharded)
 

@@ -110,18 +110,20 @@ class ModelPlan:
         # The shardings of the wrappers that the module contains already, outermost first.
         self.shardings = shardings_in(module)
         world_size = settings.ranks.world.size
-        # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
-        # these buffers differ between groups of ranks.
-        apart = modules_apart(self.shardings, world_size)
         # Ids of the tensors that construction neither shards nor synchronises.
         self.left_alone = sharded_ids(self.shardings) | ignored.ids()
-        for inner in apart:
+        # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
+        # these buffers differ between groups of ranks.
+        for inner in modules_apart(self.shardings, world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
         infos = find_params(module, self.left_alone)
         # The parameters to shard, and the buffers to move to the device and broadcast, by name.
         self.params = {info.name: info.param for info in infos}
-        named = module.named_buffers()
-        self.buffers = {name: one for name, one in named if id(one) not in self.left_alone}
+        self.buffers = {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if id(buffer) not in self.left_alone
+        }
         if not predicts:
             is_sharded = world_size > 1 and settings.placement.sharded
             check_tensors(self.params, self.buffers, drops_gradients=is_sharded)

@@ -172,14 +172,23 @@ class ParamPrecision:
         """Return the dtype of unsharded parameters whose shard has ``dtype``."""
         return (self.compute_dtype or dtype) if dtype.is_floating_point else dtype
 
-    def reduced_dtype(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype of the reduction of gradients, for parameters of ``dtype``.
+    def grad_dtypes(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> GradDtypes:
+        """Return the dtypes of gradients, for parameters of ``dtype``.
 
-        ``of_hook``: the dtype from a communication hook, which has priority over the policy, or
-        None if there is no hook.
+        ``of_hook``: the reduce dtype from a communication hook, which has priority over the policy,
+        or None if there is no hook.
         """
         reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
-        return reduce_dtype if dtype.is_floating_point else dtype
+        if not dtype.is_floating_point:
+            reduce_dtype = dtype
+        # Accumulate in the parameters' dtype if that dtype is wider than the reduce dtype: a sum in
+        # the narrower dtype would lose small gradients.
+        is_wider = dtype.itemsize > reduce_dtype.itemsize
+        return GradDtypes(
+            reduce_dtype,
+            dtype if is_wider else reduce_dtype,
+            reduce_dtype if self.keeps_reduce_dtype else dtype,
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,32 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.comm.communicator import Topology
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory.offload_target import OffloadTargets
+from flatshard.options.precision import ParamPrecision
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import GRADIENT, OWN_ATTRIBUTES, FlatShardTensor, attributes_of
-from flatshard.tensor.unsharded import average_full_gradients
+from flatshard.tensor.unsharded import average_full_gradients, register_hook
 from flatshard.units.layout import FlatLayout, view_of
 from flatshard.units.module_tree import ParamInfo, unit_text
+
+
+@dataclass(frozen=True)
+class FlatParamPlan:
+    """How one flat parameter is made: its layout, process groups, places in memory and dtypes.
+
+    The unit may get another name later, and a conversion (``model.to(...)``) may change the dtype
+    and the device. The plan keeps the name, dtype and device with which the flat parameter is made.
+    """
+
+    unit_name: str
+    layout: FlatLayout
+    dtype: torch.dtype  # dtype of the shards
+    device: torch.device  # device that computes
+    topology: Topology
+    targets: OffloadTargets
+    precision: ParamPrecision
+    # Whether the gradients of this flat parameter are reduced separately from the rest of the unit.
+    reduces_alone: bool
 
 
 class FlatParameter(nn.Parameter):
@@ -130,20 +150,13 @@ class OriginalParam:
 
     full: nn.Parameter
 
-    def __init__(
-        self,
-        info: ParamInfo,
-        index: int,
-        layout: FlatLayout,
-        topology: Topology,
-        unit_name: str,
-        state_target: OffloadTarget | None,
-    ) -> None:
+    def __init__(self, info: ParamInfo, index: int, plan: FlatParamPlan) -> None:
         self.index, self.sharded, self.locations = index, info.param, info.locations
+        layout, topology = plan.layout, plan.topology
         self.span, self.local = layout.spans[index], layout.local_span(index, topology.index)
         self.spec = ShardSpec(
             info.name,
-            unit_name,
+            plan.unit_name,
             self.span,
             self.local,
             comm=topology.shard,
@@ -152,7 +165,7 @@ class OriginalParam:
             # attribute. It describes how the DTensor was split.
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
             # Where optimizer state with one value per element lies. None: where the shard lies.
-            state_target=state_target,
+            state_target=plan.targets.state,
         )
         self.held: Any = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
@@ -314,20 +327,14 @@ class OriginalParam:
         self._hook_grad()
 
     def _hook_grad(self) -> None:
-        watched = [self.full]
+        if self._grad_hook is None:
+            return
+        register = nn.Parameter.register_post_accumulate_grad_hook
+        register_hook(self.full, register, self._grad_hook(self))
         if not self.is_sharded and self.full is not self.sharded:
             # Also register the hook on the plain parameter that users hold. Users may compute with
             # this parameter outside of forward, and the hook also averages gradients of such uses.
-            watched.append(self.sharded)
-        for param in watched:
-            if self._grad_hook is not None and (param.is_floating_point() or param.is_complex()):
-                is_trained = param.requires_grad
-                # Register the hook even on a frozen parameter, because users may unfreeze it later.
-                # torch refuses hooks on a tensor with `requires_grad=False`, so set True for the
-                # call.
-                param.requires_grad_(True)
-                param.register_post_accumulate_grad_hook(self._grad_hook(self))
-                param.requires_grad_(is_trained)
+            register_hook(self.sharded, register, self._grad_hook(self))
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
         """Return the deep copy of the parameter, and its locations in the copied modules.

@@ -286,14 +286,22 @@ def average_full_gradients(param: FlatShardTensor) -> None:
     gradients of all other operations on a sharded parameter are averaged already.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if param.is_floating_point() or param.is_complex():
-            is_trained = param.requires_grad
-            # Register the hook even on a frozen parameter, because users may unfreeze the parameter
-            # later. torch refuses hooks on a tensor with `requires_grad=False`, so set True for the
-            # call.
-            param.requires_grad_(True)
-            Tensor.register_hook(param, partial(_averaged, param.spec))
-            param.requires_grad_(is_trained)
+        register_hook(param, Tensor.register_hook, partial(_averaged, param.spec))
+
+
+def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
+    """Call ``register(param, hook)``, a method of a tensor that registers a hook on gradients.
+
+    Integer parameters have no gradient, so they get no hook.
+    """
+    if param.is_floating_point() or param.is_complex():
+        is_trained = param.requires_grad
+        # Register the hook even on a frozen parameter, because users may unfreeze the parameter
+        # later. torch refuses hooks on a tensor with `requires_grad=False`, so set True for the
+        # call.
+        param.requires_grad_(True)
+        register(param, hook)
+        param.requires_grad_(is_trained)
 
 
 def gathered(tensor: FlatShardTensor) -> Tensor:

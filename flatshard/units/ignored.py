@@ -91,8 +91,8 @@ def find_ignored(
     ]
     # Do not raise if some objects are not in `module`: a user may pass the same list to several
     # wrappers, each of which contains only some of the objects.
-    present = {id(one) for one in (*module.modules(), *module.parameters())}
-    is_elsewhere = bool(chosen) and not any(id(one) in present for one in chosen)
+    present = {*map(id, module.modules()), *map(id, module.parameters())}
+    is_elsewhere = bool(chosen) and present.isdisjoint(map(id, chosen))
     tops = {one for one in chosen if isinstance(one, nn.Module)}
     # Compare tensors by id, because `==` of tensors compares their elements.
     single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(module)
@@ -109,9 +109,9 @@ def find_ignored(
             places.add((inner, attribute))
     ignored = Ignored(
         frozenset[nn.Module]().union(
-            *(inner.modules() for inner in tops), *(one.modules for one in nested.values())
+            *(inner.modules() for inner in tops), *(ignored.modules for ignored in nested.values())
         ),
-        frozenset(places).union(*(one.places for one in nested.values())),
+        frozenset(places).union(*(ignored.places for ignored in nested.values())),
         (*names, *(name for key, name in first_names.items() if key in single)),
         is_elsewhere,
     )

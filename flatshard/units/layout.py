@@ -27,6 +27,7 @@ import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -174,6 +175,15 @@ class FlatLayout:
         ends = [0, *(span.end for span in self.spans)]
         starts = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
+
+    @cached_property
+    def piece_numels(self) -> list[int]:
+        """Sizes of the pieces of the flat parameter: padding, parameter, padding, ..., padding.
+
+        Most pieces of padding are empty.
+        """
+        bounds = [bound for span in self.spans for bound in (span.start, span.end)]
+        return [end - start for start, end in pairwise([0, *bounds, self.padded_numel])]
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of the flat parameter that ``rank`` holds."""

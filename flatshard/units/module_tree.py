@@ -44,7 +44,9 @@ class ModuleTree:
     def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.root = root
         self._closed = ignored.modules | _read_by_others(root)
-        self.ignored_params = {one for one in ignored.tensors() if isinstance(one, nn.Parameter)}
+        self.ignored_params = {
+            tensor for tensor in ignored.tensors() if isinstance(tensor, nn.Parameter)
+        }
 
     def candidates(self) -> Iterator[nn.Module]:
         """Yield the modules that can be units, each module once, children before parents."""
@@ -144,7 +146,7 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
                 continue
             # Identify parameters by id, so that a weight with several users is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], chain))
-            info.containers = [outer for outer in info.containers if outer in chain]
+            info.containers = [module for module in info.containers if module in chain]
             # A shared module has several paths, but all paths lead to the same module and
             # attribute, so record the place only once.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
@@ -164,10 +166,10 @@ def find_owners(
         A dict from each of ``unit_modules`` to the list of parameters that the unit owns, in
         registration order. A list may be empty.
     """
-    owners: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in unit_modules}
+    owned: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in unit_modules}
     for info in infos:
-        owners[next(inner for inner in reversed(info.containers) if inner in owners)].append(info)
-    return owners
+        owned[next(inner for inner in reversed(info.containers) if inner in owned)].append(info)
+    return owned
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
+from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, RunLink, named
@@ -23,6 +24,7 @@ from flatshard.engine import grad_publish, grad_reduce, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
+from flatshard.engine.grad_reduce import ReducePlan
 from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
 from flatshard.module.settings import find_device
@@ -305,11 +307,25 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
     assert found == torch.device("cuda", 1)
 
 
+def _grad_buffer(layout: FlatLayout, device: str) -> GradientBuffer:
+    plan = ReducePlan(
+        RunLink("unit"),
+        layout,
+        Topology(ALONE, ALONE, ALONE, ALONE),
+        GradDtypes(torch.float32, torch.float32, torch.float32),
+        torch.device(device),
+        tags=(0, 0, 0),
+        fixed_order=False,
+        hook=None,
+        output=None,
+    )
+    return GradientBuffer(plan)
+
+
 def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
-    dtypes = GradDtypes(torch.float32, torch.float32, torch.float32)
     layout = FlatLayout.build([("w", (4,))], world_size=1, itemsize=4)
-    buffer = GradientBuffer(layout, dtypes=dtypes, device=torch.device("meta"), rank=0)
+    buffer = _grad_buffer(layout, "meta")
     published = GradPublish([], buffer, HostMemory(pinned=False), RunLink("unit"))
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
@@ -332,12 +348,7 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
     """Each copy is a kernel, which takes longer to begin than to run."""
     shapes = [("w", (800, 800)), ("b", (3,)), ("c", (5,)), ("left_out", (2,)), ("d", ())]
     layout = FlatLayout.build(shapes, world_size=1, itemsize=4)
-
-    def buffer_on(device: str) -> GradientBuffer:
-        dtypes = GradDtypes(torch.float32, torch.float32, torch.float32)
-        return GradientBuffer(layout, dtypes=dtypes, device=torch.device(device), rank=0)
-
-    gradients = buffer_on("cpu")  # where copies are made at the same moments
+    gradients = _grad_buffer(layout, "cpu")  # where copies are made at the same moments
     # One comes in two parts, and one not at all.
     came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
     grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]

@@ -273,7 +273,7 @@ class MetaInit:
         with temporarily(shardings_in(root), is_initialising=True):
             sums = self._make_all(groups)
             if not start.sends and world.size > 1:
-                start.different = names_of_different(list(sums), sums.values(), world)
+                start.different = names_of_different(sums, sums.values(), world)
                 start.sends = bool(start.different) and start.sync is None
                 if start.sends:
                     # Rank 0 has kept only shards. Restore the random state, so rank 0 creates the

@@ -355,7 +355,7 @@ def flat_memory(
             compute_dtype != kind.dtype,
             is_lookup,
             compute_dtype.itemsize,
-            kind.precision.reduced_dtype(kind.dtype).itemsize,
+            kind.precision.grad_dtypes(kind.dtype).reduce_dtype.itemsize,
             parameter_bytes=shard_numel * itemsize,
             gathered_bytes=unsharded * is_unsharded,
             kept_bytes=kept,
