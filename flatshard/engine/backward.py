@@ -271,6 +271,7 @@ class Backward:
     def _end(self) -> None:
         """Reduce the remaining gradients, publish ``.grad``, and reshard all units. Collective."""
         state, failed = self._state, True
+        is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
             if any(unit.sync is not Sync.NONE for unit in state.units):
@@ -285,16 +286,14 @@ class Backward:
                 # buffers existed.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(Moment.BACKWARD_OVER)
-        is_outermost = state.depth == 0
+                if is_outermost:
+                    unit.end_iteration()
         # Wait until the other ranks have received this rank's data, because the optimizer may write
         # the shards next. If a forward runs around this backward, the end of the forward waits.
         if is_outermost:
             with self._observers.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
         self._run_hooks(used)
-        if is_outermost:
-            for unit in state.units:
-                unit.end_iteration()
         for extension in state.extensions:
             extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
         for unit, handle in state.handles:

@@ -400,7 +400,7 @@ class BufferCache:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
             if fits and _is_unused(kept):
                 return kept.detach()  # an alias; while it lives, the storage counts as used
-        self.give_back()
+            self.give_back()
         if self._new is not None:
             new, is_worth_it = self._new(numel, dtype), True
         else:
