@@ -65,7 +65,6 @@ class ReducePlan:
     # None: published gradients are offloaded to host memory or disk, so no memory on the device
     # can be reused.
     output: BufferCache | None
-    reduce_dtype: torch.dtype = field(init=False)  # the same as in `dtypes`
     # Number of elements that this rank has after the first stage, and the index of the first of
     # these elements in the flat parameter.
     intra_numel: int = field(init=False)
@@ -84,10 +83,9 @@ class ReducePlan:
 
     def __post_init__(self) -> None:
         intra_group, replicate = self.topology.intra_group, self.topology.replicate
-        self.reduce_dtype = self.dtypes.reduce_dtype
         self.intra_numel = self.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
-        self.full_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
+        self.full_bytes = self.layout.padded_numel * self.dtypes.reduce_dtype.itemsize
         # Estimate the memory of an unfinished reduction. Usually count the gradients twice, as
         # memory to send and memory to receive. A backend for which streams wait (NCCL) adds while
         # it receives, so count the gradients once. Then two of the largest buckets fit into
@@ -97,7 +95,7 @@ class ReducePlan:
         self.across = self.topology.across
         self.intra_sum_dtype = self._sum_dtype(intra_group)
         self.across_sum_dtype = self._sum_dtype(self.across)
-        sums_wider = self._sum_dtype(replicate) is not self.reduce_dtype
+        sums_wider = self._sum_dtype(replicate) is not self.dtypes.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
     def chunk_plan(self) -> ChunkPlan | None:
@@ -106,10 +104,10 @@ class ReducePlan:
         None: the transport or the user's hook needs all gradients in one buffer.
         """
         transport = self.topology.intra_group.transport_for(tag=self.tags[0])
-        min_bytes = transport.min_chunk_bytes(self.reduce_dtype)
+        min_bytes = transport.min_chunk_bytes(self.dtypes.reduce_dtype)
         if self.hook is not None or min_bytes is None:
             return None
-        return ChunkPlan(self.layout, min_bytes, self.reduce_dtype)
+        return ChunkPlan(self.layout, min_bytes, self.dtypes.reduce_dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -128,7 +126,7 @@ class ReducePlan:
 
     def _sum_dtype(self, comm: Communicator) -> torch.dtype:
         transport = comm.transport_for(self.device)
-        return transport.sum_dtype(self.reduce_dtype, fixed_order=self.fixed_order)
+        return transport.sum_dtype(self.dtypes.reduce_dtype, fixed_order=self.fixed_order)
 
     def give_back(self) -> None:
         if self.output is not None:
@@ -274,7 +272,7 @@ class GradReduce:
             # have a wider dtype, and would lose precision if the sums were rounded first.
             self._out.add_(self._intra_reduced)
             self._intra_reduced = None
-        self._out = values = self._out.to(plan.reduce_dtype)
+        self._out = values = self._out.to(plan.dtypes.reduce_dtype)
         if across is plan.topology.replicate and not plan.adds_replicas:
             return across.all_reduce(values, unit_fqn=plan.link.unit_name)
         chunks = FlatChunks.of(_padded(values, across.size))

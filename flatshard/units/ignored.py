@@ -93,9 +93,10 @@ def find_ignored(
     # wrappers, each of which contains only some of the objects.
     present = {*map(id, module.modules()), *map(id, module.parameters())}
     is_elsewhere = bool(chosen) and present.isdisjoint(map(id, chosen))
-    tops = {one for one in chosen if isinstance(one, nn.Module)}
+    tops = {top for top in chosen if isinstance(top, nn.Module)}
     # Compare tensors by id, because `==` of tensors compares their elements.
-    single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(module)
+    single = {id(tensor) for tensor in chosen if isinstance(tensor, Tensor)}
+    single |= _named_for_ddp(module)
     names = []
     for name, inner in module.named_modules():
         if inner in tops:

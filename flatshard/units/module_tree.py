@@ -176,9 +176,10 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
     """Return the modules whose parameters other code may read without calling the module."""
     closed: set[nn.Module] = set()
     for module in root.modules():
+        classes = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).mro()}
         if isinstance(module, ParametrizationList):
             closed.update(module.modules())
-        elif any(f"{c.__module__}.{c.__qualname__}" in _READS_CHILDREN for c in type(module).mro()):
+        elif classes & _READS_CHILDREN:
             closed.update(inner for inner in module.modules() if inner is not module)
     return closed
 
