@@ -15,9 +15,10 @@
 #
 # How many bytes does training need, and how many of them are on each rank? This notebook computes
 # both for models that are far too large for this machine. `flatshard.memory_plan.predict` plans the
-# shards of a model as `ShardedWrapper` would make them, from the shapes of the parameters. Then the
-# notebook counts activations, trains a model that fits, and compares the plan with measurements.
-# The last cell computes the plan for your model and your GPUs.
+# shards of a model as `ShardedWrapper` would make them, from the shapes of the parameters.
+# `flatshard.plan` adds the activations: it runs a step on tensors that have shapes but no memory.
+# Then the notebook trains a model that fits, and compares the plan with measurements. The last cell
+# computes the plan for your model and your GPUs.
 #
 # It takes two minutes on two CPU cores. To run it on your machine:
 # `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
@@ -36,8 +37,8 @@ import torch._dynamo  # DDP needs it: imported here once, and not in each rank
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+import flatshard
 from flatshard import MixedPrecision
 from flatshard.memory_plan import predict
 from flatshard.wrap import ModuleWrapPolicy
@@ -224,49 +225,31 @@ plt.show()
 #
 # Forward keeps activations for backward. Their size depends on the rows of a rank and the length of
 # a row, not on the number of ranks: data parallelism does not shard activations.
-# `saved_tensors_hooks` sees each tensor that autograd saves. Under `FakeTensorMode` tensors have
-# shapes but no memory, so the cell can count the activations of the large model.
+# `flatshard.plan` runs a forward and a backward of the large model on fake tensors, and records
+# when autograd saves and frees each tensor.
 
 
 # %%
-def saved_bytes(build, batch, length):
-    """Bytes that autograd saves in a bfloat16 forward of build() and its loss."""
-    saved, before = {}, torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with FakeTensorMode():
-            model = build()
-            storages = [parameter.untyped_storage() for parameter in model.parameters()]
-            mine = {storage._cdata for storage in storages}
-
-            def see(tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in mine:  # parameters are no activations
-                    saved[storage._cdata] = storage  # views of one tensor count once
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-                tokens = torch.zeros(batch, length, dtype=torch.long)
-                logits = model(tokens).flatten(0, 1).float()
-                F.cross_entropy(logits, tokens.flatten())
-        return sum(storage.nbytes() for storage in saved.values())
-    finally:
-        torch.set_default_dtype(before)
+def planned(batch, seq, checkpoint):
+    """The memory of a step on 64 ranks, in bfloat16."""
+    options = {"strategy": "FULL_SHARD", "auto_wrap_policy": POLICY}
+    made = flatshard.plan(Model, ranks=64, batch=batch, seq=seq, checkpoint=checkpoint, **options)
+    return made.choices[0].outcome
 
 
-def activation_bytes(batch, length, depth=DEPTH, width=8192):
-    """Of the large model: all kept, and with activation checkpointing of each block."""
-    rest = saved_bytes(lambda: Model(depth=0), batch, length)
-    block = saved_bytes(lambda: Model(depth=1), batch, length) - rest  # all blocks are alike
-    inputs = batch * length * width * 2
-    return rest + depth * block, rest + depth * inputs + block
+def activation_bytes(outcome):
+    """The most that is kept for backward at any moment of the step."""
+    return max(totals.get("activations", 0) for _, totals in outcome.timeline)
 
 
+KINDS = ("none", "block")
+shapes = ((1, 2048), (1, 4096), (2, 4096), (1, 8192))
+outcomes = {shape: [planned(*shape, kind) for kind in KINDS] for shape in shapes}
 print("GB of activations on each rank, in bfloat16")
 print(f"{'rows':>4}{'length':>8}{'kept':>10}{'checkpointed':>14}")
-for batch, length in ((1, 2048), (1, 4096), (2, 4096), (1, 8192)):
-    kept, few = activation_bytes(batch, length)
-    print(f"{batch:4}{length:8,}{kept / GB:10.1f}{few / GB:14.1f}")
+for (batch, seq), pair in outcomes.items():
+    kept, few = map(activation_bytes, pair)
+    print(f"{batch:4}{seq:8,}{kept / GB:10.1f}{few / GB:14.1f}")
 
 # %% [markdown]
 # Activations grow with rows times length. Attention that is computed in tiles (FlashAttention)
@@ -274,25 +257,25 @@ for batch, length in ((1, 2048), (1, 4096), (2, 4096), (1, 8192)):
 # 8,192. Gradient accumulation allows larger batches in the same memory. Activation checkpointing
 # keeps only the inputs of the blocks and computes the other activations again.
 #
-# The plot shows the memory of a rank at the peak, for 64 ranks. Each length has two bars: without
-# and with activation checkpointing.
+# The plot shows the memory of a rank at the moment of its peak, for 64 ranks. Each length has two
+# bars: without and with activation checkpointing.
 
 # %%
-lengths = [1024, 2048, 4096, 8192]
-plan = predict(large, world_size=64, auto_wrap_policy=POLICY, mixed_precision=precision)
+lengths = [2048, 4096, 8192]
 kinds = {
-    "this rank's parameters": plan.parameter_bytes,
-    "optimizer state": plan.optimizer_bytes,
-    "gradients": plan.peak_gradient_bytes,
-    "unsharded parameters": plan.peak_gathered_bytes,
+    "this rank's parameters": ("parameters",),
+    "optimizer state": ("optimizer",),
+    "gradients": ("gradients", "reduction", "temporary"),
+    "unsharded parameters": ("unsharded",),
+    "activations": ("activations",),
 }
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-both = [activation_bytes(1, length) for length in lengths]
-for offset, activations in zip((-0.2, 0.2), zip(*both)):
+for offset, which in zip((-0.2, 0.2), range(2)):
+    peaks = [outcomes[1, length][which].peak for length in lengths]
     places = [index + offset for index in range(len(lengths))]
     low = [0.0] * len(lengths)
-    for kind, size in {**kinds, "activations": None}.items():
-        sizes = [(more if size is None else size) / GB for more in activations]
+    for kind, parts in kinds.items():
+        sizes = [sum(peak.get(part, 0) for part in parts) / GB for peak in peaks]
         label = kind if offset < 0 else None
         axes.bar(places, sizes, 0.36, bottom=low, color=COLOURS[kind], label=label)
         low = [before + more for before, more in zip(low, sizes)]
@@ -301,12 +284,12 @@ axes.text(-0.4, 82, "a device of 80 GB", fontsize=8, color="0.4")
 axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
 axes.set_xlabel("tokens in a row, one row on each rank (left: kept, right: checkpointed)")
 axes.set_ylabel("GB on each of 64 ranks")
-axes.set_title("70 billion parameters: activations at the peak")
+axes.set_title("70 billion parameters: memory at the peak")
 axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# (The bars are upper bounds: when gradients need most memory, activations need least.)
+# (Gradients: with the buffers to reduce gradients, and other temporary tensors.)
 #
 # ## Predicted and measured
 #
@@ -347,6 +330,7 @@ for name, found in measured.items():
         auto_wrap_policy=ModuleWrapPolicy({train_transformer.Block}),
         sharding_strategy=way.get("strategy", "NO_SHARD"),  # what DDP is
         mixed_precision=train_transformer.BF16 if way.get("bf16") else None,
+        collectives="sockets",
     )
     rows.append((name, plan, found))
 
@@ -419,36 +403,18 @@ print(
 # saving, also for ranks that share memory.
 #
 # The peak is an upper bound for the same reason, and because the order in which reductions end
-# depends on timing. Activations are not part of the plan; the cell above counts them.
+# depends on timing. `predict` leaves activations out: `flatshard.plan` counts them.
 #
 # ## Your model, your GPUs: what fits?
 #
-# Set three things: a function that builds your model, the number of GPUs, and the memory of a GPU
-# in GB. The plan assumes `auto_wrap_policy="auto"`, computation in bfloat16, and AdamW in float32.
-# The last column is the memory that remains for activations and for torch itself.
+# Set three things: a function that builds your model, the number of GPUs, and the memory of a GPU.
+# The plan assumes `auto_wrap_policy="auto"`, computation in bfloat16, and AdamW in float32. If your
+# model takes other inputs than tokens, also pass a `step`, which runs a forward and returns the
+# loss.
 
 # %%
 MODEL = Model  # with transformers: lambda: AutoModelForCausalLM.from_config(config)
 GPUS = 32
-MEMORY_GB = 80
+MEMORY = "80GB"
 
-with torch.device("meta"):
-    yours = MODEL()
-strategies = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
-policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-print(f"{sum(p.numel() for p in yours.parameters()):,} parameters, {GPUS} GPUs of {MEMORY_GB} GB")
-print(f"{'GB on each GPU':16}{'persistent':>12}{'peak':>8}    {'fits?':8}{'left':>6}")
-for strategy in strategies:
-    keywords = {"ranks_per_node": min(8, GPUS)} if strategy.startswith("HYBRID") else {}
-    plan = predict(
-        yours,
-        world_size=GPUS,
-        auto_wrap_policy="auto",
-        sharding_strategy=strategy,
-        mixed_precision=policy,
-        **keywords,
-    )
-    left = MEMORY_GB - plan.peak_bytes / GB
-    fits = f"{'yes':8}{left:6.1f}" if left > 0 else "no"
-    sizes = f"{plan.persistent_bytes / GB:12.1f}{plan.peak_bytes / GB:8.1f}"
-    print(f"{strategy:16}{sizes}    {fits}")
+print(flatshard.plan(MODEL, ranks=GPUS, memory=MEMORY, batch=1, seq=4096))

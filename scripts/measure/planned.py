@@ -50,7 +50,7 @@ from rich import print as rich_print
 from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.extras.plan.hardware import TRANSPORTS, Device, Machine, calibrate
+from flatshard.extras.plan.hardware import Device, Machine, calibrate
 from flatshard.extras.plan.models import Llama, Step, language_step
 from flatshard.extras.plan.planning import TracedModel, planned_flats
 from flatshard.extras.plan.replay import Outcome, Replay
@@ -319,8 +319,8 @@ def predict(case: Case, machine: Machine | None = None) -> Outcome:
     flats, names = planned_flats(
         traced,
         world_size=case.world,
-        strategy=case.strategy,
-        per_node=2,
+        sharding_strategy=case.strategy,
+        ranks_per_node=2,
         optimizer_bytes=STATE_BYTES[case.optimizer],
         **case.keywords,
     )
@@ -328,14 +328,13 @@ def predict(case: Case, machine: Machine | None = None) -> Outcome:
         device = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
         # The page pool is off, so ranks cannot read each other's memory, and "auto" chooses
         # sockets.
-        transport = TRANSPORTS["native" if case.collectives == "native" else "sockets"]
+        transport = "native" if case.collectives == "native" else "sockets"
         machine = Machine(device, 2, 1e9, 1e9, transport=transport)
     replay = Replay(
         traced.trace,
         flats,
         names,
         machine,
-        world_size=case.world,
         buffer_bytes=traced.buffer_bytes,
         accumulate=case.accumulate,
     )
@@ -535,9 +534,7 @@ def compare_links() -> list[dict[str, Any]]:
             for key in ("flops", "attention_flops", "memory_rate", "memory_bytes")
         }
         link = TCP * rate * 1e6 / 8
-        machine = Machine(
-            Device(**speed, is_gpu=False), 1, link, link, LATENCY, TRANSPORTS["sockets"]
-        )
+        machine = Machine(Device(**speed, is_gpu=False), 1, link, link, LATENCY, "sockets")
         for some, *times in zip(cases, *(one["seconds"] for one in figures), strict=True):
             measured = [max(pair) for pair in zip(*times, strict=True)]
             predicted = [predict(case, machine).seconds for case in some]

@@ -88,22 +88,21 @@ def predict(run: Run) -> dict[str, Any]:
     found = traced(run.form, run.batch, run.is_compiled, run.stored, run.reduce_dtype)
     flats, names = planned_flats(found, world_size=run.shards)
     if run.replicas > 1:
-        flats = [replace(one, replicas=run.replicas) for one in flats]
+        for flat in flats:
+            flat.replicas = run.replicas
     played = Fsdp2Replay(
         run,
         found.trace,
         flats,
         names,
         run.machine,
-        world_size=run.shards,
         buffer_bytes=found.buffer_bytes,
-        expandable_segments=run.expandable_segments,
     )
     outcome = played.run(steps=2)  # all later steps equal the second step
     once = outcome.seconds - played.step_seconds
     return {
         "active_gib": outcome.peak_bytes / GIB,
-        "reserved_gib": outcome.reserved_bytes / GIB,
+        "reserved_gib": played.reserved_bytes / GIB,
         "peak": {key: value / GIB for key, value in outcome.peak.items()},
         "peak_at": outcome.peak_at,
         "seconds": run.accumulate * once + played.step_seconds,

@@ -1,8 +1,9 @@
 """Extra: predicts the memory, the communication and the time of training before it runs.
 
 ``plan`` (in ``report``) traces one step of a model on fake tensors (``trace``). Then ``plan``
-replays the step (``replay``) under each sharding strategy on a machine (``hardware``). ``predict``
-(in ``shards``) needs only the shapes of the parameters, and returns the memory without activations.
+replays the step (``replay``) under each sharding strategy on a machine (``hardware``).
+``predict`` (in ``planning``) needs only the shapes of the parameters, and returns the memory
+without activations.
 
 Without this folder, ``flatshard.plan``, ``flatshard.memory_plan`` and ``ShardedWrapper.plan()``
 raise, and the command ``flatshard plan`` does not exist.
@@ -11,9 +12,9 @@ raise, and the command ``flatshard plan`` does not exist.
 from flatshard.extras.plan import command  # noqa: F401  (the command line asks for it)
 from flatshard.extras.plan.hardware import Device
 from flatshard.extras.plan.measured import RankPlan, plan_wrapped  # noqa: F401
+from flatshard.extras.plan.planning import MemoryPlan, UnitMemory, predict
 from flatshard.extras.plan.report import TrainingPlan, plan
-from flatshard.extras.plan.shards import MemoryPlan, UnitMemory, predict
-from flatshard.extras.plan.trace import CannotTraceError, selective_contexts
+from flatshard.extras.plan.trace import CannotTraceError, checkpoint_blocks
 
 __all__ = [
     "CannotTraceError",
@@ -22,7 +23,7 @@ __all__ = [
     "RankPlan",
     "TrainingPlan",
     "UnitMemory",
+    "checkpoint_blocks",
     "plan",
     "predict",
-    "selective_contexts",
 ]

@@ -12,6 +12,7 @@ Three changes by the compiler matter for memory and time:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -110,43 +111,41 @@ def _rewrite(
     inner: set[int],
 ) -> StepTrace:
     made: list[Event] = []
-    freed: set[int] = set()
     allocated: set[int] = set()
-    ends: dict[int, list[int]] = {}
-    in_region = {
-        event.block: regions[i] for i, event in enumerate(trace.events) if isinstance(event, Alloc)
-    }
     gradients = {e.block for e in trace.events if isinstance(e, Mark) and e.what == "gradient"}
+    in_region = {e.block for i, e in enumerate(trace.events) if isinstance(e, Alloc) and regions[i]}
+    ends: dict[int, list[int]] = defaultdict(list)
     for block, i in last_use.items():
-        if in_region.get(block) and block not in gradients:
-            ends.setdefault(i, []).append(block)
+        if block in in_region and block not in gradients:
+            ends[i].append(block)
+
+    def free(block: int) -> None:
+        if block in allocated:
+            allocated.remove(block)
+            made.append(Free(block))
+
     seen: set[int] = set()  # blocks that the current kernel has already read
     for i, event in enumerate(trace.events):
         if isinstance(event, Op):
             op = live.get(i)
-            if op is not None:
-                if op.kind == "fusible" and regions[i]:
-                    reads = tuple(x for x in op.reads if x[0] not in inner | seen)
-                    writes = tuple(x for x in op.writes if x[0] not in inner)
-                    seen.update(block for block, _ in reads if block >= 0)
-                    if reads or writes:
-                        made.append(op._replace(reads=reads, writes=writes))
-                else:
-                    seen.clear()
-                    made.append(op)
-            for block in ends.get(i, ()):
-                if block in allocated and block not in freed:
-                    freed.add(block)
-                    made.append(Free(block))
+            if op is not None and op.kind == "fusible" and regions[i]:
+                reads = tuple(x for x in op.reads if x[0] not in inner | seen)
+                writes = tuple(x for x in op.writes if x[0] not in inner)
+                seen.update(block for block, _ in reads if block >= 0)
+                if reads or writes:
+                    made.append(op._replace(reads=reads, writes=writes))
+            elif op is not None:
+                seen.clear()
+                made.append(op)
+            for block in ends[i]:
+                free(block)
         elif isinstance(event, Alloc):
             is_used = event.block in last_use or event.block in gradients
             if event.block not in inner and (is_used or not regions[i]):
                 allocated.add(event.block)
                 made.append(event)
         elif isinstance(event, Free):
-            if event.block in allocated and event.block not in freed:
-                freed.add(event.block)
-                made.append(event)
+            free(event.block)
         else:
             made.append(event)
     return replace(trace, events=made)

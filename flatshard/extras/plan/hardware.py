@@ -28,12 +28,11 @@ def amount(value: float | str) -> float:
 
     Raises ValueError if the text is no amount.
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([KMGTP]?)(i?)(B|FLOPS)?(/s)?", f"{value}".strip())
-    if not isinstance(value, str) or found is None:
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"expected an amount such as 80GB or 990T, got {value!r}") from None
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"([0-9.]+)\s*([KMGTP]?)(i?)(B|FLOPS)?(/s)?", value.strip())
+    if found is None:
+        raise ValueError(f"expected an amount such as 80GB or 990T, got {value!r}")
     number, unit, binary = found.group(1, 2, 3)
     return float(number) * (1024 if binary else 1000) ** " KMGTP".index(unit or " ")
 
@@ -95,40 +94,6 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class Transport:
-    """Memory that a transport (``flatshard.comm.transports``) needs. The defaults describe NCCL.
-
-    Attributes:
-        reports_end: whether the engine sees that a reduction has ended without waiting for the
-            reduction.
-        gathers_in_background: whether all-gathers make progress while the host computes.
-        gather_copies: size of an all-gather's temporary buffer, divided by the size of the result.
-        reduce_copies: size of a reduction's temporary buffer, divided by the size of the gradients.
-        receives: whether a rank receives the gradients of each other rank into a separate buffer.
-        in_place_bytes: minimum size of gradients that are sent without a copy. None: all gradients
-            are copied into one buffer before they are sent.
-        sums_in_fp32: whether gradients in bfloat16 or float16 are added in float32.
-    """
-
-    reports_end: bool = True
-    gathers_in_background: bool = False
-    gather_copies: float = 0.0
-    reduce_copies: float = 0.0
-    receives: bool = False
-    in_place_bytes: int | None = None
-    sums_in_fp32: bool = False
-
-
-TRANSPORTS = {
-    "nccl": Transport(),
-    "native": Transport(reports_end=False, gather_copies=1.0, reduce_copies=1.0),
-    "sockets": Transport(
-        gathers_in_background=True, receives=True, in_place_bytes=1 << 20, sums_in_fp32=True
-    ),
-}
-
-
-@dataclass(frozen=True)
 class Machine:
     """Devices, and the links between them.
 
@@ -138,7 +103,11 @@ class Machine:
         node_link: bytes per second that one rank sends within a node.
         link: one rank's share of the bytes per second that its node sends to other nodes.
         latency: minimum seconds per message.
-        transport: the transport that moves bytes between ranks.
+        transport: what moves bytes between ranks (``flatshard.comm.transports``), and needs
+            buffers. ``nccl`` reduces in place. ``native`` (gloo) copies all that it sends, and its
+            reductions end only in a wait. ``sockets`` send large gradients without a copy, receive
+            the gradients of each other rank into a separate buffer, add in float32, and gather in
+            the background.
     """
 
     device: Device
@@ -146,7 +115,11 @@ class Machine:
     node_link: float = 450e9
     link: float = 50e9
     latency: float = 5e-6
-    transport: Transport = Transport()
+    transport: str = "nccl"
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("nccl", "native", "sockets"):
+            raise ValueError(f"expected nccl, native or sockets, got {self.transport!r}.")
 
     def collective_seconds(self, nbytes: float, size: int, in_node: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.

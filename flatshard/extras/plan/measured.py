@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatshard.extras.plan.hardware import TRANSPORTS, Machine, device_of, show
+from flatshard.extras.plan.hardware import Machine, device_of, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.planning import TracedModel, planned_flats
 from flatshard.extras.plan.replay import Outcome, Replay
@@ -62,58 +62,44 @@ class RankPlan:
 def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) -> RankPlan:
     """Predict the memory of a wrapped model in a step, and measure the model's memory now."""
     wrapped, settings = sharding.wrapper, sharding.settings
-    units = units_in(wrapped)
+    units, ranks, kind = units_in(wrapped), settings.ranks, settings.device.type
     chosen = {id(module) for unit in units if not unit.is_root for module in unit.modules}
-    originals: dict[int, int] = {}  # id of a copied module -> id of the module in the model
-
-    def build() -> nn.Module:
-        made = _bare(wrapped.module, {}, originals)
-        alive.append(made)
-        return made
-
-    alive: list[nn.Module] = []
-    placement = settings.placement
+    bare = _Bare()
     traced = TracedModel.of(
-        build,
+        lambda: bare.copy(wrapped.module),
         step,
-        policy=CustomPolicy(lambda module: originals.get(id(module)) in chosen),
+        policy=CustomPolicy(lambda module: bare.originals.get(id(module)) in chosen),
         precision=settings.precision,
-        on_gpu=settings.device.type == "cuda",
+        on_gpu=kind == "cuda",
         device=settings.device,
     )
-    world = settings.ranks.world.size
     measured = _measure(sharding, optimizer)
     held = measured.get("optimizer")
     handles = [handle for unit in units for handle in unit.handles]
     trained = sum(h.layout.shard_numel for h in handles if h.params[0].requires_grad)
+    placement = settings.placement
     flats, names = planned_flats(
         traced,
-        world_size=world,
-        strategy=settings.strategy.name,
-        per_node=settings.ranks.ranks_per_node,
+        world_size=ranks.world.size,
         # The optimizer has no state before its first step. Until then, count two tensors per
         # parameter: AdamW keeps two.
         optimizer_bytes=held / trained if held and trained else None,
+        sharding_strategy=settings.strategy.name,
+        ranks_per_node=ranks.ranks_per_node,
         reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
     )
-    kind = settings.device.type
-    transport = sharding.unit.topology.intra_group.transport_for()
-    sends = "sockets" if transport.gathers_in_background else "native"
-    outcome = Replay(
-        traced.trace,
-        flats,
-        names,
-        Machine(device_of(kind), transport=TRANSPORTS["nccl" if kind == "cuda" else sends]),
-        world_size=world,
-        buffer_bytes=traced.buffer_bytes,
-    ).run()
+    in_background = sharding.unit.topology.intra_group.transport_for().gathers_in_background
+    on_cpu = "sockets" if in_background else "native"
+    machine = Machine(device_of(kind), transport="nccl" if kind == "cuda" else on_cpu)
+    replay = Replay(traced.trace, flats, names, machine, buffer_bytes=traced.buffer_bytes)
+    outcome = replay.run()
     predicted = {
-        name: sum(getattr(flat.memory, f"{kind}_bytes") for flat in flats)
-        for name, kind in (("parameters", "parameter"), ("gradients", "gradient"))
+        "parameters": sum(flat.parameter_bytes for flat in flats),
+        "gradients": sum(flat.gradient_bytes for flat in flats),
+        "optimizer": sum(flat.optimizer_bytes for flat in flats),
+        "unsharded": max(held.get("unsharded", 0) for _, held in outcome.timeline),
+        "peak": outcome.peak_bytes,
     }
-    predicted["optimizer"] = sum(flat.memory.optimizer_bytes for flat in flats)
-    predicted["unsharded"] = max(held.get("unsharded", 0) for _, held in outcome.timeline)
-    predicted["peak"] = outcome.peak_bytes
     return RankPlan(predicted, measured, outcome)
 
 
@@ -140,30 +126,31 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
     return storage_bytes(one for one in local if isinstance(one, Tensor) and one.dim())
 
 
-def _bare(module: nn.Module, memo: dict[int, Any], originals: dict[int, int]) -> nn.Module:
-    """Copy a module without its hooks. The copy's tensors are on the meta device."""
-    if isinstance(module, ModuleProxy):
-        module = module.module
-    if id(module) in memo:
-        return memo[id(module)]  # type: ignore[no-any-return]
-    made = type(module).__new__(type(module))
-    made.__dict__.update(module.__dict__)
-    memo[id(module)], originals[id(made)] = made, id(module)
-    made.__dict__.update({name: OrderedDict() for name in _HOOKS})
-    made._parameters = {name: _meta(one, memo) for name, one in module._parameters.items()}
-    made._buffers = {name: _meta(one, memo) for name, one in module._buffers.items()}
-    made._modules = {
-        name: None if one is None else _bare(one, memo, originals)
-        for name, one in module._modules.items()
-    }
-    return made
+class _Bare:
+    """Copies modules without their hooks. The copies' tensors are on the meta device."""
 
+    def __init__(self) -> None:
+        self._memo: dict[int, Any] = {}  # copies, keyed by the id of the module or tensor
+        self.originals: dict[int, int] = {}  # id of a copied module -> id of the module
 
-def _meta(tensor: Tensor | None, memo: dict[int, Any]) -> Any:
-    if tensor is None or id(tensor) in memo:
-        return None if tensor is None else memo[id(tensor)]
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    memo[id(tensor)] = made
-    return made
+    def copy(self, one: Any) -> Any:
+        if isinstance(one, ModuleProxy):
+            one = one.module
+        if one is not None and id(one) not in self._memo:
+            copied = self._tensor(one) if isinstance(one, Tensor) else self._module(one)
+            self._memo[id(one)] = copied
+        return None if one is None else self._memo[id(one)]
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_param = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(made, tensor.requires_grad) if is_param else made
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        made = type(module).__new__(type(module))
+        made.__dict__.update(module.__dict__ | {name: OrderedDict() for name in _HOOKS})
+        self.originals[id(made)] = id(module)
+        for place in ("_parameters", "_buffers", "_modules"):
+            copies = {name: self.copy(one) for name, one in module.__dict__[place].items()}
+            made.__dict__[place] = copies
+        return made

@@ -16,16 +16,24 @@ from torch import Tensor, nn
 Step = Callable[[nn.Module], Tensor]
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+class LlamaBlock(nn.Module):
+    """One block of `Llama`."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
         self.size, self.groups = width // heads, heads // kv_heads
-        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.key, self.value = (
-            nn.Linear(width, kv_heads * self.size, bias=False) for _ in range(2)
-        )
+        linear = partial(nn.Linear, bias=False)
+        self.query, self.out = (linear(width, width) for _ in range(2))
+        self.key, self.value = (linear(width, kv_heads * self.size) for _ in range(2))
+        self.gate, self.up = (linear(width, hidden) for _ in range(2))
+        self.down = linear(hidden, width)
+        self.norm1, self.norm2 = (nn.RMSNorm(width, eps=1e-5) for _ in range(2))
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self._attend(self.norm1(x), rotation)
+        return x + self._feed_forward(self.norm2(x))
+
+    def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
         layers = (self.query, self.key, self.value)
         query, key, value = (layer(x).unflatten(-1, (-1, self.size)) for layer in layers)
         query, key = _rotate(query, rotation), _rotate(key, rotation)
@@ -35,36 +43,13 @@ class _Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).contiguous().flatten(2))  # type: ignore[no-any-return]
 
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2).type_as(x)
-
-
-class _FeedForward(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class LlamaBlock(nn.Module):
-    """One block of `Llama`."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = (
-            _Attention(width, heads, kv_heads),
-            _FeedForward(width, hidden),
-        )
-        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), rotation)
-        return x + self.feed_forward(self.norm2(x))
 
 
 class Llama(nn.Module):
@@ -75,20 +60,18 @@ class Llama(nn.Module):
 
     def __init__(
         self,
-        *,
         layers: int,
         width: int,
         heads: int,
         kv_heads: int,
         hidden: int,
         vocab: int,
-        length: int = 8192,
+        length: int,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         blocks = (LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, vocab, bias=False)
         rotation = torch.empty(length, 1, width // heads // 2, dtype=torch.complex64)
         self.rotation: Tensor
@@ -98,32 +81,19 @@ class Llama(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.rotation[: tokens.shape[1]])
-        return self.head(self.norm(x))
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def _llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocab: int) -> Any:
-    return partial(
-        Llama,
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=hidden,
-        vocab=vocab,
-    )
-
-
-# Layers, width, heads, heads of keys and values, hidden width, vocabulary. The numbers are from the
-# models' papers (arXiv 2302.13971, 2307.09288, 2407.21783).
-PRESETS: dict[str, Callable[..., nn.Module]] = {
-    "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
-    "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000),
-    "llama2-70b": _llama(80, 8192, 64, 8, 28672, 32000),
-    "llama3-1b": _llama(16, 2048, 32, 8, 8192, 128256),
-    "llama3-3b": _llama(28, 3072, 24, 8, 8192, 128256),
-    "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256),
-    "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256),
-    "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256),
+# Layers, width, heads, heads of keys and values, width of the feed-forward layer, vocabulary.
+PRESETS = {
+    "llama2-7b": (32, 4096, 32, 32, 11008, 32000),
+    "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": (80, 8192, 64, 8, 28672, 32000),
+    "llama3-1b": (16, 2048, 32, 8, 8192, 128256),
+    "llama3-3b": (28, 3072, 24, 8, 8192, 128256),
+    "llama3-8b": (32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": (126, 16384, 128, 8, 53248, 128256),
 }
 
 
@@ -157,7 +127,7 @@ def read_spec(spec: str, seq: int) -> Callable[[], Any]:
         ValueError: ``spec`` names nothing that exists, or transformers lacks the architecture.
     """
     if spec in PRESETS:
-        return partial(PRESETS[spec], length=seq)
+        return partial(Llama, *PRESETS[spec], length=seq)
     if spec.endswith(".json") or Path(spec).is_dir():
         path = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
         return partial(_from_config, path)
@@ -176,20 +146,18 @@ def read_spec(spec: str, seq: int) -> Callable[[], Any]:
 def _from_config(path: Path) -> nn.Module:
     try:
         text = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        # Turn the cache of keys and values off: it would grow when backward recomputes a forward.
+        kind, text["use_cache"] = text.setdefault("model_type"), False
+    except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: cannot be read as a configuration: {error}") from error
     try:
         transformers = importlib.import_module("transformers")
+        config = transformers.AutoConfig.for_model(**text)
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{path}: a config.json needs transformers. Run: pip install transformers"
         ) from error
-    kind = text.get("model_type")
-    try:
-        # Turn the cache of keys and values off: it would grow when backward recomputes a forward.
-        keywords = {**text, "model_type": kind, "use_cache": False}
-        known = transformers.AutoConfig.for_model(**keywords)
-        return transformers.AutoModelForCausalLM.from_config(known, attn_implementation="sdpa")
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: transformers {transformers.__version__} has no language model for model_type "

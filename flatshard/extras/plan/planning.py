@@ -1,40 +1,37 @@
-"""``choices``: predicts the memory and the time of a step under each sharding strategy."""
+"""``TracedModel`` and ``predict``: the units of a model, with and without the trace of a step."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flatshard.extras.plan import shards
 from flatshard.extras.plan.fusion import compiled
-from flatshard.extras.plan.hardware import Machine, show
-from flatshard.extras.plan.models import Step, language_step
-from flatshard.extras.plan.replay import Outcome, PlannedFlat, Replay
-from flatshard.extras.plan.trace import Checkpointing, StepTrace, checkpoint_blocks, fake, trace
-from flatshard.module.model_plan import PlannedUnit
+from flatshard.extras.plan.hardware import DEVICES, Machine, show
+from flatshard.extras.plan.models import Step
+from flatshard.extras.plan.replay import Replay
+from flatshard.extras.plan.shards import FlatMemory, Held, flat_memories, plan_units
+from flatshard.extras.plan.trace import (
+    Checkpointing,
+    Event,
+    Mark,
+    StepTrace,
+    checkpoint_blocks,
+    faked,
+    trace,
+)
+from flatshard.module.model_plan import ModelPlan
+from flatshard.module.unit_report import tabulate
 from flatshard.options.precision import MixedPrecision
-from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import Policy
 
 _CPU = torch.device("cpu")
-# Dtypes in which models compute. Gradients are reduced, and optimizers step, in float32.
-DTYPES = {
-    "bf16": MixedPrecision(torch.bfloat16, torch.float32),
-    "fp16": MixedPrecision(torch.float16, torch.float32),
-    "fp32": MixedPrecision(),
-}
-STRATEGIES = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
-# Bytes of the optimizer's state for each trained element in float32.
-OPTIMIZERS = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "muon": 4.0, "lion": 4.0}
-_PERSISTENT = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
-CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
+_ROWS = 24  # maximum number of rows in a table; if there are more, the middle is left out
 
 
 @dataclass
@@ -42,23 +39,19 @@ class TracedModel:
     """A model on the meta device, and the trace of one of its steps.
 
     Attributes:
-        model: the unwrapped model, on the meta device, with parameters in float32.
-        policy: selects the units.
-        precision: the mixed precision of the traced step.
+        model: the unwrapped model, on the meta device.
+        keywords: keywords of ``plan_units``: the policy, the mixed precision, ``coalesce_bytes``.
         trace: the trace of the step. The trace refers to units and flat parameters by number, in
             the order of ``planned_flats``.
         buffer_bytes: bytes of the model's buffers.
         container: name of the module that contains the repeated blocks; empty if no module does.
-        coalesce_bytes: see ``ShardedWrapper``.
     """
 
     model: nn.Module
-    policy: Policy | None
-    precision: MixedPrecision
+    keywords: dict[str, Any]
     trace: StepTrace
     buffer_bytes: int
     container: str
-    coalesce_bytes: int | None = None
 
     @classmethod
     def of(
@@ -74,60 +67,40 @@ class TracedModel:
         device: torch.device = _CPU,
         coalesce_bytes: int | None = None,
     ) -> TracedModel:
-        """Build the model twice on the meta device: one copy for the units, one copy to trace."""
-        models = []
-        for _ in range(2):
-            with torch.device("meta"):
-                made = build()
-            model, step = made if isinstance(made, tuple) else (made, step)
-            models.append(model)
-        model, copy = models
-        names = {id(param): name for name, param in model.named_parameters()}
-        units = _plan(model, policy, precision, coalesce_bytes=coalesce_bytes).units
-        flat_of: dict[str, int] = {}
-        for index, (_, memory) in enumerate(_flats(units, 1)):
-            flat_of.update((names[id(param)], index) for param in memory.params)
-        modules = dict(copy.named_modules())
-        casts = _plan(copy, policy, precision).precision
+        """Build a model on the meta device, and trace one step."""
+        with torch.device("meta"):
+            made = build()
+        model, step = made if isinstance(made, tuple) else (made, step)
+        keywords: dict[str, Any] = {
+            "auto_wrap_policy": policy,
+            "mixed_precision": precision,
+            "coalesce_bytes": coalesce_bytes,
+        }
+        plan = plan_units(model, world_size=1, **keywords)
+        flats = flat_memories(plan, 1)
+        casts = plan.precision
+        dtypes: dict[Tensor, torch.dtype] = {
+            param: casts.of_param(param, precision).unsharded_dtype(param.dtype)
+            for flat in flats
+            for param in flat.params
+        }
         casts.install()
         members = [
-            {
-                modules[name]: casts.of_unit(modules[name], unit.settings.precision)
-                for name in unit.names
-            }
-            for unit in units
+            {one.module: casts.of_unit(one.module, unit.settings.precision) for one in unit.members}
+            for unit in plan.units
         ]
-        container, blocks = _blocks(copy)
+        container, blocks = _blocks(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # `step` may use real tensors
-        cast = partial(_cast_dtype, casts, precision)
-        fake(copy, mode, cast, device)
         checkpoint_blocks(blocks, checkpoint)
-        flat_index = {id(param): flat_of[name] for name, param in copy.named_parameters()}
-        found = trace(copy, step, members, flat_index, mode, on_gpu=on_gpu)
+        with faked(model, mode, dtypes, device) as fakes:
+            flat_index = {
+                fakes[param]: index for index, flat in enumerate(flats) for param in flat.params
+            }
+            buffer_bytes = sum(one.nbytes for one in {*model.buffers()})
+            found = trace(model, step, members, flat_index, mode, on_gpu=on_gpu)
         if compiles:
-            found = compiled(found, [i for i, unit in enumerate(units) if unit.name])
-        buffers = {id(one): one.nbytes for one in copy.buffers()}
-        nbytes = sum(buffers.values())
-        return cls(model, policy, precision, found, nbytes, container, coalesce_bytes)
-
-
-def _cast_dtype(casts: Any, precision: MixedPrecision, param: nn.Parameter) -> Any:
-    return casts.of_param(param, precision).unsharded_dtype(param.dtype)
-
-
-def _plan(model: nn.Module, policy: Policy | None, precision: MixedPrecision, **more: Any) -> Any:
-    keywords: dict[str, Any] = {"world_size": 1, "sharding_strategy": "FULL_SHARD", **more}
-    return shards.plan_units(model, auto_wrap_policy=policy, mixed_precision=precision, **keywords)
-
-
-def _flats(
-    units: Sequence[PlannedUnit], world_size: int, optimizer_bytes: float | None = None
-) -> list[tuple[int, shards.FlatMemory]]:
-    return [
-        (number, memory)
-        for number, unit in enumerate(units)
-        for memory in shards.flat_memory(unit, world_size, optimizer_bytes)
-    ]
+            found = compiled(found, [i for i, unit in enumerate(plan.units) if unit.name])
+        return cls(model, keywords, found, buffer_bytes, container)
 
 
 def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
@@ -148,202 +121,201 @@ def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def planned_flats(
-    traced: TracedModel,
+    traced: TracedModel, *, world_size: int, optimizer_bytes: float | None = None, **keywords: Any
+) -> tuple[list[FlatMemory], list[str]]:
+    """Return the flat parameters of a model, and the names of the units.
+
+    ``keywords``: more keywords of ``plan_units``, such as ``sharding_strategy``.
+    """
+    plan = plan_units(traced.model, world_size=world_size, **traced.keywords, **keywords)
+    names = [unit.name for unit in plan.units]
+    return flat_memories(plan, world_size, optimizer_bytes), names
+
+
+# ---------------------------------------------------------------- without a step
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """Memory of one unit on one rank, in bytes.
+
+    A unit has the attributes of ``FlatMemory`` that are numbers, summed over its flat parameters:
+    ``numel``, ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, ``gathered_bytes`` and
+    so on.
+
+    Attributes:
+        name: the unit's name in the unwrapped model; empty for the root.
+        flats: the flat parameters, usually one.
+    """
+
+    name: str
+    flats: Sequence[FlatMemory]
+
+    def __getattr__(self, attribute: str) -> int:
+        if attribute != "numel" and not attribute.endswith("_bytes"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {attribute!r}")
+        return sum(getattr(flat, attribute) for flat in self.flats)
+
+    def row(self, unsharded: str) -> tuple[str, ...]:
+        sizes = self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes
+        return self.name or "(root)", f"{self.numel:,}", *map(show, sizes), unsharded
+
+
+@dataclass(frozen=True)
+class MemoryPlan(UnitMemory):
+    """Predicted memory of each rank, in bytes: sums over all units. ``str()`` returns a table.
+
+    Attributes:
+        units: all units in the order of forward, the root last.
+        buffer_bytes: bytes of the modules' buffers, which are not sharded.
+        peak_gathered_bytes: peak bytes of unsharded parameters and secondary shards.
+        peak_gradient_bytes: peak bytes of gradients, with the buffers to reduce gradients.
+        step_bytes: peak bytes of a step without activations.
+    """
+
+    units: Sequence[UnitMemory]
+    buffer_bytes: int
+    peak_gathered_bytes: int
+    peak_gradient_bytes: int
+    step_bytes: int
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes that stay allocated between two optimizer steps, gradients included."""
+        shards = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return shards + self.kept_bytes + self.buffer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the peak, without activations."""
+        return max(self.step_bytes, self.persistent_bytes)
+
+    def __str__(self) -> str:
+        header = ("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
+        rows = [unit.row(show(unit.gathered_bytes)) for unit in self.units]
+        if len(rows) > _ROWS:
+            rows[_ROWS // 2 : -_ROWS // 2] = [(f"... {len(rows) - _ROWS} more", *5 * ("",))]
+        rows.append(self.row(f"peak {show(self.peak_gathered_bytes)}"))
+        return (
+            f"{tabulate([header, *rows], numbers=range(1, 6))}\n"
+            f"each rank: persistent memory {show(self.persistent_bytes)}, peak "
+            f"{show(self.peak_bytes)}, without activations"
+        )
+
+
+def predict(
+    model: nn.Module,
     *,
     world_size: int,
-    strategy: str = "FULL_SHARD",
-    per_node: int | None = None,
     optimizer_bytes: float | None = None,
-    reshard_after_forward: bool | int | None = None,
-) -> tuple[list[PlannedFlat], list[str]]:
-    """Return the flat parameters of a model under ``strategy``, and the names of the units."""
-    units = _plan(
-        traced.model,
-        traced.policy,
-        traced.precision,
-        world_size=world_size,
-        sharding_strategy=strategy,
-        ranks_per_node=per_node,
-        reshard_after_forward=reshard_after_forward,
-        coalesce_bytes=traced.coalesce_bytes,
-    ).units
-    found = []
-    for number, memory in _flats(units, world_size, optimizer_bytes):
-        settings = units[number].settings
-        placement = settings.placement
-        num_shards, gathering = shards.group_sizes(settings, world_size)
-        found.append(
-            PlannedFlat(
-                memory,
-                number,
-                is_freed=shards.reshards_after_forward(units[number]),
-                is_spare=placement.reshard_after_forward and memory.is_lookup,
-                is_freed_after=placement.reshard_after_backward or num_shards == 1,
-                gather_size=gathering if placement.sharded else 1,
-                regather_size=placement.regather_size or gathering,
-                replicas=world_size // (gathering if placement.sharded else 1),
-                keeps_secondary=placement.over_all,
-            )
-        )
-    return found, [unit.name for unit in units]
+    collectives: str = "nccl",
+    **keywords: Any,
+) -> MemoryPlan:
+    """Predict the memory of each rank if ``model`` is wrapped with the same keywords.
 
+    The prediction needs no process group and does not communicate, so ``world_size`` may be any
+    number. The prediction excludes activations, and the memory of libraries and of Python.
 
-@dataclass(frozen=True)
-class Choice:
-    """The prediction for one strategy on one number of ranks.
+    Example:
+        ```python
+        from flatshard import memory_plan
 
-    Attributes:
-        strategy: name of the sharding strategy.
-        ranks: number of ranks.
-        checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
-        batch: number of sequences (or other samples) per rank.
-        outcome: the predicted memory, communication and time.
-        persistent: bytes of parameters, gradients and optimizer state between steps.
-        fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
-        samples_per_second: number of samples that one rank trains per second.
+        with torch.device("meta"):
+            planned = Model()
+        policy = ModuleWrapPolicy({Block})
+        print(memory_plan.predict(planned, world_size=8, auto_wrap_policy=policy))
+        ```
+
+    Args:
+        model: the unwrapped model, on any device; a model built under ``torch.device("meta")``
+            needs no memory. The model is not changed.
+        world_size: number of ranks that train the model.
+        optimizer_bytes: bytes of the optimizer's state per trained element. None: two tensors of
+            the parameter's dtype, as AdamW keeps.
+        collectives: what moves the bytes, which decides on the buffers: ``nccl``, or on CPUs
+            ``native`` (gloo) or ``sockets``.
+        keywords: keywords of ``ShardedWrapper``: ``auto_wrap_policy``, ``sharding_strategy``,
+            ``mixed_precision``, ``reshard_after_forward``, ``coalesce_bytes`` and ``boundary``;
+            and ``ranks_per_node``, for HYBRID strategies: number of ranks that share one copy of
+            the model.
+
+    Raises:
+        TypeError: ``auto_wrap_policy`` is no policy, or another keyword has the wrong type.
+        ValueError: ``world_size`` is below 1; a HYBRID strategy has no ``ranks_per_node``, or
+            ``ranks_per_node`` does not divide ``world_size``; ``boundary`` needs too much padding;
+            or the model is already sharded.
     """
-
-    strategy: str
-    ranks: int
-    checkpoint: Checkpointing
-    batch: int
-    outcome: Outcome
-    persistent: dict[str, int]
-    fits: bool
-    samples_per_second: float
-
-    @property
-    def bound(self) -> str:
-        """The part of the machine that limits the speed: the link or the computation."""
-        outcome = self.outcome
-        if outcome.exposed_seconds > 0.1 * outcome.seconds:
-            return f"link ({outcome.exposed_seconds / outcome.seconds:.0%} exposed)"
-        return "compute"
+    plan = plan_units(model, world_size=world_size, **keywords)
+    flats = flat_memories(plan, world_size, optimizer_bytes)
+    # Count a buffer once, even if several modules share the buffer.
+    buffer_bytes = sum(one.nbytes for one in {*model.buffers()})
+    device = replace(DEVICES["h100"], is_gpu=collectives == "nccl")
+    machine = Machine(device, transport=collectives)
+    names = [unit.name for unit in plan.units]
+    replay = _Peaks(_empty_trace(plan, flats), flats, names, machine, buffer_bytes=buffer_bytes)
+    units = [UnitMemory(u.name, [f for f in flats if f.unit == u.number]) for u in plan.units]
+    step_bytes = replay.run().peak_bytes
+    peaks = replay.gathered_bytes, replay.gradient_bytes, step_bytes
+    return MemoryPlan("total", flats, units, buffer_bytes, *peaks)
 
 
-@dataclass(frozen=True)
-class Target:
-    """The user's machine, and the user's settings for training.
+class _Peaks(Replay):
+    """A replay that also finds the peaks of unsharded parameters and of gradients."""
 
-    Attributes:
-        machine: devices and links.
-        ranks: the numbers of ranks to compare.
-        batch: number of sequences (or other samples) per rank.
-        seq: number of tokens per sequence.
-        optimizer: a key of ``OPTIMIZERS``, or the bytes of state per trained element.
-        checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
-        compile: whether ``torch.compile`` compiles each unit.
-        accumulate: number of backwards per step. All but the last backward run under ``no_sync``.
-        dtype: a key of ``DTYPES``, or the mixed precision of all units.
-        auto_wrap_policy: selects the units.
-        strategy: names of the strategies to compare.
+    gathered_bytes = gradient_bytes = 0
+
+    def allocate(self, nbytes: int, category: str) -> Held:
+        held, totals = super().allocate(nbytes, category), self.totals
+        gradients = sum(totals[kind] for kind in ("gradients", "reduction", "temporary"))
+        self.gathered_bytes = max(self.gathered_bytes, totals["unsharded"])
+        self.gradient_bytes = max(self.gradient_bytes, gradients)
+        return held
+
+
+def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
+    """Return the trace of a step that computes only gradients.
+
+    Modules run in the order of registration. Of each unit, backward computes the gradient of the
+    last parameter before the backward of the units inside, and all others after it: often, the last
+    parameter of the root is the head, and the first one is the embedding.
     """
+    found, last = StepTrace(), len(plan.units) - 1
+    names = [unit.names[0] for unit in plan.units]
+    inside: dict[int, list[int]] = defaultdict(list)
+    for unit, name in enumerate(names[:-1]):
+        around = [i for i, one in enumerate(names) if not one or name.startswith(f"{one}.")]
+        inside[max(around, key=lambda i: len(names[i]))].append(unit)
 
-    machine: Machine
-    ranks: Sequence[int] = (8,)
-    batch: int = 1
-    seq: int = 2048
-    optimizer: str | float = "adamw"
-    checkpoint: Checkpointing = "none"
-    compile: bool = False
-    accumulate: int = 1
-    dtype: str | MixedPrecision = "bf16"
-    auto_wrap_policy: Policy | None = "auto"
-    strategy: Sequence[str] = STRATEGIES
+    def forward(unit: int) -> None:
+        found.order.append(unit)
+        found.events += [Mark("enter", unit), Mark("input", unit)][: 1 + (unit != last)]
+        for one in inside[unit]:
+            forward(one)
+        found.events.append(Mark("leave", unit))
 
-    @property
-    def state_bytes(self) -> float:
-        return OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
+    def backward(unit: int, ended: list[Event]) -> list[Event]:
+        # The gradient of a unit's output is the gradient of the next unit's input. So the backward
+        # of the next unit ends (`ended`) when the backward of this unit has begun.
+        found.events += [Mark("enter backward", unit), *ended]
+        grads = [
+            (index, param.numel() * flat.compute_itemsize)
+            for index, flat in enumerate(flats)
+            for param in flat.params
+            if flat.unit == unit and flat.is_trained
+        ]
+        add(grads[-1:])
+        ended = []
+        for one in reversed(inside[unit]):
+            ended = backward(one, ended)
+        found.events += ended
+        add(grads[-2::-1])
+        return [Mark("leave backward", unit)]
 
-    @property
-    def precision(self) -> MixedPrecision:
-        return DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
+    def add(grads: list[tuple[int, int]]) -> None:
+        for index, nbytes in grads:
+            found.events.append(Mark("gradient", index, found.allocate(nbytes, "backward")))
 
-
-def choices(
-    build: Callable[[], Any], step: Step | None, target: Target
-) -> tuple[list[Choice], str]:
-    """Trace one step, and replay the trace under each strategy on each number of ranks.
-
-    Returns the predictions, and the name of the module that contains the repeated blocks.
-
-    Raises ValueError if no strategy can be used, or if one unit alone needs too much memory.
-    """
-    traced = TracedModel.of(
-        build,
-        step or language_step(target.batch, target.seq),
-        policy=target.auto_wrap_policy,
-        precision=target.precision,
-        checkpoint=target.checkpoint,
-        compiles=target.compile,
-        on_gpu=target.machine.device.is_gpu,
-    )
-    _check_memory(traced, target)
-    found = []
-    for ranks in target.ranks:
-        for strategy in target.strategy:
-            per_node = min(ranks, target.machine.per_node)
-            if strategy.startswith("HYBRID") and (ranks <= per_node or ranks % per_node):
-                continue  # a hybrid strategy shards within a node, and needs several nodes
-            found.append(_choice(traced, target, strategy, ranks, per_node))
-    if not found:
-        raise ValueError(
-            f"{', '.join(target.strategy)} needs several nodes: expected numbers of ranks that "
-            f"are multiples of per_node={target.machine.per_node}, got {list(target.ranks)}."
-        )
-    return found, traced.container
-
-
-def _check_memory(traced: TracedModel, target: Target) -> None:
-    """Raise ValueError if the device cannot hold the largest unit, which no strategy divides."""
-    flats, names = planned_flats(traced, world_size=max(target.ranks))
-    unsharded, gradients = [0] * len(names), [0] * len(names)
-    for flat in flats:
-        memory = flat.memory
-        if not memory.is_lookup:
-            unsharded[flat.unit] += max(memory.gathered_bytes, memory.parameter_bytes)
-        gradients[flat.unit] = max(gradients[flat.unit], memory.whole_gradient_bytes)
-    needs = [sum(pair) for pair in zip(unsharded, gradients, strict=True)]
-    largest, memory_bytes = max(needs), target.machine.device.memory_bytes
-    if memory_bytes and largest + CONTEXT_BYTES > memory_bytes:
-        raise ValueError(
-            f"memory {show(memory_bytes)} is too small under every strategy: the unsharded "
-            f"parameters and gradients of {unit_text(names[needs.index(largest)])} need {largest:,}"
-            f" bytes ({show(largest)}), and CUDA and NCCL need {show(CONTEXT_BYTES)}. Give more "
-            "memory, or an auto_wrap_policy that makes smaller units."
-        )
-
-
-def _choice(
-    traced: TracedModel, target: Target, strategy: str, ranks: int, per_node: int
-) -> Choice:
-    flats, names = planned_flats(
-        traced,
-        world_size=ranks,
-        strategy=strategy,
-        per_node=per_node,
-        optimizer_bytes=target.state_bytes,
-    )
-    outcome = Replay(
-        traced.trace,
-        flats,
-        names,
-        target.machine,
-        world_size=ranks,
-        buffer_bytes=traced.buffer_bytes,
-        accumulate=target.accumulate,
-    ).run()
-    memory = target.machine.device.memory_bytes
-    return Choice(
-        strategy,
-        ranks,
-        target.checkpoint,
-        target.batch,
-        outcome,
-        {
-            kind: sum(getattr(flat.memory, f"{name}_bytes") for flat in flats)
-            for kind, name in _PERSISTENT.items()
-        },
-        fits=not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory,
-        samples_per_second=target.accumulate * target.batch / outcome.seconds,
-    )
+    forward(last)
+    found.events.append(Mark("backward"))
+    backward(last, [])
+    return found

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
-from flatshard.extras.plan.models import Step, read_spec
-from flatshard.extras.plan.planning import STRATEGIES, Choice, Target, choices
-from flatshard.module.unit_report import tabulate
+import torch
 
+from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
+from flatshard.extras.plan.models import Step, language_step, read_spec
+from flatshard.extras.plan.planning import TracedModel, planned_flats
+from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.extras.plan.trace import Checkpointing
+from flatshard.module.unit_report import tabulate
+from flatshard.options.precision import MixedPrecision
+from flatshard.units.module_tree import unit_text
+from flatshard.units.policies import Policy
+
+STRATEGIES = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+# Bytes of the optimizer's state for each trained element in float32.
+OPTIMIZERS = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "muon": 4.0, "lion": 4.0}
+# Dtypes in which models compute. Gradients are reduced, and optimizers step, in float32.
+DTYPES = {
+    "bf16": MixedPrecision(torch.bfloat16, torch.float32),
+    "fp16": MixedPrecision(torch.float16, torch.float32),
+    "fp32": MixedPrecision(),
+}
+CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
 # Categories of memory in the order of the plot: constant categories are at the bottom.
 _PLOTTED = (
     *("parameters", "optimizer", "buffers", "gradients", "activations", "reduction"),
@@ -19,6 +36,219 @@ _PLOTTED = (
 )
 # Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
+_PERSISTENT = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The prediction for one strategy on one number of ranks.
+
+    Attributes:
+        strategy: name of the sharding strategy.
+        ranks: number of ranks.
+        checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
+        batch: number of sequences (or other samples) per rank.
+        outcome: the predicted memory, communication and time.
+        persistent: bytes of parameters, gradients and optimizer state between steps.
+        fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
+        samples_per_second: number of samples that one rank trains per second.
+    """
+
+    strategy: str
+    ranks: int
+    checkpoint: Checkpointing
+    batch: int
+    outcome: Outcome
+    persistent: dict[str, int]
+    fits: bool
+    samples_per_second: float
+
+    @property
+    def bound(self) -> str:
+        """The part of the machine that limits the speed: the link or the computation."""
+        outcome = self.outcome
+        if outcome.exposed_seconds > 0.1 * outcome.seconds:
+            return f"link ({outcome.exposed_seconds / outcome.seconds:.0%} exposed)"
+        return "compute"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as a dict for JSON."""
+        found = dataclasses.asdict(self)
+        found |= found.pop("outcome")
+        del found["timeline"]
+        return {**found, "bound": self.bound, "peak_bytes": self.outcome.peak_bytes}
+
+    def row(self) -> tuple[str, ...]:
+        """Return the row of the table, with the columns of ``_HEADER``."""
+        outcome = self.outcome
+        at_peak = {kind: outcome.peak.get(kind, 0) for kind in _CATEGORIES}
+        rest = outcome.peak_bytes - sum(at_peak.values())
+        sizes = [*(at_peak | self.persistent).values(), rest, outcome.peak_bytes]
+        return (
+            *(str(self.ranks), self.strategy),
+            *map(show, [*sizes, *outcome.sent_bytes]),
+            *(f"{1000 * outcome.seconds:,.0f} ms", f"{self.samples_per_second:,.2f}"),
+            *(self.bound, "yes" if self.fits else "no"),
+        )
+
+    @property
+    def peak(self) -> str:
+        return f"Its peak of {show(self.outcome.peak_bytes)} is in {self.outcome.peak_at}."
+
+
+_HEADER = (
+    *("ranks", "strategy", *_CATEGORIES, "temporary", "peak"),
+    *("sent in node", "sent across", "step", "samples/s", "bound by", "fits"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model, the machine and the settings of a training run; ``plan`` explains the fields."""
+
+    build: Callable[[], Any]
+    step: Step | None = None
+    ranks: int | str | Sequence[int] = 8
+    per_node: int = 8
+    device: str | Device = "h100"
+    memory: float | str | None = None
+    flops: float | str | None = None
+    link: float | str = "50GB/s"
+    node_link: float | str = "450GB/s"
+    batch: int = 1
+    seq: int = 2048
+    dtype: str | MixedPrecision = "bf16"
+    optimizer: str | float = "adamw"
+    checkpoint: Checkpointing = "none"
+    compile: bool = False
+    accumulate: int = 1
+    strategy: str | Sequence[str] = STRATEGIES
+    auto_wrap_policy: Policy | None = "auto"
+
+    def __post_init__(self) -> None:
+        least = {name: getattr(self, name) for name in ("batch", "seq", "per_node", "accumulate")}
+        for name, value in {**least, "ranks": min(self.counts, default=0)}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return counts(self.ranks)
+
+    @property
+    def machine(self) -> Machine:
+        device = self.device
+        if isinstance(device, str):
+            if device not in DEVICES:
+                raise ValueError(f"device {device!r} is not known. Known: {', '.join(DEVICES)}.")
+            device = DEVICES[device]
+        if self.memory is not None:
+            device = replace(device, memory_bytes=amount(self.memory))
+        if self.flops is not None:
+            device = replace(device, flops=amount(self.flops))
+        return Machine(device, self.per_node, amount(self.node_link), amount(self.link))
+
+    @property
+    def precision(self) -> MixedPrecision:
+        return DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
+
+    def choices(self) -> tuple[list[Choice], str]:
+        """Trace one step, and replay the trace under each strategy on each number of ranks.
+
+        Returns the predictions, and the name of the module that contains the repeated blocks.
+
+        Raises ValueError if no strategy can be used, or if one unit alone needs too much memory.
+        """
+        machine, names = self.machine, self.strategy
+        strategies = (names,) if isinstance(names, str) else names
+        traced = TracedModel.of(
+            self.build,
+            self.step or language_step(self.batch, self.seq),
+            policy=self.auto_wrap_policy,
+            precision=self.precision,
+            checkpoint=self.checkpoint,
+            compiles=self.compile,
+            on_gpu=machine.device.is_gpu,
+        )
+        self._check_memory(traced, machine.device)
+        found = []
+        for ranks in self.counts:
+            per_node = min(ranks, self.per_node)
+            for strategy in strategies:
+                # A hybrid strategy shards within a node, and needs several nodes.
+                if not strategy.startswith("HYBRID") or (ranks > per_node and not ranks % per_node):
+                    found.append(self._choice(traced, machine, strategy, ranks, per_node))
+        if not found:
+            raise ValueError(
+                f"{', '.join(strategies)} needs several nodes: expected numbers of ranks that "
+                f"are multiples of per_node={self.per_node}, got {list(self.counts)}."
+            )
+        return found, traced.container
+
+    def _choice(
+        self, traced: TracedModel, machine: Machine, strategy: str, ranks: int, per_node: int
+    ) -> Choice:
+        optimizer = self.optimizer
+        flats, names = planned_flats(
+            traced,
+            world_size=ranks,
+            optimizer_bytes=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
+            sharding_strategy=strategy,
+            ranks_per_node=per_node,
+        )
+        keywords = {"buffer_bytes": traced.buffer_bytes, "accumulate": self.accumulate}
+        outcome = Replay(traced.trace, flats, names, machine, **keywords).run()
+        persistent = {
+            kind: sum(getattr(flat, f"{name}_bytes") for flat in flats)
+            for kind, name in _PERSISTENT.items()
+        }
+        memory = machine.device.memory_bytes
+        fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
+        speed = self.accumulate * self.batch / outcome.seconds
+        setting = strategy, ranks, self.checkpoint, self.batch
+        return Choice(*setting, outcome, persistent, fits, speed)
+
+    def _check_memory(self, traced: TracedModel, device: Device) -> None:
+        """Raise ValueError if the device cannot hold the largest unit, which no strategy divides.
+
+        A rank holds all unsharded parameters of a unit, and the gradients of one flat parameter.
+        """
+        flats, names = planned_flats(traced, world_size=max(self.counts))
+        needs = []
+        for unit in range(len(names)):
+            own = [flat for flat in flats if flat.unit == unit]
+            unsharded = (
+                max(one.gathered_bytes, one.parameter_bytes) for one in own if not one.is_lookup
+            )
+            needs.append(sum(unsharded) + max((one.whole_gradient_bytes for one in own), default=0))
+        largest, memory = max(needs), device.memory_bytes
+        if memory and largest + CONTEXT_BYTES > memory:
+            raise ValueError(
+                f"memory {show(memory)} is too small under every strategy: the unsharded "
+                f"parameters and gradients of {unit_text(names[needs.index(largest)])} need "
+                f"{largest:,} bytes ({show(largest)}), and CUDA and NCCL need "
+                f"{show(CONTEXT_BYTES)}. Give more memory, or an auto_wrap_policy that makes "
+                "smaller units."
+            )
+
+    def changes(self) -> dict[str, Choice]:
+        """For each change of one setting, return the prediction with the smallest peak."""
+        twice, kinds = 2 * max(self.counts), ("none", "selective", "block")
+        changes: dict[str, dict[str, Any]] = {
+            f"checkpoint={kind!r}": {"checkpoint": kind}
+            for kind in kinds[1 + kinds.index(self.checkpoint) :]
+        }
+        changes[f"twice the ranks ({twice})"] = {"ranks": twice}
+        if self.step is None and self.batch > 1:
+            changes[f"batch={self.batch // 2}"] = {"batch": self.batch // 2}
+        if self.precision.param_dtype is None:
+            changes["dtype='bf16'"] = {"dtype": "bf16"}
+        found = {text: replace(self, **change).choices()[0] for text, change in changes.items()}
+        return {text: min(some, key=_peak_bytes) for text, some in found.items()}
+
+
+def _peak_bytes(one: Choice) -> int:
+    return one.outcome.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -53,9 +283,9 @@ class TrainingPlan:
         best = self.best
         return {
             "name": self.name,
-            "choices": [_figures(one) for one in self.choices],
-            "best": None if best is None else _figures(best),
-            "changes": {change: _figures(one) for change, one in self.changes.items()},
+            "choices": [one.to_dict() for one in self.choices],
+            "best": None if best is None else best.to_dict(),
+            "changes": {change: one.to_dict() for change, one in self.changes.items()},
             "code": self.code(),
         }
 
@@ -64,28 +294,16 @@ class TrainingPlan:
         best = self.best
         if best is None:
             return ""
-        param_dtype, policy = self.target.precision.param_dtype, self.target.auto_wrap_policy
-        keywords = [
-            f"auto_wrap_policy={policy!r}" if policy == "auto" else "auto_wrap_policy=policy"
-        ]
+        policy, dtype = self.target.auto_wrap_policy, self.target.precision.param_dtype
+        keywords = [f"auto_wrap_policy={'policy' if policy != 'auto' else policy!r}"]
         keywords.append(f"sharding_strategy={best.strategy!r}")
-        if param_dtype is not None:
-            keywords.append(f"mixed_precision=MixedPrecision({param_dtype}, torch.float32)")
+        if dtype is not None:
+            keywords.append(f"mixed_precision=MixedPrecision({dtype}, torch.float32)")
         lines = ["import torch", "from flatshard import MixedPrecision, ShardedWrapper", ""]
         if best.checkpoint != "none":
-            lines = ["from functools import partial", *lines[:2]]
-            lines.append("from torch.utils.checkpoint import checkpoint")
-            context = ""
-            if best.checkpoint == "selective":
-                lines.append("from flatshard.memory_plan import selective_contexts")
-                context = ", context_fn=selective_contexts"
-            lines += [
-                "",
-                f"for block in model.get_submodule({self.container!r}).children():",
-                "    block.forward = partial(",
-                f"        checkpoint, block.forward, use_reentrant=False{context}",
-                "    )",
-            ]
+            blocks = f"model.get_submodule({self.container!r}).children()"
+            lines[2:] = ["from flatshard.memory_plan import checkpoint_blocks", ""]
+            lines.append(f"checkpoint_blocks({blocks}, {best.checkpoint!r})")
         return "\n".join([*lines, f"model = ShardedWrapper(model, {', '.join(keywords)})"])
 
     def plot(self, path: str) -> None:
@@ -97,7 +315,7 @@ class TrainingPlan:
 
         figure = matplotlib().Figure(figsize=(11, 4), layout="constrained")
         over, frontier = figure.subplots(1, 2)
-        shown = self.best or min(self.choices, key=lambda one: one.outcome.peak_bytes)
+        shown = self.best or min(self.choices, key=_peak_bytes)
         times = [1000 * seconds for seconds, _ in shown.outcome.timeline]
         held = [totals for _, totals in shown.outcome.timeline]
         kinds = [kind for kind in _PLOTTED if any(totals.get(kind) for totals in held)]
@@ -120,19 +338,18 @@ class TrainingPlan:
         best = self.best
         lines = [
             f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
-            "bytes between steps. Unsharded, activations, temporary: bytes at the peak. Reserved: "
-            "bytes that torch's allocator takes from the device, freed blocks included.",
-            tabulate([_HEADER, *map(_row, self.choices)], numbers=range(2, 15)),
+            "bytes between steps. Unsharded, activations, temporary: bytes at the peak.",
+            tabulate([_HEADER, *map(Choice.row, self.choices)], numbers=range(2, 14)),
         ]
         if best is not None:
             what = f"{best.strategy} on {best.ranks} ranks"
-            lines += [f"Cheapest that fits: {what}. {_peak(best)}", "", self.code()]
+            lines += [f"Cheapest that fits: {what}. {best.peak}", "", self.code()]
             return "\n".join(lines)
-        closest = min(self.choices, key=lambda one: one.outcome.peak_bytes)
+        closest = min(self.choices, key=_peak_bytes)
         device = show(self.target.machine.device.memory_bytes)
         lines.append(
             f"Nothing fits into {device}. {closest.strategy} on {closest.ranks} ranks needs least. "
-            f"{_peak(closest)} What to change:"
+            f"{closest.peak} What to change:"
         )
         for change, one in self.changes.items():
             fits = "fits" if one.fits else "does not fit"
@@ -161,78 +378,21 @@ def stages(numel: float, ranks: Sequence[int]) -> str:
     return tabulate(rows, numbers=range(2, 2 + len(ranks)))
 
 
-_HEADER = (
-    *("ranks", "strategy", *_CATEGORIES, "temporary", "peak", "reserved"),
-    *("sent in node", "sent across", "step", "samples/s", "bound by", "fits"),
-)
-
-
-def _row(one: Choice) -> tuple[str, ...]:
-    outcome = one.outcome
-    at_peak = [outcome.peak.get(kind, 0) for kind in _CATEGORIES]
-    held = [one.persistent.get(kind, held) for kind, held in zip(_CATEGORIES, at_peak, strict=True)]
-    rest = outcome.peak_bytes - sum(at_peak)
-    sizes: list[float] = [*held, rest, outcome.peak_bytes, outcome.reserved_bytes]
-    sizes += outcome.sent_bytes
-    return (
-        *(str(one.ranks), one.strategy, *map(show, sizes)),
-        *(f"{1000 * outcome.seconds:,.0f} ms", f"{one.samples_per_second:,.2f}"),
-        *(one.bound, "yes" if one.fits else "no"),
-    )
-
-
-def _peak(one: Choice) -> str:
-    return f"Its peak of {show(one.outcome.peak_bytes)} is in {one.outcome.peak_at}."
-
-
-def _figures(one: Choice) -> dict[str, Any]:
-    outcome = dataclasses.asdict(one.outcome)
-    del outcome["timeline"]
-    fields = (
-        "strategy",
-        "ranks",
-        "checkpoint",
-        "batch",
-        "persistent",
-        "fits",
-        "samples_per_second",
-        "bound",
-    )
-    own = {name: getattr(one, name) for name in fields}
-    return {**own, **outcome, "peak_bytes": one.outcome.peak_bytes}
-
-
 def counts(ranks: int | str | Sequence[int]) -> tuple[int, ...]:
     """Return numbers of ranks. A text lists numbers (``8,64``), or doubles one (``8..64``)."""
     if not isinstance(ranks, str):
         return (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    first, dots, last = ranks.partition("..")
     try:
+        first, dots, last = ranks.partition("..")
         if not dots:
-            return tuple(int(one) for one in ranks.split(","))
-        start, end = int(first), int(last)
-    except ValueError:
+            return tuple(map(int, ranks.split(",")))
+        return tuple(int(first) << i for i in range((int(last) // int(first)).bit_length()))
+    except (ValueError, ZeroDivisionError):
         raise ValueError(f"ranks: expected 8, 8,64 or 8..64, got {ranks!r}") from None
-    if not 0 < start <= end:
-        raise ValueError(f"ranks: expected 1 <= first <= last, got {ranks!r}")
-    return tuple(start << i for i in range((end // start).bit_length()))
 
 
 def plan(
-    spec: Callable[[], Any] | str,
-    *,
-    step: Step | None = None,
-    ranks: int | str | Sequence[int] = 8,
-    per_node: int = 8,
-    device: str | Device = "h100",
-    memory: float | str | None = None,
-    flops: float | str | None = None,
-    link: float | str = 50e9,
-    node_link: float | str = 450e9,
-    batch: int = 1,
-    seq: int = 2048,
-    strategy: str | Sequence[str] = STRATEGIES,
-    **settings: Any,
+    spec: Callable[[], Any] | str, *, step: Step | None = None, **options: Any
 ) -> TrainingPlan:
     """Predict memory, communication and time of training a model, for each sharding strategy.
 
@@ -257,22 +417,30 @@ def plan(
             Hugging Face ``config.json``, or ``"package.module:function"``.
         step: a function that gets the model, runs a forward and returns the loss. None: the model
             is a language model, which takes token ids of shape ``(batch, seq)``.
-        ranks: numbers of ranks to compare; ``"8..64"`` doubles 8 up to 64.
-        per_node: number of ranks in one node.
-        device: name of a device, such as ``"h100"``, or a ``Device`` with the speeds.
-        memory: bytes of memory per device, or a text such as ``"80GB"`` (powers of 1000) or
-            ``"80GiB"``. None: the memory of ``device``.
-        flops: sustained floating point operations per second of matrix products, such as
-            ``"600T"``. None: the speed of ``device``.
-        link: one rank's share of the bytes per second that its node sends to other nodes.
-        node_link: bytes per second that one rank sends within a node.
-        batch: number of sequences per rank in one forward.
-        seq: number of tokens per sequence.
-        strategy: names of the sharding strategies to compare.
-        settings: ``dtype`` (``"bf16"``, ``"fp16"``, ``"fp32"`` or a ``MixedPrecision``),
-            ``optimizer`` (``"adamw"``, ``"sgd"``, ... or the bytes of state per element),
-            ``checkpoint`` (``"none"``, ``"block"`` or ``"selective"``), ``compile``, ``accumulate``
-            (backwards per step) and ``auto_wrap_policy``.
+        options: all optional:
+
+            - ``ranks``: numbers of ranks to compare; ``"8..64"`` doubles 8 up to 64. Default 8.
+            - ``per_node``: number of ranks in one node. Default 8.
+            - ``device``: name of a device, or a ``Device`` with the speeds. Default ``"h100"``.
+            - ``memory``: bytes of memory per device, or a text such as ``"80GB"`` (powers of 1000)
+              or ``"80GiB"``. Default: the memory of ``device``.
+            - ``flops``: sustained floating point operations per second of matrix products, such as
+              ``"600T"``. Default: the speed of ``device``.
+            - ``link``: one rank's share of the bytes per second that its node sends to other nodes.
+              Default ``"50GB/s"``.
+            - ``node_link``: bytes per second that one rank sends within a node. Default
+              ``"450GB/s"``.
+            - ``batch``, ``seq``: sequences per rank in one forward, and tokens per sequence.
+              Default 1 and 2048.
+            - ``dtype``: ``"bf16"`` (default), ``"fp16"``, ``"fp32"`` or a ``MixedPrecision``.
+            - ``optimizer``: ``"adamw"`` (default), ``"sgd"``, ``"momentum"``, ``"adam"``,
+              ``"muon"``, ``"lion"``, or the bytes of state per trained element.
+            - ``checkpoint``: the forwards that backward recomputes: ``"none"`` (default),
+              ``"block"`` or ``"selective"``.
+            - ``compile``: whether ``torch.compile`` compiles each block. Default False.
+            - ``accumulate``: backwards per step, all but the last under ``no_sync``. Default 1.
+            - ``strategy``: names of the sharding strategies to compare. Default: all.
+            - ``auto_wrap_policy``: selects the units. Default ``"auto"``.
 
     Raises:
         CannotTraceError: the model's forward needs real values.
@@ -281,48 +449,8 @@ def plan(
         TypeError: ``step`` is None, and the model does not return logits; or ``step`` does not
             return a loss.
     """
-    numbers = counts(ranks)
-    least = {"batch": batch, "seq": seq, "per_node": per_node, "ranks": min(numbers)}
-    for name, value in least.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-    if isinstance(device, str):
-        if device not in DEVICES:
-            raise ValueError(f"device {device!r} is not known. Known: {', '.join(DEVICES)}.")
-        device = DEVICES[device]
-    if memory is not None:
-        device = dataclasses.replace(device, memory_bytes=amount(memory))
-    if flops is not None:
-        device = dataclasses.replace(device, flops=amount(flops))
-    machine = Machine(device, per_node, amount(node_link), amount(link))
-    strategies = (strategy,) if isinstance(strategy, str) else strategy
-    target = Target(machine, numbers, batch, seq, strategy=strategies, **settings)
-    build = read_spec(spec, seq) if isinstance(spec, str) else spec
-    found, container = choices(build, step, target)
+    build = read_spec(spec, options.get("seq", Target.seq)) if isinstance(spec, str) else spec
+    target = Target(build, step, **options)
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "model")
-    made = TrainingPlan(name, target, found, container)
-    if made.best is None:
-        made = dataclasses.replace(made, changes=_changes(build, step, target))
-    return made
-
-
-def _changes(build: Callable[[], Any], step: Step | None, target: Target) -> dict[str, Choice]:
-    """For each change of one setting, return the prediction with the smallest peak."""
-    changes: dict[str, dict[str, Any]] = {
-        "checkpoint='selective'": {"checkpoint": "selective"},
-        "checkpoint='block'": {"checkpoint": "block"},
-        f"twice the ranks ({2 * max(target.ranks)})": {"ranks": (2 * max(target.ranks),)},
-    }
-    if step is None and target.batch > 1:
-        changes[f"batch={target.batch // 2}"] = {"batch": target.batch // 2}
-    if target.precision.param_dtype is None:
-        changes["dtype='bf16'"] = {"dtype": "bf16"}
-    if target.checkpoint != "none":
-        del changes["checkpoint='selective'"]
-    if target.checkpoint == "block":
-        del changes["checkpoint='block'"]
-    found = {}
-    for text, change in changes.items():
-        options, _ = choices(build, step, dataclasses.replace(target, **change))
-        found[text] = min(options, key=lambda one: one.outcome.peak_bytes)
-    return found
+    made = TrainingPlan(name, target, *target.choices())
+    return replace(made, changes=target.changes()) if made.best is None else made

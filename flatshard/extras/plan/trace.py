@@ -13,7 +13,7 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,21 +21,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from flatshard.precision import UnitCasts, tensors_in
 
@@ -110,20 +103,20 @@ class StepTrace:
         sizes: bytes of each block. A block is the memory of one tensor and of all its views.
             Parameters and buffers have no block.
         makers: name of the operator that made each block.
-        read_in_backward: indices of the flat parameters that backward reads.
         order: units in the order of forward.
     """
 
     events: list[Event] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     makers: list[str] = field(default_factory=list)
-    read_in_backward: set[int] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
 
-    @property
-    def flops(self) -> int:
-        """Floating point operations of all matrix products and attention kernels."""
-        return sum(event.flops for event in self.events if isinstance(event, Op))
+    def allocate(self, nbytes: int, maker: str) -> int:
+        """Add a block, and return its index."""
+        self.sizes.append(nbytes)
+        self.makers.append(maker)
+        self.events.append(Alloc(len(self.sizes) - 1))
+        return len(self.sizes) - 1
 
 
 class CannotTraceError(ValueError):
@@ -152,14 +145,8 @@ class _Kernels(TorchFunctionMode):
     the trace may have no GPU.
     """
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func is F.dropout and kwargs.get("training", True) and not kwargs.get("inplace"):
@@ -208,30 +195,61 @@ def _attention(
 class _Recorder(TorchDispatchMode):
     """Records each operator, and when the memory of each tensor is allocated and freed."""
 
-    def __init__(self, trace: StepTrace, flat_of_storage: Mapping[int, int]) -> None:
+    def __init__(self, trace: StepTrace, persistent: set[int]) -> None:
         super().__init__()
-        self._trace, self._flat_of_storage = trace, flat_of_storage
+        # Addresses of the storages of parameters and buffers, which are no activations.
+        self._trace, self._persistent = trace, persistent
         self._block_of: dict[int, int] = {}  # keyed by the address of the storage's C++ object
         # `weakref.ref` of each storage: its callback records when the storage is freed.
         self._refs: dict[int, weakref.ref[Any]] = {}
         self.in_backward = False
 
-    def block(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's block, or -1 for a parameter or a buffer."""
-        return self._block_of.get(tensor.untyped_storage()._cdata, -1)
+    def observe(
+        self, module: nn.Module, casts: UnitCasts, unit: int, *, is_root: bool
+    ) -> Iterable[RemovableHandle]:
+        """Record when the forward and the backward of a module begin and end.
 
-    def _add_block(self, nbytes: int, maker: str) -> int:
-        self._trace.sizes.append(nbytes)
-        self._trace.makers.append(maker)
-        self._trace.events.append(Alloc(len(self._trace.sizes) - 1))
-        return len(self._trace.sizes) - 1
+        Returns the handles of the module's hooks.
+        """
+
+        def enter(_: Any, args: Any, kwargs: Any) -> Any:
+            self._mark("enter", unit)
+            args, kwargs = casts.cast_inputs(args, kwargs, is_root=is_root) or (args, kwargs)
+            if not self.in_backward:
+                if unit not in self._trace.order:
+                    self._trace.order.append(unit)
+                for tensor in _with_gradients((args, kwargs)):
+                    self._mark("input", unit)
+                    tensor.register_hook(lambda _: self._mark("leave backward", unit))
+            return args, kwargs
+
+        def leave(_: Any, __: Any, output: Any) -> Any:
+            output = casts.cast_output(output)
+            self._mark("leave", unit)
+            if not self.in_backward:
+                for tensor in _with_gradients(output):
+                    tensor.register_hook(lambda _: self._mark("enter backward", unit))
+            return output
+
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave)
+
+    def receive(self, flat: int, param: Tensor) -> None:
+        """Take the complete gradient of a parameter of the flat parameter ``flat``."""
+        assert param.grad is not None
+        block = self._block_of[param.grad.untyped_storage()._cdata]
+        self._trace.events.append(Mark("gradient", flat, block))
+        param.grad = None
+
+    def _mark(self, what: str, unit: int) -> None:
+        self._trace.events.append(Mark(what, unit))
 
     def _allocate(self, tensor: Tensor, maker: str) -> bool:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._block_of or key in self._flat_of_storage:
+        if key in self._block_of or key in self._persistent:
             return False
-        block = self._block_of[key] = self._add_block(storage.nbytes(), maker)
+        block = self._block_of[key] = self._trace.allocate(storage.nbytes(), maker)
         self._refs[key] = weakref.ref(storage, partial(self._free, key, block))
         return True
 
@@ -239,13 +257,7 @@ class _Recorder(TorchDispatchMode):
         del self._block_of[key], self._refs[key]
         self._trace.events.append(Free(block))
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "prim":
@@ -258,11 +270,8 @@ class _Recorder(TorchDispatchMode):
         if not (any(is_new) or func._schema.is_mutable):
             return out  # a view
         ins = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if self.in_backward:
-            owners = (self._flat_of_storage.get(x.untyped_storage()._cdata, -1) for x in ins)
-            self._trace.read_in_backward.update(flat for flat in owners if flat >= 0)
         if (workspace := _WORKSPACE.get(func)) is not None:
-            self._trace.events.append(Free(self._add_block(workspace(*args), name)))
+            self._trace.events.append(Free(self._trace.allocate(workspace(*args), name)))
         count = flop_registry.get(packet)
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         kind = "other"
@@ -273,20 +282,20 @@ class _Recorder(TorchDispatchMode):
         elif torch.Tag.pointwise in func.tags or packet.__name__ in _FUSIBLE:
             # torch.compile does not fuse complex numbers.
             kind = "other" if any(one.is_complex() for one in (*ins, *outs)) else "fusible"
-        op = Op(
-            name,
-            flops,
-            tuple((self.block(one), _touched(one)) for one in ins),
-            tuple((self.block(one), _touched(one)) for one in outs),
-            kind,
-        )
-        self._trace.events.append(op)
+        reads, writes = (tuple(map(self._touch, some)) for some in (ins, outs))
+        self._trace.events.append(Op(name, flops, reads, writes, kind))
         return out
 
+    def _touch(self, tensor: Tensor) -> tuple[int, int]:
+        storage = tensor.untyped_storage()
+        # `nbytes` counts repeated elements of an expanded tensor, which share memory.
+        return self._block_of.get(storage._cdata, -1), min(tensor.nbytes, storage.nbytes())
 
-def _touched(tensor: Tensor) -> int:
-    # `nbytes` counts repeated elements of an expanded tensor, which share memory.
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+def _with_gradients(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value`` whose gradients autograd computes, without parameters."""
+    tensors = [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
+    return [one for one in tensors if one.requires_grad]
 
 
 # Operators without `torch.Tag.pointwise` that torch.compile joins with neighbouring operators into
@@ -300,11 +309,9 @@ _FUSIBLE = {
 
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    names = [one.name for one in func._schema.arguments]
-    if "is_causal" not in names:
-        return False
-    place = names.index("is_causal")
-    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+    names = [one.name for one in func._schema.arguments[: len(args)]]
+    given = dict(zip(names, args, strict=True)) | dict(kwargs)
+    return bool(given.get("is_causal", False))
 
 
 # ---------------------------------------------------------------- checkpointing
@@ -319,15 +326,16 @@ def selective_contexts() -> Any:
     """
     counts: Counter[bool] = Counter()
 
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func is _aten.mm.default or func is _aten.addmm.default:
             counts[context.is_recompute] += 1
             saves = counts[context.is_recompute] % 2 == 1
         else:
             saves = "attention" in func.__name__
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+        policies = checkpointing.CheckpointPolicy
+        return policies.MUST_SAVE if saves else policies.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return checkpointing.create_selective_checkpoint_contexts(policy)
 
 
 def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None:
@@ -337,67 +345,75 @@ def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None
         keywords["context_fn"] = selective_contexts
     if kind != "none":
         for module in modules:
-            module.forward = partial(checkpoint, module.forward, **keywords)  # type: ignore[method-assign]
+            forward = partial(checkpointing.checkpoint, module.forward, **keywords)
+            module.forward = forward  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- trace
 
 
-def fake(
+@contextlib.contextmanager
+def faked(
     module: nn.Module,
     mode: FakeTensorMode,
-    dtype_of: Callable[[nn.Parameter], torch.dtype],
+    dtypes: Mapping[Tensor, torch.dtype],
     device: torch.device,
-) -> None:
-    """Replace the meta tensors of a module by fake tensors. ``dtype_of``: new parameter dtypes."""
-    known: dict[int, Tensor] = {}
+) -> Iterator[dict[Tensor, Tensor]]:
+    """Replace the tensors of a module by fake tensors. Yields the fake tensor of each tensor.
 
-    def convert(tensor: Tensor, *, is_param: bool = False) -> Tensor:
-        if id(tensor) not in known:
-            dtype = dtype_of(tensor) if is_param else tensor.dtype  # type: ignore[arg-type]
-            with mode:
-                made = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=dtype, device=device
-                )
-            made.requires_grad_(tensor.requires_grad)
-            known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_param else made
-            known[id(made)] = known[id(tensor)]
-            _alive.append(tensor)
-        return known[id(tensor)]
+    ``dtypes``: the new dtypes of parameters that are cast.
+    """
+    fakes: dict[Tensor, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        for inner in module.modules():
+            places: list[dict[str, Any]] = [inner._parameters, inner._buffers, inner.__dict__]
+            for place in places:
+                for name, tensor in place.items():
+                    if isinstance(tensor, Tensor):
+                        if tensor not in fakes:
+                            fakes[tensor] = _fake(tensor, mode, dtypes.get(tensor), device)
+                        stack.callback(place.__setitem__, name, tensor)
+                        place[name] = fakes[tensor]
+        yield fakes
 
-    # Keep the old tensors alive: Python may give the id of a freed tensor to a new tensor.
-    _alive: list[Tensor] = []
-    for inner in module.modules():
-        for name, param in inner._parameters.items():
-            if param is not None:
-                inner._parameters[name] = convert(param, is_param=True)  # type: ignore[assignment]
-        for place in (inner._buffers, inner.__dict__):
-            for name, value in place.items():
-                if isinstance(value, Tensor):
-                    place[name] = convert(value)
+
+def _fake(
+    tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device
+) -> Tensor:
+    with mode:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
+        )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise CannotTraceError(
-            f"the forward needs real values: {error.func} at {_line_of(error)}. Fake tensors have "
-            "no values. Give `plan` a `step` that does not call this line, for example with this "
-            "module's input, mask or routing as a constant."
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise CannotTraceError(
-            f"operator {error.func} at {_line_of(error)} has no rule for fake tensors. Register "
-            "one with torch.library.register_fake, or give `plan` a `step` without the operator."
-        ) from error
     except (RuntimeError, AttributeError, IndexError, KeyError, AssertionError) as error:
-        text = str(error).partition("\n")[0]
-        raise CannotTraceError(
-            f"the step fails at {_line_of(error)}: {text:.300} Give `plan` a "
+        line, func = _line_of(error), getattr(error, "func", None)
+        text = (
+            f"the step fails at {line}: {f'{error}'.partition(chr(10))[0]:.300} Give `plan` a "
             "`step` that calls the model with inputs of the right shapes and dtypes."
-        ) from error
+        )
+        if isinstance(error, _NEEDS_VALUES):
+            text = (
+                f"the forward needs real values: {func} at {line}. Fake tensors have no values. "
+                "Give `plan` a `step` that does not call this line, for example with this "
+                "module's input, mask or routing as a constant."
+            )
+        elif isinstance(error, fake_tensor.UnsupportedOperatorException):
+            text = (
+                f"operator {func} at {line} has no rule for fake tensors. Register one with "
+                "torch.library.register_fake, or give `plan` a `step` without the operator."
+            )
+        raise CannotTraceError(text) from error
+
+
+_NEEDS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 def _line_of(error: Exception) -> str:
@@ -414,7 +430,7 @@ def trace(
     model: nn.Module,
     step: Callable[[nn.Module], Tensor],
     units: Sequence[Mapping[nn.Module, UnitCasts]],
-    flat_index: Mapping[int, int],
+    flat_index: Mapping[Tensor, int],
     mode: FakeTensorMode,
     *,
     on_gpu: bool,
@@ -425,7 +441,7 @@ def trace(
         model: the unwrapped model, with fake tensors of ``mode`` in the compute dtype.
         step: runs the forward and returns the loss, a tensor with one element.
         units: for each unit, its modules, and the casts of each module's inputs.
-        flat_index: the index of the flat parameter, keyed by the ``id`` of the parameter.
+        flat_index: the index of the flat parameter of each parameter.
         mode: the mode of the fake tensors.
         on_gpu: whether to choose the kernels of an NVIDIA GPU.
 
@@ -435,25 +451,17 @@ def trace(
     """
     found = StepTrace()
     tensors = [*model.parameters(), *model.buffers()]
-    # -1: the tensor belongs to no unit (a buffer, for example), and is not an activation.
-    storages = {one.untyped_storage()._cdata: flat_index.get(id(one), -1) for one in tensors}
-    recorder, events = _Recorder(found, storages), found.events
+    recorder = _Recorder(found, {one.untyped_storage()._cdata for one in tensors})
     with contextlib.ExitStack() as stack:
         for unit, modules in enumerate(units):
+            is_root = unit == len(units) - 1
             for module, casts in modules.items():
-                _observe(
-                    stack, module, casts, unit, found, recorder, is_root=unit == len(units) - 1
-                )
-
-        def receive(param: Tensor) -> None:
-            assert param.grad is not None
-            flat = flat_index[id(param)]
-            events.append(Mark("gradient", flat, recorder.block(param.grad)))
-            param.grad = None
-
+                for handle in recorder.observe(module, casts, unit, is_root=is_root):
+                    stack.callback(handle.remove)
         for param in model.parameters():
             if param.requires_grad:
-                stack.callback(param.register_post_accumulate_grad_hook(receive).remove)
+                receive = partial(recorder.receive, flat_index[param])
+                param.register_post_accumulate_grad_hook(receive)
         # transformers reads values to see whether a row holds one sequence. Fake tensors have no
         # values, so transformers would make a mask that it does not make in training.
         masking = sys.modules.get("transformers.masking_utils")
@@ -474,7 +482,7 @@ def trace(
                 f"a gradient, got {got}."
             )
         recorder.in_backward = True
-        events.append(Mark("backward"))
+        found.events.append(Mark("backward"))
         # `loss.backward()` would turn `_Kernels` off during backward. But checkpoints recompute
         # forwards there, and must choose the same kernels.
         torch.autograd.Variable._execution_engine.run_backward(
@@ -482,42 +490,3 @@ def trace(
         )
         del loss
     return found
-
-
-def _observe(
-    stack: contextlib.ExitStack,
-    module: nn.Module,
-    casts: UnitCasts,
-    unit: int,
-    found: StepTrace,
-    recorder: _Recorder,
-    *,
-    is_root: bool,
-) -> None:
-    """Record when the forward and the backward of ``module`` begin and end."""
-    events = found.events
-
-    def enter(_: Any, args: Any, kwargs: Any) -> Any:
-        events.append(Mark("enter", unit))
-        if not recorder.in_backward and unit not in found.order:
-            found.order.append(unit)
-        args, kwargs = casts.cast_inputs(args, kwargs, is_root=is_root) or (args, kwargs)
-        if not recorder.in_backward:
-            hook_all((args, kwargs), "leave backward", "input")
-        return args, kwargs
-
-    def leave(_: Any, __: Any, output: Any) -> Any:
-        output = casts.cast_output(output)
-        events.append(Mark("leave", unit))
-        if not recorder.in_backward:
-            hook_all(output, "enter backward")
-        return output
-
-    def hook_all(tensors: Any, what: str, *now: str) -> None:
-        for tensor in tensors_in(tensors):
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                events.extend(Mark(one, unit) for one in now)
-                tensor.register_hook(lambda _: events.append(Mark(what, unit)))
-
-    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    stack.callback(module.register_forward_hook(leave).remove)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from flatshard.extras.plan.replay import Held, Replay
+from flatshard.extras.plan.replay import Schedule
+from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Mark, Op
+from published.allocator import CachingAllocator, Place
 from published.rows import Run
 
 
-class Fsdp2Replay(Replay):
+class Fsdp2Replay(Schedule):
     """Replays a trace under torch's FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
     FSDP2 all-gathers a unit into one buffer on another stream, and copies the parameters out of the
@@ -19,18 +21,36 @@ class Fsdp2Replay(Replay):
     that no other unit owns, and stays unsharded from forward to backward.
     """
 
-    gather_stream, reduce_stream = "gather", "reduce"
-    run_of: Run
-
     def __init__(self, run: Run, *args: Any, **keywords: Any) -> None:
         self.run_of = run
+        self._allocator = CachingAllocator(expandable=run.expandable_segments)
+        self._places: dict[Held, Place] = {}
+        self._results: dict[FlatMemory, list[Held]] = defaultdict(list)
+        # The running reduce-scatter: its buffer, and the time of its end.
+        self._reducing: tuple[Held, float] | None = None
         super().__init__(*args, **keywords)
         self._root = len(self.names) - 1
         self._last = [one for one in self.trace.order if one != self._root][-1:]
         # Whether the threads of forward and of backward have allocated their cuBLAS workspace.
         self._has_workspace = [False, False]
 
-    def _play(self, records: bool) -> None:
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that torch's allocator has reserved, freed blocks included."""
+        return self._allocator.reserved_bytes
+
+    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
+        held = super().allocate(nbytes, category)
+        self._places[held] = self._allocator.allocate(nbytes, stream)
+        return held
+
+    def free(self, *blocks: Held | None) -> None:
+        super().free(*blocks)
+        for held in blocks:
+            if held is not None:
+                self._allocator.free(self._places.pop(held))
+
+    def play(self) -> None:
         self._gathering: dict[int, tuple[Held, float]] = {}
         # unit -> end of an all-gather that the host has started in advance
         self._early: dict[int, float] = {}
@@ -40,7 +60,7 @@ class Fsdp2Replay(Replay):
         self._grads: dict[int, list[Held]] = defaultdict(list)
         self._is_backward = False
         self.arithmetic_seconds = 0.0
-        super()._play(records)
+        super().play()
 
     def op_seconds(self, op: Op) -> float:
         if op.name in ("published.gather", "published.scatter"):
@@ -60,7 +80,7 @@ class Fsdp2Replay(Replay):
         return seconds
 
     def _params(self, unit: int) -> list[Any]:
-        return [one for index in self.of_unit[unit] for one in self.flats[index].memory.params]
+        return [one for flat in self.of_unit[unit] for one in flat.params]
 
     def _itemsize(self, unit: int, param: Any) -> float:
         is_float8 = self.run_of.gathers_float8 and self.names[unit].startswith("blocks")
@@ -76,17 +96,17 @@ class Fsdp2Replay(Replay):
     def _gather(self, unit: int) -> None:
         if unit in self._gathering or unit in self._held or not self._params(unit):
             return
-        flat = self.flats[self.of_unit[unit][0]]
+        flat = self.of_unit[unit][0]
         nbytes = self._gathered(unit)
-        cast = self.allocate(nbytes // flat.gather_size, "unsharded", self.gather_stream)
-        buffer = self.allocate(nbytes, "unsharded", self.gather_stream)
+        cast = self.allocate(nbytes // flat.gather_size, "unsharded", "gather")
+        buffer = self.allocate(nbytes, "unsharded", "gather")
         self.free(cast)
         ends = self._early.pop(unit, 0.0) or self._start(unit)
         self._gathering[unit] = buffer, ends
 
     def _start(self, unit: int) -> float:
-        flat = self.flats[self.of_unit[unit][0]]
-        return self._send(self._gathered(unit), flat.gather_size, self._in_node)
+        flat = self.of_unit[unit][0]
+        return self.send(self._gathered(unit), flat.gather_size, self._in_node)
 
     def unshard(self, unit: int, *, backward: bool) -> None:
         self._gather(unit)
@@ -145,39 +165,50 @@ class Fsdp2Replay(Replay):
             self._reduce(unit)
 
     def _reduce(self, unit: int) -> None:
-        while self._in_flight:
-            self.finish_first()
-        index = self.of_unit[unit][0]
-        flat = self.flats[index]
-        flats = [self.flats[i].memory for i in self.of_unit[unit]]
-        whole = sum(memory.whole_gradient_bytes for memory in flats)
-        stream = self.reduce_stream if self.run_of.copies_on_reduce_stream else "compute"
+        self._finish()
+        flat = self.of_unit[unit][0]
+        whole = sum(one.whole_gradient_bytes for one in self.of_unit[unit])
+        stream = "reduce" if self.run_of.copies_on_reduce_stream else "compute"
         buffer = self.allocate(whole, "reduction", stream)
         for held in self._grads.pop(unit):
             self.free(held)
         self.clock += 1.5 * whole / self.machine.device.memory_rate
         size = flat.gather_size
-        result = self.allocate(whole // size, "reduction", self.reduce_stream)
-        ends = self._send(whole, size, self._in_node)
+        result = self.allocate(whole // size, "reduction", "reduce")
+        ends = self.send(whole, size, self._in_node)
         if flat.replicas > 1:
-            ends = self._send(2 * whole // size, flat.replicas, 1)
-        self._results.setdefault(index, []).append(result)
-        self.start_reduction([buffer], whole, ends)
+            ends = self.send(2 * whole // size, flat.replicas, 1)
+        self._results[flat].append(result)
+        self._reducing = buffer, ends
+
+    def _finish(self) -> None:
+        if self._reducing is not None:
+            buffer, ends = self._reducing
+            self.wait(ends)
+            self.free(buffer)
+            self._reducing = None
 
     def end_backward(self) -> None:
         # The root is reduced here if some of its parameters have no gradient.
         for unit in list(self._grads):
             if self._grads[unit]:
                 self._reduce(unit)
-        super().end_backward()
+        self._finish()
+        for flat, results in self._results.items():
+            for held in results:
+                if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
+                    made = self.allocate(flat.gradient_bytes, "gradients")
+                    self.free(held)
+                    held = made
+                self.grads.append(self.move(held, "gradients"))
+        self._results.clear()
         for held, _ in self._gathering.values():
             self.free(held)
         for unit in list(self._held):
             for held in self._held.pop(unit):
                 self.free(held)
 
-    def _step(self) -> None:
-        began = self.clock
+    def step(self) -> None:
         each = [one for unit in self.of_unit for one in self._params(unit)]
         total = sum(one.numel() for one in each)
         shards = [one.numel() // self.flats[0].gather_size for one in each]
@@ -191,6 +222,5 @@ class Fsdp2Replay(Replay):
                 self.free(held)
         passes = 16 if self.run_of.is_foreach else 7
         moved = total // self.flats[0].gather_size * itemsize * passes
-        self.clock += moved / self.machine.device.memory_rate
-        self.outcome.compute_seconds += self.clock - began
-        self.step_seconds = self.clock - began
+        self.step_seconds = moved / self.machine.device.memory_rate
+        self.compute(self.step_seconds)

@@ -84,10 +84,7 @@ def repeated(
             raise ValueError(
                 "repeated: the second and third layer of the trace allocate different memory"
             )
-    made = StepTrace(read_in_backward={deep_flat(one, 0) for one in trace.read_in_backward})
-    made.read_in_backward.update(
-        flat for flat, unit in enumerate(deep.owners) if deep_names[unit].startswith("blocks.")
-    )
+    made = StepTrace()
     made.order = [
         number_of[f"blocks.{layer}"] if unit in layer_of else number_of[names[unit]]
         for unit in trace.order

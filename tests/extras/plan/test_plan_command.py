@@ -1,6 +1,5 @@
 """The command ``flatshard plan`` and ``plan``: what they print, and what bad input gets."""
 
-import inspect
 import json
 from argparse import ArgumentParser
 from dataclasses import fields
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from flatshard import MixedPrecision
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.plan import command
-from flatshard.extras.plan.planning import Target
+from flatshard.extras.plan.report import Target
 from flatshard.memory_plan import CannotTraceError, plan
 
 WIDTH = 256
@@ -84,10 +83,12 @@ def test_options_have_the_names_of_the_keywords() -> None:
     parser = ArgumentParser()
     command.add_arguments(parser)
     options = set(vars(parser.parse_args([]))) - {"plot", "json", "calibrate"}
-    keywords = {*inspect.signature(plan).parameters, *(one.name for one in fields(Target))}
+    keywords = {one.name for one in fields(Target)} | {"spec"}
     assert options <= keywords
     # What remains cannot be written on a command line.
-    assert keywords - options == {"step", "settings", "machine", "auto_wrap_policy"}
+    assert keywords - options == {"build", "step", "auto_wrap_policy"}
+    for name in options - {"spec"}:  # each keyword is explained
+        assert f"``{name}``" in str(plan.__doc__)
 
 
 def test_memory_is_printed_in_the_unit_of_the_option() -> None:
@@ -136,7 +137,7 @@ def test_what_to_change_and_the_code_to_paste() -> None:
         (["plan", f"{__name__}:Nothing"], "is neither a preset"),
         (["plan", "nowhere.json"], "cannot be read as a configuration"),
         (["plan", *SMALL, "--batch", "0"], "batch must be at least 1, got 0"),
-        (["plan", *SMALL, "--ranks", "8..2"], "expected 1 <= first <= last, got '8..2'"),
+        (["plan", *SMALL, "--ranks", "8..2"], "ranks must be at least 1, got 0"),
         (["plan", *SMALL, "--memory", "much"], "expected an amount such as 80GB or 990T, got 'm"),
         # Unit blocks.0 in bf16, and its gradients in float32: 6 bytes per element.
         (["plan", *SMALL, "--memory", "1.003GB"], "unit 'blocks.0' need 3,156,480 bytes (3.2 MB)"),

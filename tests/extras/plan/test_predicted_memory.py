@@ -60,6 +60,7 @@ def _measure(rank: int, world_size: int) -> None:
                 world_size=world_size,
                 auto_wrap_policy=policy,
                 ranks_per_node=2,
+                collectives="sockets",
                 **way,
             )
         model = ShardedWrapper(build(), auto_wrap_policy=policy, collectives="sockets", **way)

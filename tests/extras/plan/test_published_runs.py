@@ -81,7 +81,6 @@ def test_a_trace_of_four_layers_stands_for_all() -> None:
     assert [getattr(one, "name", one[1]) for one in short.events if not hasattr(one, "block")] == [
         getattr(one, "name", one[1]) for one in whole.events if not hasattr(one, "block")
     ]
-    assert short.read_in_backward == whole.read_in_backward
     assert short.order == whole.order
 
 
