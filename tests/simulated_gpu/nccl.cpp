@@ -57,11 +57,13 @@ void write(const std::string& path, const void* data, size_t nbytes) {
 // Waits until `is_true`, as NCCL's kernels do: for ever, or until the communicator is aborted.
 // Returns whether it is true.
 bool wait_until(const Flag& aborted, const std::string& what, std::function<bool()> is_true) {
-  auto deadline = std::chrono::steady_clock::now() + patience();
+  auto begin = std::chrono::steady_clock::now();
   while (!is_true()) {
     if (*aborted) return false;
-    if (std::chrono::steady_clock::now() > deadline) fail("nobody came to " + what);
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    auto waited = std::chrono::steady_clock::now() - begin;
+    if (waited > patience()) fail("nobody came to " + what);
+    bool is_short = waited < std::chrono::milliseconds(500);  // long waits leave the CPU to others
+    std::this_thread::sleep_for(std::chrono::microseconds(is_short ? 100 : 5000));
   }
   return true;
 }

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 import torch.distributed as dist
 from gpu_checks import divergence
 from lib.watch_cost import cost_of_watching
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 
-from flatshard import checkpoint
-from flatshard.extras.deadlock import gpu
+from flatshard import ShardedWrapper, checkpoint
+from flatshard.extras.deadlock import detector, gpu
+from flatshard.wrap import ModuleWrapPolicy
 
 GPU = torch.device("cuda", 0)
 
@@ -33,15 +37,27 @@ def diverge_unseen(rank: int, case: str, timeout: str = "") -> dict[str, Any]:
     return divergence.run_program(case, rank, GPU)
 
 
-def wait_in_own(rank: int) -> dict[str, Any]:
-    """Rank 0 waits on the GPU in a collective of the program, the others in one of the model."""
+def wait_in_own(rank: int, kind: str = "") -> dict[str, Any]:
+    """Rank 0 waits on the GPU in a collective of the program, the others in one of the model.
+
+    ``kind``: "functional" for a functional collective, "destroyed" for a program that has destroyed
+    a process group before.
+    """
+    if kind == "destroyed":
+        group = dist.new_group(backend="nccl")
+        dist.all_reduce(torch.ones(1).cuda(), group=group)
+        torch.cuda.synchronize()
+        dist.destroy_process_group(group)
     program, begin, error = divergence.Program(rank, GPU), time.monotonic(), ""
     program.step()
     try:
         with torch.no_grad():
             if rank == 0:
                 value = torch.ones(1).cuda()
-                dist.all_reduce(value)
+                if kind == "functional":
+                    value = functional.all_reduce(value, "sum", dist.group.WORLD)
+                else:
+                    dist.all_reduce(value)
             else:
                 value = program.model(program.batch).sum()
             value.item()
@@ -152,3 +168,200 @@ def measure_watching(rank: int, blocks: str, steps: str) -> dict[str, Any]:
     program = divergence.Program(rank, GPU)
     program.step()
     return {"error": "", **cost_of_watching(program.step, int(blocks), int(steps))._asdict()}
+
+
+class CountingStore:
+    """A process group's store that counts the calls and the bytes of this rank."""
+
+    def __init__(self, store: Any, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+
+    def clone(self) -> "CountingStore":
+        return CountingStore(self._store.clone(), self._counts)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            result = call(*args)
+            is_write = name in ("set", "compare_set")
+            self._counts["writes" if is_write else "reads"] += 1
+            moved = args[1:] if is_write else result if isinstance(result, list) else [result]
+            sizes = (len(one) for one in moved if isinstance(one, str | bytes))
+            self._counts["bytes written" if is_write else "bytes read"] += sum(sizes)
+            return result
+
+        return counted
+
+
+def count_traffic(rank: int, seconds: str) -> dict[str, Any]:
+    """The last rank sleeps, and the others wait on the GPU: how they use the store meanwhile."""
+    program, counts = divergence.Program(rank, GPU), Counter[str]()
+    program.step()
+    torch.cuda.synchronize()
+    store = detector._default_store()
+    vars(detector)["_default_store"] = lambda: CountingStore(store, counts)
+    if rank == dist.get_world_size() - 1:
+        time.sleep(float(seconds))
+    program.step()
+    torch.cuda.synchronize()
+    kinds = ("reads", "writes", "bytes read", "bytes written")
+    return {"error": "", "seconds": 0.0, "traffic": {kind: counts[kind] for kind in kinds}}
+
+
+def write_state_dict(rank: int, write: str) -> dict[str, Any]:
+    """The program writes to tensors of a state dict, so that no version counter changes.
+
+    Returns ``factors``: for each tensor of the next state dict, the factor by which it has changed.
+    """
+    program, error = divergence.Program(rank, GPU), ""
+    program.step()
+    model = program.model
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    if "late" in write:
+        program.step()
+    for value in state.values():
+        if "all_reduce" in write:
+            dist.all_reduce(value)
+        elif "broadcast" in write:
+            dist.broadcast(value.data.mul_(2) if rank == 0 else value, 0)
+        elif "data" in write:
+            value.data.mul_(2)
+    held = state if "held" in write else None
+    del state, value
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                model(program.batch)
+        factors = [
+            (value.cpu() / before[name]).median().item()
+            for name, value in model.state_dict().items()
+        ]
+    except RuntimeError as raised:
+        error, factors = str(raised), []
+    torch.cuda.synchronize()
+    del held
+    return {"error": error, "seconds": 0.0, "factors": factors}
+
+
+class Encoder(nn.Module):
+    """A frozen copy of a layer, which follows the layer inside of the forward from a step on."""
+
+    def __init__(self, first: int, way: str) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.key.requires_grad_(way == "trainable")
+        self.calls, self.first, self.way = 0, first, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        query = self.query(x)
+        key = self.key(x)
+        if self.calls >= self.first:
+            with torch.no_grad():
+                part = self.key.weight.data[:1] if self.way == "written" else self.key.weight.data
+                part.mul_(0.9)
+        return query + key
+
+
+def edit_in_forward(rank: int, first: str, way: str) -> dict[str, Any]:
+    """The forward edits a parameter from call ``first`` on; returns the step of the error."""
+    torch.manual_seed(0)
+    model = ShardedWrapper(Encoder(int(first), way).to(GPU))
+    x, step, error = torch.ones(2, 8).to(GPU), 0, ""
+    try:
+        while step < 8:
+            step += 1
+            if way == "written":
+                with torch.no_grad():
+                    model.key.weight.mul_(0.99)
+            with torch.set_grad_enabled(way != "evaluation"):
+                loss = model(x).square().sum()
+            if way != "evaluation":
+                loss.backward()
+    except RuntimeError as raised:
+        error = str(raised)
+    torch.cuda.synchronize()
+    return {"error": error, "seconds": 0.0, "step": step}
+
+
+def compile_slowly(whole: bool, slow: float) -> None:
+    """On gloo: train three steps of a compiled model, whose compilation takes longer on rank 0.
+
+    ``whole``: compile the whole model, and otherwise one block.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        if dist.get_rank() == 0:
+            time.sleep(slow)
+        return compile_fx(graph, inputs)
+
+    model = nn.Sequential(divergence.Layer(), divergence.Layer())
+    if not whole:
+        model[1].compile(backend=backend)
+    policy = ModuleWrapPolicy({divergence.Layer})
+    sharded = ShardedWrapper(model, auto_wrap_policy=policy, coalesce_bytes=0)
+    if whole:
+        sharded.compile(backend=backend)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for _ in range(3):
+        sharded(torch.ones(2, divergence.WIDTH)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Ordered(nn.Module):
+    """Equally large layers, which run in a given order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(divergence.Layer() for _ in range(3))
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> dict[str, Tensor]:
+        for number in order:
+            x = self.layers[number](x)
+        return {"logits": x, "classes": x.argmax(-1), "first": x[:, :1].expand(-1, 2)}
+
+
+def evaluate_apart(rank: int, what: str) -> dict[str, Any]:
+    """Evaluate for less than three seconds, perhaps differently on rank 0; returns what is wrong.
+
+    Returns ``spoiled``: for each output, whether all values are NaN or -1. ``error``: the error of
+    the backward that follows.
+    """
+    torch.manual_seed(0)
+    policy, batch = ModuleWrapPolicy({divergence.Layer}), torch.randn(4, divergence.WIDTH).to(GPU)
+    if what == "buffers":
+        layers = [divergence.Layer() for _ in range(2)]
+        for layer in layers:
+            layer.register_buffer("number", torch.ones(5))
+        models = [ShardedWrapper(one.to(GPU), sharding_strategy="NO_SHARD") for one in layers]
+        model = models[rank == 0]
+        with torch.no_grad():
+            model(batch)
+        spoiled = {"number": model.number.isnan().all().item()}
+    elif what == "alone":
+        model = ShardedWrapper(divergence.Layer().to(GPU), sharding_strategy="NO_SHARD")
+        with torch.no_grad():
+            spoiled = {"output": rank == 0 and model(batch).isnan().any().item()}
+    else:
+        model = ShardedWrapper(Ordered().to(GPU), auto_wrap_policy=policy, coalesce_bytes=0)
+        order = (1, 0, 2) if what == "order" and rank == 0 else (0, 1, 2)
+        spoiled = {}
+        with torch.no_grad():
+            for _ in range(2):
+                for name, value in model(batch, order).items():
+                    wrong = value.isnan() if value.is_floating_point() else value == -1
+                    spoiled[name] = wrong.all().item()
+    error = ""
+    try:
+        output = model(batch)
+        loss = output["logits"] if isinstance(output, dict) else output
+        loss.sum().backward()
+        torch.cuda.synchronize()
+    except RuntimeError as raised:
+        error = str(raised)
+    return {"error": error, "seconds": 0.0, "spoiled": spoiled}

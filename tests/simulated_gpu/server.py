@@ -56,14 +56,15 @@ class Gpu:
         return [Limits(**json.loads(line)) for line in found]
 
     def run_programs(
-        self, world_size: int, *programs: Sequence[str], **environment: str
+        self, world_size: int, *programs: Sequence[str], seconds: float = 280, **environment: str
     ) -> list[list[Ended]]:
         """How each rank of each program ended. The programs run at the same time.
 
-        A program is the name of a function of `programs.py`, a backend, and arguments.
+        A program is the name of a function of `programs.py`, a backend, and arguments. All ranks
+        must end within ``seconds``.
         """
         request = {"world_size": world_size, "programs": programs}
-        folder, statuses = self._ask({**request, "environment": environment})
+        folder, statuses = self._ask({**request, "environment": environment}, seconds)
         return [
             [
                 Ended(
@@ -78,14 +79,14 @@ class Gpu:
             for number, of_program in enumerate(statuses)
         ]
 
-    def _ask(self, request: dict[str, Any]) -> tuple[str, Any]:
+    def _ask(self, request: dict[str, Any], seconds: float = 280) -> tuple[str, Any]:
         folder = tempfile.mkdtemp(dir=self._folder)
         server = self._server
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(json.dumps({**request, "folder": folder}) + "\n")
         server.stdin.flush()
-        answers, _, _ = select.select([server.stdout], [], [], 280)
+        answers, _, _ = select.select([server.stdout], [], [], seconds)
         assert answers, self._errors(folder)
         return folder, json.loads(server.stdout.readline())
 
