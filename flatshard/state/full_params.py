@@ -188,8 +188,8 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
     opened: list[Summoned] = []
     problems: list[str] = []
     try:
-        for handle in handles:
-            opened.append(Summoned(handle, request))
+        # `extend` keeps the handles before an error, which `finally` closes.
+        opened.extend(Summoned(handle, request) for handle in handles)
         yield
     finally:
         # Close even after an exception in the context. As in an unwrapped model, edits that were

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -221,10 +222,12 @@ class OriginalParam:
         with torch._C.DisableTorchFunctionSubclass():
             return self.sharded.requires_grad
 
-    def _swap_into(self, view: Tensor) -> None:
+    def _swap_into(self, view: Tensor, *, tries: int = 2) -> None:
         """Turn the parameter object ``sharded`` into the tensor ``view``.
 
         Modules, optimizers and users keep the same Python object, with the same attributes.
+
+        ``tries``: how often to try while something else refers to the parameter.
 
         Raises:
             ValueError: a user's attribute has a name that flatshard needs.
@@ -232,8 +235,7 @@ class OriginalParam:
         """
         param = self.sharded
         is_first = not isinstance(param, FlatShardTensor)
-        clashing = OWN_ATTRIBUTES & param.__dict__.keys()
-        if is_first and clashing:
+        if is_first and (clashing := OWN_ATTRIBUTES & param.__dict__.keys()):
             raise ValueError(
                 f"parameter {self.span.name!r} has an attribute {min(clashing)!r}, but sharded "
                 "parameters use this name. Rename your attribute before wrapping."
@@ -260,6 +262,11 @@ class OriginalParam:
         try:
             torch.utils.swap_tensors(param, view)
         except RuntimeError as error:
+            # Another thread may refer to the parameter for a moment: a profiler, or the detection
+            # of deadlocks, reads this thread's stack, which keeps views in local variables alive.
+            if tries > 1:
+                time.sleep(0.2)
+                return self._swap_into(view, tries=tries - 1)
             raise RuntimeError(
                 f"parameter {self.span.name!r} cannot be sharded: an autograd graph, a view or a "
                 "weak reference still refers to the parameter (for example a loss from before "
@@ -297,10 +304,8 @@ class OriginalParam:
         separate unsharded buffer, so ``full`` becomes ``sharded``.
         """
         before: nn.Parameter | None = getattr(self, "full", None)
-        if view is None:
-            self.full = self.sharded
-        else:
-            self.full = nn.Parameter(view, False)
+        self.full = self.sharded if view is None else nn.Parameter(view, False)
+        if view is not None:
             # Errors of `FreedParameter` read the parameter's name from the spec. Use a weak
             # reference, because the spec refers to the parameter: only Python's garbage collector
             # would free such a cycle.

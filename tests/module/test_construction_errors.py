@@ -3,6 +3,8 @@
 import re
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 import flatshard
 from flatshard import ShardedWrapper, ShardingStrategy
+from flatshard.tensor import flat_parameter
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Mlp
@@ -389,3 +392,17 @@ def _warned_by_an_error(rank: int, world_size: int) -> None:
         else:
             ShardedWrapper(Mlp(), **keywords)
     dist.barrier()
+
+
+def test_a_thread_that_reads_stacks_for_a_moment() -> None:
+    """A stack keeps views of parameters, by which torch refuses to swap a parameter."""
+    run_ranks(_wrap_while_a_view_is_held, 2)
+
+
+def _wrap_while_a_view_is_held(rank: int, world_size: int) -> None:
+    layer = nn.Linear(3, 2)
+    views = [layer.weight.view(-1)]
+    clock = SimpleNamespace(sleep=lambda _: views.clear())
+    with mock.patch.object(flat_parameter, "time", clock):
+        ShardedWrapper(layer)
+    assert not views
