@@ -179,7 +179,8 @@ class Deadlock:
             self._withdraw()
             if wait is not None:
                 self._wait = wait
-                self._pause, self._next = LOOK_SECONDS, wait.began + FIRST_LOOK_SECONDS
+                # The pauses between checks grow: 1, 2, 3, 3, ... seconds.
+                self._pause, self._next = LOOK_SECONDS / 2, wait.began + FIRST_LOOK_SECONDS
         now = time.monotonic()
         if wait is None:
             self._compare(now)
@@ -537,6 +538,9 @@ def begin_run() -> None:
         number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        # A rank that reads the reports of several ranks checks in a single call whether all of them
+        # exist. So publish a first report.
+        _publish(_stores[world], _NO_WAIT)
 
 
 def _default_store() -> Any:

@@ -222,24 +222,31 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     """Return the number of the oldest incomplete NCCL collective in each process group.
 
     A collective is incomplete if this rank has begun it, and the GPU has not finished it. Groups
-    without an incomplete collective, and groups that this module has aborted, are left out. The
-    counts of complete collectives come from torch's own watchdog for NCCL, which counts about every
-    0.1 seconds. Returns {} if torch does not have these counts.
+    without an incomplete collective, and groups that this module has aborted, are left out. Torch's
+    own watchdog for NCCL finds out about every 0.1 seconds which collectives are complete. Returns
+    {} if torch does not record this.
     """
     backends = _backends()
     if not backends:
         return {}
-    with contextlib.suppress(AttributeError, IndexError, RuntimeError, ValueError):
+    with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, ValueError):
         dump: Any = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
-        status = json.loads(dump(False, False))["pg_status"]
-        # The keys are the numbers of the NCCL groups, in the order in which the process created the
-        # groups. If a group was destroyed, the numbers do not match the indices of the remaining
-        # groups. A number without a group, or a count above the group's sequence number, shows
-        # this: return nothing.
+        dumped = json.loads(dump(True, True))
+        # The keys of "pg_status" are the numbers of the NCCL groups, in the order in which the
+        # process created the groups, including destroyed groups. Incomplete operations in the
+        # flight recorder name their groups.
+        name_of = {str(one["pg_id"]): one["process_group"][0] for one in dumped.get("entries", ())}
+        # Otherwise either all collectives are complete, or the user has turned the flight recorder
+        # off. Then the numbers are the indices of the groups, unless a group was destroyed.
         groups, found = [*backends], {}
-        for key, counts in status.items():
-            group = groups[int(key)]
+        group_of = {group.group_name: group for group in groups}
+        for key, counts in dumped["pg_status"].items():
+            if name_of and name_of.get(key) not in group_of:
+                continue
+            group = group_of[name_of[key]] if name_of else groups[int(key)]
             begun_here = backends[group]._get_sequence_number_for_group()
+            # A number without a group, or a count above the group's sequence number, shows that a
+            # group was destroyed: return nothing.
             if int(counts["last_enqueued_collective"]) > begun_here:
                 return {}
             complete = max(0, int(counts["last_completed_collective"]))  # -1: none is complete

@@ -69,6 +69,8 @@ def others(gpu: Gpu, folder: Path) -> dict[str, list[Ended]]:
     programs = {
         "own, with gloo": ("wait_in_own", BOTH),
         "own": ("wait_in_own", "nccl"),
+        "functional": ("wait_in_own", BOTH, "functional"),
+        "destroyed": ("wait_in_own", BOTH, "destroyed"),
         "unseen": ("diverge_unseen", BOTH, "clipping on one rank"),
         "timeout": ("diverge_unseen", "nccl", "clipping on one rank", "4"),
         "slow": ("are_slow", BOTH, "4", "0", "5"),
@@ -82,9 +84,10 @@ def others(gpu: Gpu, folder: Path) -> dict[str, list[Ended]]:
 
 
 @pytest.mark.timeout(200)
-def test_waits_of_the_program_are_named(others: dict[str, list[Ended]]) -> None:
+@pytest.mark.parametrize("name", ["own, with gloo", "functional", "destroyed"])
+def test_waits_of_the_program_are_named(others: dict[str, list[Ended]], name: str) -> None:
     """Ranks that read values, one after a collective of its own, one after the model's forward."""
-    for ended in others["own, with gloo"]:
+    for ended in others[name]:
         assert ended.status == 1, ended
         error = json.loads(ended.text)["error"]
         assert error.startswith("CollectiveError: collective "), error
