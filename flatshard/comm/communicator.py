@@ -348,15 +348,17 @@ class Communicator(Members):
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
 
         ``tensor`` must be contiguous, and ``op_name`` names the operation in errors. Collective:
-        all ranks of the group, in the same order of calls. If the host waits and ranks call
-        different operations, all ranks raise CollectiveError.
+        all ranks of the group, in the same order of calls. If ranks call different operations, the
+        same error occurs as in ``reduce_scalars``. If a CUDA stream waits, the bytes of ``tensor``
+        are then 255, which is NaN.
         """
         if self.size == 1:
             return
         self.note("broadcast", op_name, tensor.nbytes)
         if self.transport_for(tensor.device).stream_waits(tensor.device):
-            with self._named_on_stream(op_name):
-                dist.broadcast(as_bytes(tensor), self.ranks[source], self.gather_group)
+            # Reduce instead of a broadcast, because reductions compare `op_name` on the device. All
+            # ranks except the source send zeros, so the maximum of each byte is the source's byte.
+            self._reduce_on_stream(as_bytes(tensor).mul_(self.rank == source), "MAX", op_name)
             return
         on_host = tensor.to(self.control_device)
         self.host.broadcast(on_host, source, op_name)

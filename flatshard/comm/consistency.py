@@ -178,7 +178,7 @@ def checksum(tensor: Tensor) -> Checksum:
     """
     if tensor.numel() == 0:
         return (0, 0)
-    words = _words(tensor)
+    words = words_of(tensor)
     # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of the
     # columns' sums, each multiplied by the column's number. The second result is the same for the
     # rows. Words that do not fill a row are added separately.
@@ -197,11 +197,11 @@ def sample(tensor: Tensor) -> list[int]:
     The words are spread over the whole memory. This takes a few microseconds. The list is empty for
     a tensor on an accelerator, because a read would wait for the device.
     """
-    words = _words(tensor) if tensor.is_cpu else torch.empty(0)
+    words = words_of(tensor) if tensor.is_cpu else torch.empty(0)
     return words[:: words.numel() // 32 + 1].tolist()
 
 
-def _words(tensor: Tensor) -> Tensor:
+def words_of(tensor: Tensor) -> Tensor:
     """Return a 1-D view of a tensor's memory: int64 if size and address allow, otherwise bytes."""
     data = as_bytes(tensor.detach().contiguous())
     is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0

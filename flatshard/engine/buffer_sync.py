@@ -32,10 +32,20 @@ class BufferSync(Voter):
     """
 
     def __init__(
-        self, world: Communicator, observers: Observers, buffers: Callable[[], Buffers]
+        self, world: Communicator, observers: Observers, buffers: Callable[[], Buffers], number: int
     ) -> None:
-        """Keep ``buffers``, a function that returns the buffers that modules hold now."""
+        """Make the synchronization.
+
+        Args:
+            world: the ranks that train the model.
+            observers: observers of the model's steps.
+            buffers: function that returns the buffers that modules hold now.
+            number: number of the model, the same on all ranks.
+        """
         self._world, self._observers, self._buffers = world, observers, buffers
+        # The number distinguishes models with equally large buffers, such as a teacher and a
+        # student.
+        self._op_name = f"the model's buffers, model {number}"
         self.is_due = True
         self.source = 0  # source rank of the broadcast
 
@@ -47,15 +57,15 @@ class BufferSync(Voter):
         # forward ran, the program itself has replaced every changed buffer, on all ranks.
         self._has_run = False
 
-    def before_forward(self, name: str, recomputes: bool, under_no_sync: bool) -> None:
-        """Broadcast the buffers before the forward of the root ``name``, if ``is_due``.
+    def before_forward(self, recomputes: bool, under_no_sync: bool) -> None:
+        """Broadcast the buffers before the forward of the root, if ``is_due``.
 
         ``is_due`` is False after a forward that no reduction followed. If a checkpoint
         ``recomputes`` the forward, nothing is broadcast. Otherwise this method is collective.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._observers.span(Kind.RANKS_WAIT):
-                self.broadcast(f"{name or 'the model'}'s buffers")
+                self.broadcast(self._op_name)
         self._has_run = True
         # As in DistributedDataParallel, broadcast in the next forward only if a reduction follows
         # this forward. No reduction follows a forward in evaluation or under no_sync.

@@ -76,7 +76,7 @@ class Forward:
     ) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
-        self._root_module, self._edits = root_module, ForwardEdits()
+        self._root_module, self.edits = root_module, ForwardEdits()
         # Units that were unsharded for an operation outside of the unit's own forward, in the order
         # of the operations. Each unit comes with the depth of the operation: the number of nested
         # forwards around the operation.
@@ -161,7 +161,7 @@ class Forward:
         # Broadcast buffers here, before any module reads the buffers. If the program called only a
         # part of the model, and not the root, do not broadcast.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
-            state.buffers.before_forward(unit.name, recomputes, state.under_no_sync)
+            state.buffers.before_forward(recomputes, state.under_no_sync)
         for observer in self._observers.all:
             observer.enter_forward(unit, recomputes)
         self.saved.push()  # until `leave`, autograd saves places in buffers instead of views
@@ -183,7 +183,7 @@ class Forward:
             # module reads the parameters next.
             self.unshard(unit)
             if len(unit.running) == 1:
-                self._edits.begin(unit)
+                self.edits.begin(unit)
             # Prefetch only now, after this unit's all-gather is complete. So this unit's all-gather
             # had the full bandwidth, and the next all-gather overlaps with this unit's computation.
             self._prefetch.in_forward()
@@ -206,20 +206,23 @@ class Forward:
             if not unit.running:
                 self._touched.append((self._state.depth, unit))
             self.unshard(unit)
-            self._edits.begin(unit)
+            self.edits.begin(unit)
 
-    def check(self, unit: Unit, module: nn.Module) -> None:
-        """Raise if the finished forward of ``module`` edited unsharded parameters in place."""
+    def check(self, unit: Unit, module: nn.Module, output: object) -> None:
+        """Raise if the finished forward of ``module`` edited unsharded parameters in place.
+
+        ``output`` is the output of the forward.
+        """
         if unit.phase is not Phase.FORWARD or unit.running:
             return
-        self._edits.check(unit, module)
+        self.edits.check(unit, module, output)
         for depth, touched in self._touched:
             # Also check the units that operations inside this forward have unsharded. Units with
             # another depth belong to another forward, whose end checks these units.
             is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
             if is_ours and not touched.running:
                 for touched_module in touched.modules:
-                    self._edits.check(touched, touched_module)
+                    self.edits.check(touched, touched_module, None)
 
     def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
         """End the forward of a module, and reshard the unit if the strategy says so.

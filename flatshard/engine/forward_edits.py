@@ -16,8 +16,8 @@ momentum encoder, and the program may run the encoder's update inside of the for
 
 In the other forwards of a unit, 32 values of each frozen flat parameter are compared, which shows
 updates of all values. This takes 10 to 30 microseconds, 2 % of a step with many small units, so
-trainable flat parameters are compared only in every 8th forward. On accelerators the other forwards
-compare nothing, because a read would wait for the device.
+trainable flat parameters are compared only in every 8th forward. On accelerators, a read would wait
+for the device, so the extra ``device_checks`` compares these values on the device.
 """
 
 from __future__ import annotations
@@ -77,15 +77,18 @@ class ForwardEdits:
         is_written = self._frozen.setdefault(handle, handle.version) != handle.version
         return checksum if is_written else sample
 
-    def check(self, unit: Unit, module: nn.Module) -> None:
-        """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters."""
+    def check(self, unit: Unit, module: nn.Module, output: object) -> None:
+        """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters.
+
+        ``output``: the output of the forward, which subclasses may read.
+        """
         for handle, places in unit.places_in[module]:
             if handle not in self._before or handle.is_aliased:
                 continue
             version, look, before = self._before[handle]
             if handle.buffer._version != version or look(handle.buffer) != before:
                 self._was_edited = True
-                raise _edited(handle)
+                raise edited(handle)
             _check_installed(handle, places)
 
 
@@ -108,10 +111,11 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
         full, span = param.full, param.span
         if span.numel and full.data_ptr() != address + span.start * itemsize:
             full.data = view_of(handle.buffer, span)
-            raise _edited(handle)
+            raise edited(handle)
 
 
-def _edited(handle: FlatParamHandle) -> RuntimeError:
+def edited(handle: FlatParamHandle) -> RuntimeError:
+    """Return the error of a forward that edited parameters of ``handle``."""
     params = handle.params
     names = ", ".join(repr(param.name) for param in params[:3])
     return RuntimeError(

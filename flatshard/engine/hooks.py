@@ -89,7 +89,7 @@ class UnitHooks:
         changed = output
         try:
             if output is not None:
-                self._forward.check(unit, module)
+                self._forward.check(unit, module, output)
                 # Cast before `protect` copies views of unsharded buffers: the result of a cast is
                 # not a view of a buffer, so `protect` need not copy the result.
                 changed = unit.casts[module].cast_output(output)

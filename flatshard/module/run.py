@@ -27,7 +27,7 @@ from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.settings import as_flags
 from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
 from flatshard.optimizer import step as optimizer_step
-from flatshard.options.extras import extra
+from flatshard.options.extras import default_extra, extra
 from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -77,6 +77,8 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     if divergent := [unit for unit in units if unit.may_diverge]:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
+    if torch.accelerator.is_available() and (checks := default_extra("device_checks")):
+        root_checks.writes = checks.install(context)
     for one in shardings:
         one.context, one.state_dict.writes = context, root_checks.writes
         one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size

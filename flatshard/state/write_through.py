@@ -9,6 +9,7 @@ written values to the shards, when the model is used next or when the tensor is 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,14 @@ from flatshard.tensor.flat_parameter import OriginalParam
 
 
 @dataclass(eq=False)
-class _Given:
+class Given:
     """A full copy of an original parameter that ``state_dict()`` returned to a user."""
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
-    # State of `copy` when `copy` and the shard last had equal values, see `_state`.
-    state: tuple[int, list[int]]
+    # State of `copy` when `copy` and the shard last had equal values, see `_state`. None: unknown,
+    # because `copy` was written since then.
+    state: tuple[int, list[int]] | None
     unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
@@ -39,7 +41,7 @@ class WriteThrough:
     """Watches the tensors of a model's state dicts that users still hold."""
 
     def __init__(self) -> None:
-        self.given: dict[int, _Given] = {}  # keyed by the id of the weak reference to the tensor
+        self.given: dict[int, Given] = {}  # keyed by the id of the weak reference to the tensor
 
         # Name of a parameter whose copy was written after the shard had changed, so that the
         # written values are lost. "": no values are lost.
@@ -55,22 +57,18 @@ class WriteThrough:
 
         ``full`` is a full copy of ``param``, which ``state_dict()`` is about to return.
         """
-        user = weakref.ref(full, self._died)
+        ref = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
-        self.given[id(user)] = _Given(
-            user, copy, _state(copy), unit, handle, param, _identity(handle)
-        )
+        self.given[id(ref)] = Given(ref, copy, _state(copy), unit, handle, param, identity(handle))
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
-        given = self.given.pop(id(user), None)
-        if given is not None:
-            self._take_over(given)
+        if given := self.given.pop(id(user), None):
+            self._take_over([given])
 
     def take_over(self) -> None:
         """Copy to the shards all values that users wrote into tensors of state dicts."""
-        for given in list(self.given.values()):
-            self._take_over(given)
+        self._take_over([*self.given.values()])
 
     def check(self) -> None:
         """Copy written values to the shards; raise RuntimeError if written values are lost."""
@@ -88,31 +86,35 @@ class WriteThrough:
                 "clone it."
             )
 
-    def _take_over(self, given: _Given) -> None:
-        state = _state(given.copy)
-        if state == given.state:
-            return
-        given.state = state
-        handle, param, before = given.handle, given.param, given.shard
-        if before != _identity(handle):
-            self.lost = param.name
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            param.sharded.copy_(param.spec.split(given.copy))
-        handle.page_out()
-        given.unit.num_loads += 1  # the next backward raises if this count differs between ranks
-        given.shard = after = _identity(handle)
-        for other in self.given.values():
-            if other.handle is handle and other.shard == before:
-                other.shard = after
+    def _take_over(self, some: Sequence[Given]) -> None:
+        for given in some:
+            state, given.state = given.state, _state(given.copy)
+            if state == given.state:
+                continue
+            handle, param, before = given.handle, given.param, given.shard
+            if before != identity(handle):
+                self.lost = param.name
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                param.sharded.copy_(param.spec.split(given.copy))
+            handle.page_out()
+            given.unit.num_loads += 1  # the next backward raises if this count differs on ranks
+            given.shard = after = identity(handle)
+            for other in self.given.values():
+                if other.handle is handle and other.shard == before:
+                    other.shard = after
 
 
 def _state(copy: Tensor) -> tuple[int, list[int]]:
-    """Return the version counter and some values: a user's write changes at least one."""
+    """Return the version counter and, on the CPU, some values.
+
+    A user's write changes at least one. On accelerators, only the version is certain to change: see
+    ``flatshard/extras/device_checks``.
+    """
     # Writes increase the version, also under no_grad. But the program's own collectives
     # (``dist.all_reduce(value)``) change only the values.
     return copy._version, sample(copy)
 
 
-def _identity(handle: FlatParamHandle) -> tuple[Any, ...]:
+def identity(handle: FlatParamHandle) -> tuple[Any, ...]:
     return handle.flat_param.data_ptr(), handle.flat_param.dtype, handle.version

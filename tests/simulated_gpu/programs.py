@@ -327,37 +327,28 @@ class Ordered(nn.Module):
 
 
 def evaluate_apart(rank: int, what: str) -> dict[str, Any]:
-    """Evaluate for less than three seconds, perhaps differently on rank 0; returns what is wrong.
+    """Evaluate, perhaps differently on rank 0, and then train for a step.
 
-    Returns ``spoiled``: for each output, whether all values are NaN or -1. ``error``: the error of
-    the backward that follows.
+    Returns ``error``: the error of the backward, or of the evaluation if it takes more than three
+    seconds. ``spoiled``: for each output of the evaluation, whether all values are NaN or -1.
     """
     torch.manual_seed(0)
-    policy, batch = ModuleWrapPolicy({divergence.Layer}), torch.randn(4, divergence.WIDTH).to(GPU)
-    if what == "buffers":
-        layers = [divergence.Layer() for _ in range(2)]
-        for layer in layers:
-            layer.register_buffer("number", torch.ones(5))
-        models = [ShardedWrapper(one.to(GPU), sharding_strategy="NO_SHARD") for one in layers]
-        model = models[rank == 0]
-        with torch.no_grad():
-            model(batch)
-        spoiled = {"number": model.number.isnan().all().item()}
-    elif what == "alone":
-        model = ShardedWrapper(divergence.Layer().to(GPU), sharding_strategy="NO_SHARD")
-        with torch.no_grad():
-            spoiled = {"output": rank == 0 and model(batch).isnan().any().item()}
-    else:
-        model = ShardedWrapper(Ordered().to(GPU), auto_wrap_policy=policy, coalesce_bytes=0)
-        order = (1, 0, 2) if what == "order" and rank == 0 else (0, 1, 2)
-        spoiled = {}
-        with torch.no_grad():
-            for _ in range(2):
+    batch, spoiled, error = torch.randn(4, divergence.WIDTH).to(GPU), dict[str, bool](), ""
+    try:
+        if what == "buffers":
+            model = _evaluate_buffers(rank, batch, spoiled)
+        elif what == "alone":
+            model = ShardedWrapper(divergence.Layer().to(GPU), sharding_strategy="NO_SHARD")
+            with torch.no_grad():
+                spoiled["output"] = rank == 0 and bool(model(batch).isnan().any())
+        else:
+            policy = ModuleWrapPolicy({divergence.Layer})
+            model = ShardedWrapper(Ordered().to(GPU), auto_wrap_policy=policy, coalesce_bytes=0)
+            order = (1, 0, 2) if what == "order" and rank == 0 else (0, 1, 2)
+            with torch.no_grad():
                 for name, value in model(batch, order).items():
                     wrong = value.isnan() if value.is_floating_point() else value == -1
-                    spoiled[name] = wrong.all().item()
-    error = ""
-    try:
+                    spoiled[name] = bool(wrong.all())
         output = model(batch)
         loss = output["logits"] if isinstance(output, dict) else output
         loss.sum().backward()
@@ -365,3 +356,16 @@ def evaluate_apart(rank: int, what: str) -> dict[str, Any]:
     except RuntimeError as raised:
         error = str(raised)
     return {"error": error, "seconds": 0.0, "spoiled": spoiled}
+
+
+def _evaluate_buffers(rank: int, batch: Tensor, spoiled: dict[str, bool]) -> ShardedWrapper:
+    """Evaluate one of two models, whose buffers have the same size."""
+    layers = [divergence.Layer() for _ in range(2)]
+    for layer in layers:
+        layer.register_buffer("number", torch.ones(5))
+    models = [ShardedWrapper(one.to(GPU), sharding_strategy="NO_SHARD") for one in layers]
+    model = models[rank == 0]
+    with torch.no_grad():
+        model(batch)
+    spoiled["number"] = bool(model.number.isnan().all())
+    return model

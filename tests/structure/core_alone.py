@@ -53,6 +53,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "deadlock": None,
     "shared_memory": None,
     "own_collectives": None,
+    "device_checks": None,
     "overrides": lambda _: MixedPrecision(overrides={"*": torch.float32}),
     "meta_init": lambda _: ShardedWrapper(nn.Linear(2, 2, device="meta")),
     "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),

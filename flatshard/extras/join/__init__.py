@@ -326,7 +326,7 @@ class Join(StepExtension):
         self._begin()
         if of_root and self._buffers is not None:
             with torch.set_grad_enabled(grad_enabled):
-                self._buffers.before_forward(state.root.name, False, under_no_sync)
+                self._buffers.before_forward(False, under_no_sync)
 
     def follow_gather(self, number: int, purpose: str) -> None:
         handle = self._handles[number]

@@ -1,0 +1,276 @@
+"""Extra: checks on accelerators for which the host does not wait.
+
+Two kinds of tensors are checked for writes: parameters that a forward may edit (``DeviceChecks``),
+and tensors of state dicts that the program may write (``StateWrites``). Some writes do not change a
+tensor's version: a write through ``p.data``, or a collective of the program. On CPUs, the core
+finds such writes by reading some values. On an accelerator, the host would have to wait for these
+values. So this extra keeps and compares the values on the device, and reads only the results, at a
+moment when the device has usually computed them.
+
+In evaluation, ranks also compare which units they have all-gathered (``_check_order``).
+
+Used by default if this folder is installed. Without this folder, such writes on accelerators are
+lost without an error, and ranks may evaluate with parameters of other units.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import sample, words_of
+from flatshard.engine.context import RunContext
+from flatshard.engine.events import StepExtension
+from flatshard.engine.forward_edits import ForwardEdits, Look, edited
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.run_state import RunState
+from flatshard.engine.unit import Unit
+from flatshard.precision import tensors_in
+from flatshard.state.write_through import Given, WriteThrough, identity
+from flatshard.tensor.flat_parameter import OriginalParam
+
+_FEW = 32  # approximate number of words of a tensor that are compared
+
+
+def _few_words(tensor: Tensor) -> Tensor:
+    """Return a view of some 8-byte words of a tensor's memory, spread over the whole memory."""
+    words = words_of(tensor)
+    return words[:: words.numel() // _FEW + 1]
+
+
+class _Differences:
+    """Results of comparisons on a device, which the host reads later."""
+
+    def __init__(self, of: Sequence[Any], differ: Sequence[Tensor]) -> None:
+        """Start to copy the results to the host, without waiting.
+
+        Args:
+            of: the compared objects.
+            differ: for each object, which of its values differ; 1-D, on one device.
+        """
+        self._of, self._sizes = of, [one.numel() for one in differ]
+        results = torch.cat([*differ])
+        self._results = torch.empty(results.shape, dtype=torch.bool, pin_memory=results.is_cuda)
+        self._results.copy_(results, non_blocking=True)
+        self._is_copied = torch.Event(results.device)
+        self._is_copied.record()
+
+    def written(self) -> list[Any]:
+        """Wait until the results are on the host, and return the objects that differ."""
+        self._is_copied.synchronize()
+        parts = self._results.split(self._sizes)
+        return [one for one, part in zip(self._of, parts, strict=True) if part.any()]
+
+
+# ---------------------------------------------------------------- forwards
+
+
+class DeviceChecks(ForwardEdits, StepExtension):
+    """Checks the forwards of one model on an accelerator.
+
+    The error about edited parameters comes at the end of the backward that follows the forward, on
+    all ranks. If no backward follows, the error comes when the second next forward begins: by then,
+    the device has usually computed the result.
+    """
+
+    name, is_made_anew = "device_checks", True
+
+    def __init__(self, state: RunState) -> None:
+        super().__init__()
+        self._state = state
+        # Frozen flat parameters that the program has written since the first forward.
+        self._written: set[FlatParamHandle] = set()
+        # For each flat parameter that is compared: whether all values are compared, and the values
+        # before the unit's latest forward.
+        self._values: dict[FlatParamHandle, tuple[bool, Tensor]] = {}
+        # The flat parameters that this forward has used, and which of their values differ.
+        self._compared: list[tuple[FlatParamHandle, Tensor]] = []
+        self._unread: list[_Differences] = []  # the results of earlier forwards
+        self._edited: list[FlatParamHandle] = []
+        # In evaluation, the digests of the collectives that had begun before the outermost forward.
+        self._digests: dict[Communicator, int] = {}
+
+    def _look_at_frozen(self, handle: FlatParamHandle) -> Look:
+        look = super()._look_at_frozen(handle)
+        if handle.buffer.is_cpu or look is sample:
+            return look
+        # The host would wait for all values, so `_read` compares them on the device.
+        self._written.add(handle)
+        return sample
+
+    def begin(self, unit: Unit) -> None:
+        super().begin(unit)
+        for handle in unit.handles:
+            self._values.pop(handle, None)
+            is_sampled = handle in self._before and self._before[handle][1] is sample
+            if is_sampled and not handle.buffer.is_cpu:
+                reads_all = handle in self._written
+                self._values[handle] = reads_all, _read(handle.buffer, reads_all)
+
+    def check(self, unit: Unit, module: nn.Module, output: object) -> None:
+        super().check(unit, module, output)
+        state = self._state
+        if state.depth == 1 and output is not None:
+            for group, digest in self._digests.items():
+                # If this rank has begun no collective in this forward, perhaps only this rank runs
+                # the forward.
+                if group.history.digest != digest:
+                    assert state.device is not None, "these groups move tensors on a device"
+                    _check_order(group, state.device, output)
+        for handle in unit.handles:
+            if handle in self._values:
+                reads_all, before = self._values[handle]
+                self._compared.append((handle, _read(handle.buffer, reads_all) != before))
+
+    def end_forward(self, failed: bool) -> None:
+        if self._compared:
+            self._unread.append(_Differences(*zip(*self._compared, strict=True)))
+            self._compared = []
+
+    def begin_forward(self, of_root: bool) -> None:
+        self._compared, self._digests = [], {}
+        self._read_results(but_last=1)
+        self._raise()
+        if not torch.is_grad_enabled() and (device := self._state.device) is not None:
+            for group in self._state.gather_groups:
+                transport = group.transport_for(device)
+                if transport.is_ordered and transport.stream_waits(device):
+                    self._digests[group] = group.history.digest
+
+    def votes(self) -> bytes:
+        self._read_results()
+        return bytes(handle in self._edited for _, handle in self._state.handles)
+
+    def tally(self, maxima: bytes) -> None:
+        handles = [handle for _, handle in self._state.handles]
+        self._edited = [one for one, flag in zip(handles, maxima, strict=True) if flag]
+
+    def end_backward(self, has_gradients: bool) -> None:
+        if has_gradients:
+            self._raise()
+
+    def _read_results(self, but_last: int = 0) -> None:
+        while len(self._unread) > but_last:
+            self._edited += self._unread.pop(0).written()
+
+    def _raise(self) -> None:
+        found, self._edited = self._edited, []
+        if found:
+            self._was_edited = True
+            raise edited(found[0])
+
+
+def _read(buffer: Tensor, reads_all: bool) -> Tensor:
+    """Return some words of ``buffer``, and the sum of all words if ``reads_all``."""
+    few = _few_words(buffer)
+    if not reads_all:
+        return few.clone()
+    return torch.cat([few.to(torch.int64), words_of(buffer).sum(dtype=torch.int64).view(1)])
+
+
+def _check_order(group: Communicator, device: torch.device, output: object) -> None:
+    """Make ``output`` NaN if the ranks of ``group`` have all-gathered different units.
+
+    A backward compares the order of all-gathers, but no backward follows an evaluation. With a
+    backend that matches all-gathers only by order, such as NCCL, a rank may have received
+    parameters of another unit. The comparison runs on the device, and the host does not wait.
+    Integers become -1.
+
+    ``device``: device of the parameters. Collective, except inside ``join()``: all ranks of
+    ``group``.
+    """
+    # Inside `join()`, ranks without input do not call this function.
+    if group.history.announces:
+        differs = torch.zeros(1, device=device)
+        name = f"order of collectives in evaluation, {group.history.digest}"
+        group.reduce_scalars(differs, "MAX", op_name=name)
+        for tensor in tensors_in(output):
+            _spoil(tensor, differs.isnan())
+
+
+def _spoil(tensor: Tensor, where: Tensor) -> None:
+    """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true."""
+    if tensor.layout is torch.strided:
+        value = math.nan if tensor.is_floating_point() or tensor.is_complex() else -1
+        # Torch refuses to write to an expanded tensor, so write to one element of each expanded
+        # dimension.
+        once = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
+        with torch.no_grad():
+            tensor[tuple(once)].masked_fill_(where.to(tensor.device), value)
+
+
+# ---------------------------------------------------------------- tensors of state dicts
+
+
+class StateWrites(WriteThrough):
+    """Also finds writes to tensors on accelerators that do not change the version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # For each watched tensor: the version and some values, when the tensor and the shard last
+        # had equal values.
+        self._values: WeakKeyDictionary[Given, tuple[int, Tensor]] = WeakKeyDictionary()
+        # Comparisons that the host has not read yet, of tensors that no longer belong to the
+        # shards.
+        self._unread: list[_Differences] = []
+
+    def __deepcopy__(self, memo: object) -> StateWrites:
+        return StateWrites()
+
+    def watch(
+        self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
+    ) -> None:
+        super().watch(unit, handle, param, full)
+        self._keep(next(reversed(self.given.values())))
+
+    def _keep(self, given: Given) -> None:
+        if not given.copy.is_cpu:
+            self._values[given] = given.copy._version, _few_words(given.copy).clone()
+
+    def _take_over(self, some: Sequence[Given]) -> None:
+        """Find the written tensors, and copy their values to the shards.
+
+        The host waits for the device if the values of a tensor can still be copied to the shards,
+        or if the user has freed a tensor. If all parameters have changed in the meantime, written
+        values are lost anyway: then the next call reads which tensors were written.
+        """
+        while self._unread:
+            self._mark(self._unread.pop(0))
+        watched = [given for given in some if given in self._values]
+        for given in watched:
+            if given.copy._version != self._values[given][0]:  # `super()` finds such a write
+                self._keep(given)
+        # Python may free tensors in any thread. A thread that looks for deadlocks must not wait for
+        # the device, which may wait for other ranks.
+        if watched and not threading.current_thread().name.startswith("flatshard"):
+            now = torch.cat([_few_words(given.copy) for given in watched])
+            before = [self._values[given][1] for given in watched]
+            differ = (now != torch.cat(before)).split([one.numel() for one in before])
+            found = _Differences(watched, differ)
+            if any(one.user() is None or one.shard == identity(one.handle) for one in watched):
+                self._mark(found)
+            else:
+                self._unread.append(found)
+        super()._take_over(some)
+
+    def _mark(self, differences: _Differences) -> None:
+        for given in differences.written():
+            given.state = None  # unlike any state, so the values count as written
+            self._keep(given)
+
+
+# ---------------------------------------------------------------- the checks of a model
+
+
+def install(context: RunContext) -> StateWrites:
+    """Let the forwards of ``context`` be checked, and return the checks of the state dicts."""
+    context.forward.edits = checks = DeviceChecks(context)
+    context.extend(checks)
+    return StateWrites()
