@@ -31,6 +31,7 @@ from published.rows import COLUMNS, Run, read_row
 from flatshard import MixedPrecision
 from flatshard.extras.plan.fusion import compiled
 from flatshard.extras.plan.planning import TracedModel, planned_flats
+from flatshard.extras.plan.trace import Alloc, Free, Mark, StepTrace
 from flatshard.wrap import ModuleWrapPolicy
 
 GIB = 2**30
@@ -50,7 +51,7 @@ def traced(
 
     For a deep model, only four layers are traced, and ``repeated`` adds the other layers.
     """
-    period = 2 if form.checkpoint == "layer" else 1
+    period = form.checkpoint_every
     shallow = replace(form, layers=min(form.layers, shallow_layers * period))
     found = TracedModel.of(
         partial(_build, shallow, stored),
@@ -100,15 +101,41 @@ def predict(run: Run) -> dict[str, Any]:
     )
     outcome = played.run(steps=2)  # all later steps equal the second step
     once = outcome.seconds - played.step_seconds
+    backwards = run.accumulate
+    more = 0.0
+    if run.pipeline_ranks > 1:
+        # While the first microbatch passes the other ranks, this rank waits. Its microbatches stay
+        # in memory. A stage's gradients add up without sharding until its last microbatch.
+        idle = (run.pipeline_ranks - 1) / run.pipeline_stages
+        backwards = run.microbatches + idle
+        last = max(i for i, name in enumerate(names) if name.startswith("blocks"))
+        more = (run.microbatches - 1) * saved_bytes(found.trace, last)
+        more += sum(one.whole_gradient_bytes for one in flats) / run.pipeline_stages
     return {
-        "active_gib": outcome.peak_bytes / GIB,
-        "reserved_gib": played.reserved_bytes / GIB,
+        "active_gib": (outcome.peak_bytes + more) / GIB,
+        "reserved_gib": (played.reserved_bytes + more) / GIB,
         "peak": {key: value / GIB for key, value in outcome.peak.items()},
         "peak_at": outcome.peak_at,
-        "seconds": run.accumulate * once + played.step_seconds,
-        "arithmetic_seconds": run.accumulate * played.arithmetic_seconds,
+        "seconds": backwards * once + played.step_seconds,
+        "arithmetic_seconds": backwards * played.arithmetic_seconds,
         "exposed": outcome.exposed_seconds,
     }
+
+
+def saved_bytes(trace: StepTrace, last: int) -> int:
+    """Return the bytes that forward saves for backward, up to the end of unit ``last``."""
+    forward: list[int] = []
+    ends, in_backward, kept = 0, False, set()
+    for event in trace.events:
+        if isinstance(event, Mark):
+            in_backward = in_backward or event.what == "backward"
+            if event == Mark("leave", last) and not in_backward:
+                ends = len(forward)
+        elif isinstance(event, Alloc) and not in_backward:
+            forward.append(event.block)
+        elif isinstance(event, Free) and in_backward:
+            kept.add(event.block)
+    return sum(trace.sizes[block] for block in forward[:ends] if block in kept)
 
 
 # ---------------------------------------------------------------- comparison

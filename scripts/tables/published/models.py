@@ -2,12 +2,14 @@
 
 With tensor or context parallelism, a rank computes a part of each layer. The collectives over the
 sequence and the matrix products in float8 are separate operators, so that a trace contains them:
-``published::gather``, ``published::scatter`` and ``published::float8_mm``.
+``published::gather``, ``published::scatter``, ``published::ring``, ``published::ring_back`` and
+``published::float8_mm``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,12 +41,23 @@ class Form:
     head_size: int
     is_gpt: bool = False  # learned positions, LayerNorm, GELU, tied embeddings
     normalizes_heads: bool = False  # RMSNorm of queries and keys, as in Qwen3
+    gathers_heads: bool = False  # all heads are normalized on each tensor-parallel rank
     rotates_halves: bool = False  # rotary positions without complex numbers
     fuses_norms: bool = True
     tensor_ranks: int = 1
     context_ranks: int = 1
     checkpoint: str = "none"  # "full", "op", "op without attention" or "layer"
+    checkpoint_every: int = 1  # "layer": each checkpointed block is the first of this many
     float8: bool = False
+    # Whether weights are all-gathered in float8, so that layers need not cast the weights.
+    gathers_float8: bool = False
+    # Whether backward uses the float8 weights of forward. torch.compile saves a weight in float8
+    # rather than in bfloat16, because it does not know that FSDP gathers again
+    # (pytorch/pytorch#141881).
+    saves_float8: bool = False
+    # Whether inputs and gradients are cast to float8 before their all-gathers. Needs `float8` and
+    # `tensor_ranks` > 1.
+    sends_float8: bool = False
     root_is_split: bool = False  # whether embedding and head are separate units
     # Where logits are cast to float32. "in model": in the model's forward. "in model, held": the
     # same, and the logits stay allocated until the end of backward. "after": in the loss.
@@ -55,42 +68,99 @@ class Form:
 # ---------------------------------------------------------------- operators
 
 
-@torch.library.custom_op("published::gather", mutates_args=())
-def gather(x: Tensor, dim: int, ranks: int) -> Tensor:
-    raise NotImplementedError
+def _collective(name: str, dim: int, grows: bool) -> Callable[[Tensor, int], Tensor]:
+    """Register an operator that makes ``dim`` larger, or smaller, by the number of ranks."""
+
+    @torch.library.custom_op(f"published::{name}", mutates_args=())
+    def run(x: Tensor, ranks: int) -> Tensor:
+        raise NotImplementedError
+
+    @run.register_fake
+    def _(x: Tensor, ranks: int) -> Tensor:
+        sizes = list(x.shape)
+        sizes[dim] = sizes[dim] * ranks if grows else sizes[dim] // ranks
+        return x.new_empty(sizes)
+
+    return run
 
 
-@gather.register_fake
-def _(x: Tensor, dim: int, ranks: int) -> Tensor:
-    sizes = list(x.shape)
-    sizes[dim] *= ranks
-    return x.new_empty(sizes)
+gather, scatter = _collective("gather", 0, True), _collective("scatter", 0, False)
+# Context parallelism: the keys and values of all ranks in forward, and their gradients in backward.
+ring_gather, ring_scatter = _collective("ring", 2, True), _collective("ring_back", 2, False)
 
 
-@torch.library.custom_op("published::scatter", mutates_args=())
-def scatter(x: Tensor, dim: int, ranks: int) -> Tensor:
-    raise NotImplementedError
+class _GatherKeys(torch.autograd.Function):
+    """All-gather keys or values over the context-parallel ranks."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, ranks: int) -> Tensor:
+        context.ranks = ranks
+        return ring_gather(x, ranks)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ring_scatter(grad, context.ranks), None
 
 
-@scatter.register_fake
-def _(x: Tensor, dim: int, ranks: int) -> Tensor:
-    sizes = list(x.shape)
-    sizes[dim] //= ranks
-    return x.new_empty(sizes)
+def _gathered(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """All-gather along ``dim``.
+
+    torch's functional collectives work along dimension 0. For another dimension, they copy the
+    whole tensor after an all-gather, and before a reduce-scatter.
+    """
+    return torch.cat(gather(x, ranks).chunk(ranks), dim)
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.dim, ctx.ranks = inputs[1:]
+class _GatherSequence(torch.autograd.Function):
+    """All-gather along dimension 1 in forward, reduce-scatter in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, ranks: int) -> Tensor:
+        context.ranks = ranks
+        return _gathered(x, 1, ranks)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _ScatterSequence.forward(context, grad, context.ranks), None
 
 
-gather.register_autograd(
-    lambda context, grad: (scatter(grad, context.dim, context.ranks), None, None),
-    setup_context=_keep,
-)
-scatter.register_autograd(
-    lambda context, grad: (gather(grad, context.dim, context.ranks), None, None),
-    setup_context=_keep,
-)
+class _ScatterSequence(torch.autograd.Function):
+    """Reduce-scatter along dimension 1 in forward, all-gather in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, ranks: int) -> Tensor:
+        context.ranks = ranks
+        return scatter(torch.cat(x.chunk(ranks, 1)), ranks)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _gathered(grad, 1, context.ranks), None
+
+
+class _GatherHeads(torch.autograd.Function):
+    """All-gather the heads in forward, take this rank's heads in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, ranks: int) -> Tensor:
+        context.ranks = ranks
+        return _gathered(x, 2, ranks)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.chunk(context.ranks, 2)[0].contiguous(), None
+
+
+class _OwnHeads(torch.autograd.Function):
+    """Take this rank's heads in forward, all-gather the heads in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, ranks: int) -> Tensor:
+        context.ranks = ranks
+        return x.chunk(ranks, 2)[0].contiguous()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _gathered(grad, 2, context.ranks), None
 
 
 @torch.library.custom_op("published::float8_mm", mutates_args=())
@@ -113,22 +183,100 @@ def _as_float8(x: Tensor) -> Tensor:
     return (x * (1.0 / x.abs().amax())).to(FLOAT8)
 
 
-class _Float8Product(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
-        context.save_for_backward(x, weight)
-        return float8_mm(_as_float8(x), _as_float8(weight).t())
+@torch.library.custom_op("published::float8_weight", mutates_args=())
+def float8_weight(weight: Tensor) -> Tensor:
+    raise NotImplementedError
+
+
+@float8_weight.register_fake
+def _(weight: Tensor) -> Tensor:
+    return torch.empty_like(weight, dtype=FLOAT8)
+
+
+def _weight_as_float8(weight: Tensor, form: Form) -> Tensor:
+    if weight.dtype == FLOAT8:
+        return weight
+    if form.gathers_float8:
+        return weight.view(FLOAT8)[:, : weight.shape[1]]  # allocates nothing: stands for the weight
+    return float8_weight(weight) if form.saves_float8 else _as_float8(weight)
+
+
+def _transposed(x8: Tensor) -> Tensor:
+    """Copy a float8 matrix: matrix products in float8 contract the last dimension of both sides."""
+    return x8.t().contiguous()
+
+
+class _Float8Columns(torch.autograd.Function):
+    """Linear layers with the same input. The input is all-gathered if a rank holds a part of it."""
 
     @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, weight = context.saved_tensors
-        grad8 = _as_float8(grad)
-        return float8_mm(grad8, _as_float8(weight)), float8_mm(grad8.t(), _as_float8(x))
+    def forward(context: Any, x: Tensor, form: Form, *weights: Tensor) -> tuple[Tensor, ...]:
+        context.form = form
+        if form.sends_float8:
+            x = _gathered(_as_float8(x), 1, form.tensor_ranks)
+        x8 = x if form.sends_float8 else _as_float8(x)
+        found, saved = [], []
+        for weight in weights:
+            weight8 = _weight_as_float8(weight, form)
+            saved.append(weight8 if form.saves_float8 else weight)
+            found.append(float8_mm(x8.flatten(0, -2), weight8.t()).unflatten(0, x.shape[:-1]))
+        context.save_for_backward(x, *saved)
+        return tuple(found)
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Any, ...]:
+        form, (x, *weights) = context.form, context.saved_tensors
+        total, found = None, []
+        x8 = _transposed((x if form.sends_float8 else _as_float8(x)).flatten(0, -2))
+        for grad, weight in zip(grads, weights, strict=True):
+            grad8 = _as_float8(grad.flatten(0, -2))
+            part = float8_mm(grad8, _transposed(_weight_as_float8(weight, form)).t())
+            total = part if total is None else total + part
+            found.append(float8_mm(_transposed(grad8), x8.t()))
+        assert total is not None
+        total = total.unflatten(0, x.shape[:-1])
+        if form.sends_float8:
+            total = _ScatterSequence.forward(context, total, form.tensor_ranks)
+        return total, None, *found
 
 
-class _Float8Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return _Float8Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+class _Float8Row(torch.autograd.Function):
+    """Linear layer whose result is reduce-scattered over the sequence."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, form: Form, weight: Tensor) -> Tensor:
+        context.form, weight8 = form, _weight_as_float8(weight, form)
+        context.save_for_backward(x, weight8 if form.saves_float8 else weight)
+        product = float8_mm(_as_float8(x).flatten(0, -2), weight8.t())
+        return _ScatterSequence.forward(
+            context, product.unflatten(0, x.shape[:-1]), form.tensor_ranks
+        )
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        form, (x, weight) = context.form, context.saved_tensors
+        grad8 = _gathered(_as_float8(grad), 1, form.tensor_ranks).flatten(0, -2)
+        x8, shape = _transposed(_as_float8(x).flatten(0, -2)), x.shape[:-1]
+        before = float8_mm(grad8, _transposed(_weight_as_float8(weight, form)).t())
+        return before.unflatten(0, shape), None, float8_mm(_transposed(grad8), x8.t())
+
+
+def _columns(form: Form, x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
+    """Return the results of layers whose columns are sharded over the tensor-parallel ranks."""
+    weights = [layer.weight for layer in layers]
+    if form.tensor_ranks > 1 and not form.sends_float8:
+        x = _GatherSequence.apply(x, form.tensor_ranks)
+    if form.float8:
+        return _Float8Columns.apply(x, form, *weights)  # type: ignore[no-any-return]
+    return [layer(x) for layer in layers]
+
+
+def _row(form: Form, x: Tensor, layer: nn.Linear) -> Tensor:
+    """Return the result of a layer whose rows are sharded over the tensor-parallel ranks."""
+    if form.sends_float8:
+        return _Float8Row.apply(x, form, layer.weight)  # type: ignore[no-any-return]
+    x = _Float8Columns.apply(x, form, layer.weight)[0] if form.float8 else layer(x)
+    return x if form.tensor_ranks == 1 else _ScatterSequence.apply(x, form.tensor_ranks)
 
 
 class _CompiledLoss(torch.autograd.Function):
@@ -142,6 +290,28 @@ class _CompiledLoss(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return context.saved_tensors[0] * 1.0
+
+
+class _ParallelLoss(torch.autograd.Function):
+    """Cross entropy of logits that are sharded over the vocabulary.
+
+    torch's ``loss_parallel`` runs separate operators instead of the fused kernels, so more tensors
+    of the size of the logits are alive: three in forward, and four in backward.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        result = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        context.save_for_backward(result, targets)
+        return result.gather(1, targets[:, None]).mean()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        result, targets = context.saved_tensors
+        gradient = torch.zeros_like(result)
+        gradient.scatter_(1, targets[:, None], -1.0)
+        return (gradient + result.exp()) * grad, None
 
 
 # ---------------------------------------------------------------- parts
@@ -178,7 +348,7 @@ class _Attention(nn.Module):
     def __init__(self, form: Form) -> None:
         super().__init__()
         self.form, size = form, form.head_size
-        linear = partial(_Float8Linear if form.float8 else nn.Linear, bias=False)
+        linear = partial(nn.Linear, bias=False)
         heads, kv_heads = (n // form.tensor_ranks for n in (form.heads, form.kv_heads))
         if form.is_gpt:
             self.joint = linear(form.width, (heads + 2 * kv_heads) * size)
@@ -193,55 +363,55 @@ class _Attention(nn.Module):
         form = self.form
         if form.is_gpt:
             query, key, value = (
-                part.unflatten(-1, (-1, form.head_size)) for part in self.joint(x).chunk(3, -1)
+                part.unflatten(-1, (-1, form.head_size))
+                for part in _columns(form, x, self.joint)[0].chunk(3, -1)
             )
         else:
             query, key, value = (
-                layer(x).unflatten(-1, (-1, form.head_size))
-                for layer in (self.query, self.key, self.value)
+                one.unflatten(-1, (-1, form.head_size))
+                for one in _columns(form, x, self.query, self.key, self.value)
             )
+            ranks = form.tensor_ranks if form.gathers_heads else 1
+            if ranks > 1:
+                query, key = (_GatherHeads.apply(one, ranks) for one in (query, key))
             if form.normalizes_heads:
                 query, key = self.query_norm(query), self.key_norm(key)
             query, key = _rotate(query, rotation), _rotate(key, rotation)
+            if ranks > 1:
+                query, key = (_OwnHeads.apply(one, ranks) for one in (query, key))
         if (groups := form.heads // form.kv_heads) > 1:
             key, value = (one.repeat_interleave(groups, 2) for one in (key, value))
         query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         if form.context_ranks > 1:
-            key, value = (gather(one, 2, form.context_ranks) for one in (key, value))
+            key, value = (_GatherKeys.apply(one, form.context_ranks) for one in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).contiguous().flatten(2))
+        return _row(form, mixed.transpose(1, 2).contiguous().flatten(2), self.out)
 
 
 class _FeedForward(nn.Module):
     def __init__(self, form: Form) -> None:
         super().__init__()
-        linear = partial(_Float8Linear if form.float8 else nn.Linear, bias=False)
-        hidden = form.hidden // form.tensor_ranks
+        linear = partial(nn.Linear, bias=False)
+        self.form, hidden = form, form.hidden // form.tensor_ranks
         self.up, self.down = linear(form.width, hidden), linear(hidden, form.width)
         self.gate = None if form.is_gpt else linear(form.width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(F.gelu(self.up(x)))
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+            return _row(self.form, F.gelu(_columns(self.form, x, self.up)[0]), self.down)
+        gate, up = _columns(self.form, x, self.gate, self.up)
+        return _row(self.form, F.silu(gate) * up, self.down)
 
 
 class Block(nn.Module):
     def __init__(self, form: Form) -> None:
         super().__init__()
-        self.ranks = form.tensor_ranks
         self.attention, self.feed_forward = _Attention(form), _FeedForward(form)
         self.norm1, self.norm2 = _norm(form, form.width), _norm(form, form.width)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self._scatter(self.attention(self._gather(self.norm1(x)), rotation))
-        return x + self._scatter(self.feed_forward(self._gather(self.norm2(x))))
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return gather(x, 1, self.ranks) if self.ranks > 1 else x
-
-    def _scatter(self, x: Tensor) -> Tensor:
-        return scatter(x, 1, self.ranks) if self.ranks > 1 else x
+        x = x + self.attention(self.norm1(x), rotation)
+        return x + self.feed_forward(self.norm2(x))
 
 
 class Embedding(nn.Embedding):
@@ -256,7 +426,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
-        return self.out(gather(x, 1, self.ranks) if self.ranks > 1 else x)
+        return self.out(_GatherSequence.apply(x, self.ranks) if self.ranks > 1 else x)
 
 
 class Decoder(nn.Module):
@@ -267,7 +437,7 @@ class Decoder(nn.Module):
         if form.is_gpt:
             self.positions = nn.Embedding(form.length, form.width)
         self.blocks = nn.ModuleList(Block(form) for _ in range(form.layers))
-        _checkpoint(list(self.blocks), form.checkpoint)
+        _checkpoint(list(self.blocks)[:: form.checkpoint_every], form.checkpoint)
         self.head = Head(form)
         if form.is_gpt:
             self.head.out.weight = self.embedding.weight
@@ -283,7 +453,7 @@ class Decoder(nn.Module):
         form = self.form
         x = self.embedding(tokens)
         if form.tensor_ranks > 1:
-            x = scatter(x, 1, form.tensor_ranks)
+            x = _ScatterSequence.apply(x, form.tensor_ranks)
         if form.is_gpt:
             x = x + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
@@ -302,12 +472,13 @@ def step(form: Form, batch: int, model: nn.Module) -> Tensor:
     if form.loss == "compiled":
         return _CompiledLoss.apply(logits)
     targets = tokens % (form.vocab // form.tensor_ranks)
+    entropy = F.cross_entropy if form.tensor_ranks == 1 else _ParallelLoss.apply
     if form.loss == "chunked":
         parts = zip(logits.chunk(8, 1), targets.chunk(8, 1), strict=True)
-        losses = [F.cross_entropy(a.flatten(0, 1).float(), b.flatten()) for a, b in parts]
+        losses = [entropy(a.flatten(0, 1).float(), b.flatten()) for a, b in parts]
         return torch.stack(losses).mean()
     # `logits` stay allocated until this function returns, or until the end of backward ("held").
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    loss = entropy(logits.flatten(0, 1).float(), targets.flatten())
     if form.loss.endswith("held"):
         loss.logits = logits
     return loss
@@ -340,5 +511,5 @@ def _checkpoint(blocks: list[nn.Module], kind: str) -> None:
     if kind.startswith("op"):
         keywords["context_fn"] = partial(_selective_contexts, "without" not in kind)
     if kind != "none":
-        for block in blocks[:: 2 if kind == "layer" else 1]:
+        for block in blocks:
             block.forward = partial(checkpoint, block.forward, **keywords)  # type: ignore[method-assign]

@@ -26,16 +26,21 @@ COLUMNS = (
 # Pairs: a regular expression that matches the GPU's name in the table, and a key of `DEVICES`.
 DEVICE_NAMES = [
     *(("mi300", "mi300x"), ("mi325", "mi325x"), ("mi355", "mi355x"), ("gb200", "gb200")),
-    *(("b200", "b200"), ("h200", "h200"), ("h100.*9[456]", "h100-96gb"), ("h100.*80", "h100")),
-    *(("a100.*40", "a100-40gb"), ("a100", "a100"), ("v100", "v100"), ("l40s", "l40s")),
+    *(("b200", "b200"), ("h200", "h200"), ("h100.*9[456]", "h100-96gb"), ("h100.*80 ?g", "h100")),
+    *((r"a[18]00.*\b40 ?g", "a100-40gb"), ("a[18]00", "a100"), ("v100", "v100"), ("l40s", "l40s")),
+    *(("4090", "rtx4090"), ("h800", "h100")),
 ]
 # Numbers and dates of some of torchtitan's pull requests.
 PULLS = [
-    *((165, "2024-03-27"), (355, "2024-06-06"), (364, "2024-06-13"), (382, "2024-07-11")),
-    *((480, "2024-07-25"), (533, "2024-08-20"), (615, "2024-10-14"), (642, "2024-10-22")),
-    *((660, "2024-11-01"), (700, "2024-11-25"), (745, "2024-12-18"), (812, "2025-01-31")),
-    *((833, "2025-02-11"), (929, "2025-03-07"), (996, "2025-03-24"), (1033, "2025-04-02")),
-    *((1319, "2025-06-20"), (1690, "2025-09-10"), (1884, "2025-10-15")),
+    *((165, "2024-03-27"), (181, "2024-04-05"), (297, "2024-05-02"), (355, "2024-06-06")),
+    *((364, "2024-06-13"), (382, "2024-07-11"), (480, "2024-07-25"), (533, "2024-08-20")),
+    *((615, "2024-10-14"), (642, "2024-10-22"), (660, "2024-11-01"), (700, "2024-11-25")),
+    *((745, "2024-12-18"), (812, "2025-01-31"), (833, "2025-02-11"), (881, "2025-02-24")),
+    *((929, "2025-03-07"), (996, "2025-03-24"), (1033, "2025-04-02"), (1148, "2025-05-01")),
+    *((1244, "2025-06-02"), (1319, "2025-06-20"), (1351, "2025-07-01"), (1499, "2025-08-01")),
+    *((1610, "2025-08-20"), (1690, "2025-09-10"), (1766, "2025-10-01"), (1884, "2025-10-15")),
+    *((1969, "2025-11-01"), (2084, "2025-12-01"), (2201, "2026-01-20"), (2450, "2026-03-03")),
+    *((2750, "2026-04-01"), (2937, "2026-04-27"), (3425, "2026-06-01"), (3848, "2026-07-07")),
 ]
 
 
@@ -71,6 +76,28 @@ def keeps_attention(device: str, date: str) -> bool:
     return not (device.startswith(("b200", "gb200")) and "2025-05-14" <= date < "2025-12")
 
 
+def fuses_norms(width: int, date: str) -> bool:
+    """Whether RMSNorm is one kernel.
+
+    The configurations of the smaller models chose torchtitan's Triton kernel in April 2024, and a
+    compiled RMSNorm in the summer of 2024. torch has had its own kernel since 2.9.
+    """
+    if "2024-04-05" <= date < "2024-05-02":
+        return width < 8192
+    return "2024-07-10" <= date < "2024-08-19" or date >= "2025-08-15"
+
+
+def state_bytes(optimizer: str, itemsize: int) -> float:
+    """Return the bytes of an optimizer's state per element. ``itemsize``: bytes of an element."""
+    if re.search("8-?bit|int8|fp8", optimizer):
+        return 2.0
+    if "bf16 states" in optimizer:
+        return 4.0
+    if re.search("lion|muon|momentum", optimizer):
+        return itemsize
+    return 0.0 if re.match("sgd|adafactor", optimizer) else 2.0 * itemsize
+
+
 @dataclass(frozen=True)
 class Run:
     """Settings of a published run, read from the row of the run."""
@@ -81,6 +108,9 @@ class Run:
     machine: Machine
     shards: int
     replicas: int
+    pipeline_ranks: int
+    pipeline_stages: int  # stages per rank
+    microbatches: int
     is_compiled: bool
     stored: torch.dtype  # dtype of the shards and of the optimizer's state
     reduce_dtype: torch.dtype
@@ -89,8 +119,11 @@ class Run:
     keeps_all: bool
     keeps_last: bool
     is_foreach: bool
+    state_bytes: float  # bytes of the optimizer's state per element
     gathers_float8: bool
     float8_rate: float
+    scales_rows: bool  # whether float8 matrices have a scale for each row
+    attention_speed: float  # fraction of the speed of FlashAttention-2
     hides_tensor_parallel: bool
     copies_on_reduce_stream: bool
     expandable_segments: bool
@@ -100,8 +133,8 @@ class Run:
     @property
     def tokens(self) -> float:
         form = self.form
-        per_rank = self.batch * form.length * self.accumulate
-        return per_rank / form.tensor_ranks / form.context_ranks
+        per_rank = self.batch * form.length * self.accumulate * self.microbatches
+        return per_rank / form.tensor_ranks / form.context_ranks / self.pipeline_ranks
 
 
 def read_row(row: dict[str, str]) -> Run | str:
@@ -109,12 +142,8 @@ def read_row(row: dict[str, str]) -> Run | str:
     notes, strategy = row["notes"], row["strategy"]
     words = f"{notes} {row['ac']} {row['param_dtype']}".lower()
     number = {key: int(float(row[key] or 1)) for key in ("tp", "pp", "cp", "gpus", "local_batch")}
-    if number["pp"] > 1:
-        return "pipeline parallelism"
     if "offload" in row["ac"].lower():
         return "activations offloaded to the host"
-    if "graph" in strategy.lower():
-        return "a compiler of whole training steps"
     name = row["gpu_type"].lower()
     device = next((key for pattern, key in DEVICE_NAMES if re.search(pattern, name)), None)
     if device is None and "h100" in name:
@@ -124,21 +153,28 @@ def read_row(row: dict[str, str]) -> Run | str:
     is_titan = re.match("torch(titan|ao)", row["source"]) is not None
     date = date_of(row)
     is_gpt = re.match("mpt|gpt-?neo|gpt2$|gpt-", row["model"].lower()) is not None
+    compiles_step = re.search("graph|simple", strategy.lower()) is not None
     is_compiled = row["compile"].strip().lower() == "true"
+    if compiles_step:  # until April 2026, torchtitan's graphs ran the operators as they were
+        is_compiled = date >= "2026-04"
     width, heads = int(row["hidden"]), int(row["heads"])
     is_qwen = "qwen3" in row["model"].lower()
-    float8 = "float8" in words or "fp8" in words
+    float8 = re.search("float8|fp8", words) is not None
+    float8 = float8 and not re.search(
+        "(no|without) (float8|fp8)(?! all)|bf(loat)?16 baseline", words
+    )
     ac = row["ac"].lower()
-    kind = "none"
-    if "layer" in ac:
-        kind = "layer"
-    elif "op" in ac or "selective" in ac:
-        kind = "op" if keeps_attention(device, date) else "op without attention"
-    elif ac.startswith("full"):
+    kind, every = "none", 1
+    if re.match("full|true|yes|all|block", ac):
         kind = "full"
+    elif "layer" in ac:
+        found = re.search(r"\d+", ac)
+        kind, every = "layer", int(found[0]) if found else 2
+    elif re.search("op|sac|selective", ac):
+        kind = "op" if keeps_attention(device, date) else "op without attention"
     if "chunked" in words or "computed in chunks" in words or "chunks of sequence" in words:
         loss = "chunked"
-    elif is_titan and is_compiled and compiles_loss(date):
+    elif (is_titan and is_compiled and compiles_loss(date)) or compiles_step:
         loss = "compiled"
     elif is_gpt or (is_compiled and "whole model" in words):  # MPT's loss is one fused kernel
         loss = "compiled"
@@ -146,8 +182,9 @@ def read_row(row: dict[str, str]) -> Run | str:
         loss = "in model" if is_titan and date < "2024-10-22" else "after"
         if is_titan and date < "2024-06-07":  # later, logits are freed before backward
             loss = "in model, held"
+    layers = -(-int(row["layers"]) // number["pp"])
     form = Form(
-        layers=int(row["layers"]),
+        layers=max(layers - layers % every, 1),
         width=width,
         heads=heads,
         kv_heads=int(row["kv_heads"] or heads),
@@ -157,60 +194,86 @@ def read_row(row: dict[str, str]) -> Run | str:
         head_size=128 if is_qwen else width // heads,
         is_gpt=is_gpt,
         normalizes_heads=is_qwen,
+        gathers_heads=is_qwen and date < "2025-10-14",  # torchtitan#1870 removed the all-gather
         rotates_halves=is_qwen or not is_titan,
-        # RMSNorm is one kernel in torch 2.9 and later. Before, torchtitan had a Triton kernel for
-        # some months.
-        fuses_norms="fused_rmsnorm" in words
-        or (is_titan and (date >= "2025-08-15" or date < "2024-05-31"))
-        or (is_titan and "2024-07-10" <= date < "2024-08-19"),
+        fuses_norms="fused_rmsnorm" in words or (is_titan and fuses_norms(width, date)),
         tensor_ranks=number["tp"],
         context_ranks=number["cp"],
         checkpoint=kind,
+        checkpoint_every=every,
         float8=float8,
+        gathers_float8=float8
+        and bool(re.search("fp8 all-gather(?! *off)", words))
+        and "no fp8 all-gather" not in words,
+        saves_float8=float8 and is_compiled and "force_recompute" not in words,
+        sends_float8=float8 and number["tp"] > 1 and "rowwise" not in words,
         root_is_split=(is_titan and date >= "2025-07-28")
+        or compiles_step
         or "own unit" in words
         or "thunder" in row["source"],
         loss=loss,
     )
-    shards = number["gpus"] // number["tp"]
+    pipeline = number["pp"]
+    # torchtitan makes one microbatch for each rank of the pipeline, and two stages per rank in
+    # interleaved schedules.
+    microbatches = min(pipeline, number["local_batch"])
     link = 50e9
     if found := re.search(r"(\d+) ?gb(?:it)?/?p?s", name):
         link = float(found[1]) / 8 * 1e9
         # More than 800 Gbit/s is the rate of a node, not of one GPU.
         link = link / 8 if float(found[1]) > 800 else link
     card = DEVICES[device]
-    node_link = {"a100": 300e9, "v100": 150e9, "mi3": 64e9 * 7}.get(device[:4].rstrip("-"), 450e9)
-    if device.startswith("a100"):
-        node_link = 300e9
+    links = {"a100": 300e9, "v100": 150e9, "mi3": 64e9 * 7, "l40s": 32e9, "rtx4090": 32e9}
+    node_link = next((rate for key, rate in links.items() if device.startswith(key)), 450e9)
     machine = Machine(card, per_node=8, node_link=0.8 * node_link, link=0.8 * link)
-    is_hybrid = "hsdp" in strategy.lower() or "hybrid" in strategy.lower()
+    # Number of ranks that share one copy of the model.
+    shards, ranks = number["gpus"] // number["tp"] // pipeline, 0
+    if re.search("hsdp|hybrid", strategy.lower()):
+        ranks, shards = shards, min(shards, max(1, 8 // number["tp"]))
+    elif re.search(r"\bddp\b|no_shard|replicat", strategy.lower()):
+        ranks, shards = shards, 1
     pure = "pure" in row["param_dtype"].lower() or row["param_dtype"].strip() == "bf16"
-    found = re.search(r"grad accum (\d+)", words)
-    keeps_all = "zero-2" in strategy.lower() or "never" in notes
+    found = re.search(r"(?:grad\w*[ _]accum\w*|accumulation steps)(?: steps)?[ =:of]*(\d+)", words)
+    # With a pipeline, torchtitan reshards only after the last microbatch.
+    keeps_all = "zero-2" in strategy.lower() or pipeline > 1
+    keeps_all = keeps_all or re.search(r"after_forward\W*(never|false)", words) is not None
     return Run(
         form,
-        number["local_batch"],
+        number["local_batch"] // microbatches,
         device,
         machine,
-        shards=min(shards, 8) if is_hybrid else shards,
-        replicas=max(1, shards // 8) if is_hybrid else 1,
+        shards=shards,
+        replicas=max(1, ranks // shards),
+        pipeline_ranks=pipeline,
+        pipeline_stages=2 if "interleaved" in f"{words} {strategy}".lower() else 1,
+        microbatches=microbatches,
         is_compiled=is_compiled,
         stored=torch.bfloat16 if pure else torch.float32,
         reduce_dtype=torch.bfloat16 if "bf16" in row["reduce_dtype"] else torch.float32,
         accumulate=int(found[1]) if found else 1,
         is_fsdp1="fsdp1" in strategy.lower(),
         keeps_all=keeps_all,
-        keeps_last=is_titan and "always" not in notes,
-        is_foreach="fused" not in words.replace("fused=false", "").replace("fused_rmsnorm", "")
+        keeps_last=is_titan and not re.search(r"after_forward\W*always", words),
+        state_bytes=state_bytes(row["optimizer"].lower(), 2 if pure else 4),
+        # torchtitan's AdamW has been fused by default since 2025-02-24.
+        is_foreach=(not is_titan or date < "2025-02-24")
+        and "fused" not in words.replace("fused=false", "").replace("fused_rmsnorm", "")
         and "fused" not in row["optimizer"].replace("fused=False", ""),
-        gathers_float8=float8
-        and bool(re.search("fp8 all-gather(?! *off)", words))
-        and "no fp8 all-gather" not in words,
+        gathers_float8=form.gathers_float8,
         float8_rate=(FLOAT8_ROWS if "rowwise" in words else FLOAT8) * card.flops,
-        hides_tensor_parallel="async tp" in words or "asynctp" in words,
+        scales_rows="rowwise" in words,
+        # MPT's tables were made with the first FlashAttention in Triton. FlashAttention-2 is 1.3 to
+        # 2.5 times as fast (arXiv 2307.08691).
+        attention_speed=0.5 if row["model"].lower().startswith("mpt") else 1.0,
+        hides_tensor_parallel=re.search("async[- ]?t(p|ensor)", f"{words} {strategy}".lower())
+        is not None
+        and re.search("(vanilla|no|without) (async|tp)", words) is None,
         copies_on_reduce_stream=date < "2024-07",
-        expandable_segments=(is_titan and date >= "2024-10-22")
-        or "expandable_segments:true" in words,
+        # torch for AMD GPUs has expandable segments since March 2026 (pytorch/pytorch#177974).
+        expandable_segments=(
+            (is_titan and date >= "2024-10-22") or "expandable_segments:true" in words
+        )
+        and not (device.startswith("mi") and date < "2026-04"),
         judges_reserved="reserved" in words or not re.search("allocated|active", words),
         workspace_bytes=(32 << 20) if device[0] in "hgb" else (8 << 20) + (128 << 10),
     )

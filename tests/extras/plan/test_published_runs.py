@@ -10,6 +10,9 @@ from pathlib import Path
 import published_runs
 import pytest
 import torch
+from published.rows import Run
+
+from flatshard.extras.plan.trace import Alloc, Free, StepTrace
 
 ROW = {
     "source": "own runs",
@@ -59,16 +62,73 @@ def test_rows_are_predicted_and_one_speed_is_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longer = {**ROW, "ac": "none", "tokens_per_s_per_gpu": "", "seq_len": "1024"}
-    runs = _file(tmp_path / "a.csv", ROW, longer, {**ROW, "pp": "2"})
+    runs = _file(tmp_path / "a.csv", ROW, longer, {**ROW, "gpu_type": "abacus"})
     _main(monkeypatch, runs, "--json", str(tmp_path / "a.json"))
-    assert "not predicted: pipeline parallelism" in capsys.readouterr().out
+    assert "not predicted: unknown GPU abacus" in capsys.readouterr().out
     found = json.loads((tmp_path / "a.json").read_text())
     first, second, third = found["rows"]
     assert first["predicted_tokens_per_s"] == pytest.approx(1000)  # the only row with a speed
     assert second["active_gib"] > first["active_gib"]  # all activations are saved
     assert first["reserved_gib"] >= first["active_gib"]
-    assert third["not_predicted"] == "pipeline parallelism"
+    assert third["not_predicted"] == "unknown GPU abacus"
     assert found["summary"]["wrongly predicted not to fit"] == 0
+
+
+def _traced(row: dict[str, str]) -> StepTrace:
+    run = published_runs.read_row(row)
+    assert isinstance(run, Run)
+    return published_runs.traced(run.form, run.batch, False, torch.float32, torch.float32).trace
+
+
+def _most_alive(trace: StepTrace, nbytes: int) -> int:
+    """Return how many blocks of ``nbytes`` are alive at the same time, at most."""
+    alive = most = 0
+    for event in trace.events:
+        if isinstance(event, Alloc | Free) and trace.sizes[event.block] == nbytes:
+            alive += 1 if isinstance(event, Alloc) else -1
+            most = max(most, alive)
+    return most
+
+
+def test_a_sharded_loss_holds_one_more_tensor_of_logits() -> None:
+    logits = 4 * 2 * 256 * 1024  # float32: batch, length, vocabulary
+    row = {**ROW, "vocab": "1024"}
+    assert _most_alive(_traced(row), logits) == 3
+    assert _most_alive(_traced({**row, "tp": "2"}), logits // 2) == 4
+
+
+def test_tensor_parallel_float8_gathers_bytes() -> None:
+    def gathered(notes: str) -> set[int]:
+        ops = _traced({**ROW, "tp": "2", "notes": notes}).events
+        return {op.writes[0][1] for op in ops if getattr(op, "name", "") == "published.gather"}
+
+    assert 2 * 256 * 64 in gathered("float8 tensorwise")
+    assert 2 * 256 * 64 not in gathered("float8 rowwise")
+
+
+def test_a_pipeline_waits_and_keeps_the_activations_of_its_microbatches() -> None:
+    whole = published_runs.predict(published_runs.read_row(ROW))
+    row = {**ROW, "pp": "2", "gpus": "16", "local_batch": "4"}
+    run = published_runs.read_row(row)
+    piped = published_runs.predict(run)
+    assert (run.form.layers, run.shards, run.batch, run.tokens) == (3, 8, 2, 4 * 256 / 2)
+    # Each rank runs half of the layers for two microbatches, and waits for a third.
+    assert 1.2 < piped["arithmetic_seconds"] / whole["arithmetic_seconds"] < 1.9
+    twice = published_runs.predict(replace(run, microbatches=3))
+    assert twice["active_gib"] > piped["active_gib"]
+
+
+@pytest.mark.parametrize(("gpu", "expands"), [("MI300X", False), ("H100", True)])
+def test_expandable_segments_need_a_torch_that_has_them(gpu: str, expands: bool) -> None:
+    row = {**ROW, "gpu_type": gpu, "source": "torchtitan PR 2025-08"}
+    assert published_runs.read_row(row).expandable_segments is expands
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device"), [("A100-80GB, 400Gbps", "a100"), ("A100 40GB", "a100-40gb")]
+)
+def test_a_link_is_no_amount_of_memory(gpu: str, device: str) -> None:
+    assert published_runs.read_row({**ROW, "gpu_type": gpu}).device == device
 
 
 def test_a_trace_of_four_layers_stands_for_all() -> None:
