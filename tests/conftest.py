@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.forked_python import PYTHON
 
 with warnings.catch_warnings():
     # Where numpy is not installed, which the tests don't need, torch says so when imported.
@@ -31,7 +34,11 @@ hypothesis.settings.register_profile("flatshard", deadline=None)
 hypothesis.settings.load_profile("flatshard")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # The servers of ranks, and pytest-xdist's workers, need not import torch either.
+    multiprocessing.set_executable(PYTHON)
+    if workers := config.getoption("tx", None):
+        config.option.tx = [one.replace("popen", f"popen//python={PYTHON}") for one in workers]
     # As in the ranks: a parallel kernel may add up in another order.
     torch.set_num_threads(1)
     # A shell lets what it starts in the background ignore Ctrl-C: scripts that tests start, too.

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -20,6 +19,7 @@ from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from tests.combinations import THOROUGH
+from tests.forked_python import PYTHON
 from tests.harness import ROOT, run_ranks
 
 LARGE = 3 * FRAME_BYTES
@@ -179,7 +179,5 @@ def test_one_rank_alone() -> None:
     """
     share = "1" if THOROUGH else "2"
     script = f"scripts/tables/lone_calls.py --sample --quick --at-once 4 --share {share}".split()
-    run = subprocess.run(
-        [sys.executable, *script], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    run = subprocess.run([PYTHON, *script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

@@ -3,18 +3,18 @@
 import errno
 import os
 import subprocess
-import sys
 from unittest import mock
 
 import pytest
 
 from flatshard.memory import mapped_files
+from tests.forked_python import PYTHON
 from tests.harness import ROOT
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [PYTHON, "-c", program],
         cwd=ROOT,
         capture_output=True,
         text=True,

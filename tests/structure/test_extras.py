@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from flatshard.options.extras import EXTRAS
 from tests.combinations import THOROUGH
+from tests.forked_python import PYTHON
 from tests.harness import ROOT
 from tests.structure.core_alone import REQUESTS
 
@@ -36,10 +36,10 @@ def _without(folder: Path, extras: Sequence[str]) -> Path:
 
 
 def _python(folder: Path, *arguments: str) -> str:
-    """What Python prints on these arguments, in a fresh process in ``folder``."""
+    """What Python prints on these arguments, in ``folder``."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+        [PYTHON, *arguments], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -61,7 +61,8 @@ for folder, extra in zip(sys.argv[1::2], sys.argv[2::2]):
     sys.argv = ["core_alone", extra]
     os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 1)
     runpy.run_module("tests.structure.core_alone", run_name="__main__")
-    break
+    sys.stdout.flush()
+    os._exit(0)  # the end of the interpreter would take as long as all the rest
 """
 
 

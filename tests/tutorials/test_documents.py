@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import flatshard
+from tests import forked_python
 from tests.documents import (
     Fence,
     Model,
@@ -460,10 +461,12 @@ def test_command(command: str, tmp_path: Path) -> None:
     binaries = tmp_path / "venv" / "bin"
     binaries.mkdir(parents=True)
     for name in ("python", "pip"):  # to install is not what this is about
-        script = f'#!/bin/sh\n[ "$2" = pip ] && exit\nexec {sys.executable} "$@"\n'
+        script = f'#!/bin/sh\n[ "$2" = pip ] && exit\nexec {forked_python.PYTHON} "$@"\n'
         (binaries / name).write_text(script)
         (binaries / name).chmod(0o755)
-    (binaries / "torchrun").symlink_to(Path(sys.executable).with_name("torchrun"))
+    script = f'#!/bin/sh\nexec {forked_python.PYTHON} -m torch.distributed.run "$@"\n'
+    (binaries / "torchrun").write_text(script)
+    (binaries / "torchrun").chmod(0o755)
     done = subprocess.run(
         f"{command} {short[0]}",
         shell=True,

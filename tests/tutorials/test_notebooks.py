@@ -18,6 +18,7 @@ import pytest
 from lib.output import COLOURS
 
 from tests.combinations import every
+from tests.forked_python import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "scripts" / "tables" / "notebooks.py"
@@ -81,7 +82,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     running = {
         name: subprocess.Popen(
-            [sys.executable, str(BUILD), name, "--out", str(folder)],
+            [PYTHON, str(BUILD), name, "--out", str(folder)],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

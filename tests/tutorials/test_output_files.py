@@ -14,6 +14,8 @@ import pytest
 from lib import output
 from lib.rank_processes import Ranks
 
+from tests.forked_python import PYTHON
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     *("benchmark", "gpu_check", "train_mnist", "train_transformer"),
@@ -146,7 +148,7 @@ with rank_processes.Ranks(1) as ranks:
     print(forkserver._forkserver._forkserver_pid, flush=True)
     raise KeyboardInterrupt"""
     ended = subprocess.run(
-        [sys.executable, "-c", program],
+        [PYTHON, "-c", program],
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
         cwd=ROOT / "scripts",
         capture_output=True,
@@ -173,7 +175,7 @@ args = argparse.Namespace(log_file=pathlib.Path("/dev/full"), resume=None)
 with training_job.log_to(args) as log:
     log({"loss": 1.0})"""
     ended = subprocess.run(
-        [sys.executable, "-c", program],
+        [PYTHON, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=ROOT / "scripts",
         capture_output=True,

@@ -8,7 +8,6 @@ import pickle
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from flatshard import CollectiveError
 from flatshard.comm.work import WaitCondition, watched
 from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
+from tests.forked_python import PYTHON
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 
@@ -548,6 +548,6 @@ with watched("something"):
 
 def test_the_end_of_the_program_waits_for_a_look() -> None:
     """One in the middle of gloo's code ended the process with SIGABRT."""
-    command = [sys.executable, "-c", LOOKS_AT_THE_END]
+    command = [PYTHON, "-c", LOOKS_AT_THE_END]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("looked\n")  # under load the thread may look once more

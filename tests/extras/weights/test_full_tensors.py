@@ -5,7 +5,6 @@ import gc
 import itertools
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from flatshard import (
 )
 from flatshard.extras.weights import Arguments
 from tests.documents import Engine, fences
+from tests.forked_python import PYTHON
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 from tests.oracle import train_steps
@@ -439,7 +439,7 @@ def test_the_interpreter_exits_before_the_last_item() -> None:
         "items = flatshard.full_tensors(torch.nn.Linear(2, 2))\n"
         "print(next(items)[0])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "weight\n", "")
 
 

@@ -1,0 +1,218 @@
+"""Forks processes that run Python programs; torch is imported here, once. See `forked_python`.
+
+python tests/forked_python_server.py LISTENER CLIENT
+"""
+
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+RUNS: dict[int, socket.socket | None] = {}
+"""By process id, the connection to the client; None after the client was killed."""
+
+
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    header, files, _, _ = socket.recv_fds(client, 8, 250)
+    text = b""
+    while len(text) < int.from_bytes(header, "big"):
+        part = client.recv(1 << 20)
+        if not part:
+            raise EOFError
+        text += part
+    return json.loads(text), files
+
+
+def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each request; returns in the process, with the request and its files."""
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    os.set_blocking(writes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writes)
+    while True:
+        by_file = {client.fileno(): pid for pid, client in RUNS.items() if client}
+        ready, _, _ = select.select([listener, reads, *by_file], [], [])
+        if listener in ready:
+            client, _ = listener.accept()
+            try:
+                request, files = receive(client)
+            except (EOFError, OSError):
+                client.close()
+                continue
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                # `place` closes these; then their numbers may be those of other files.
+                for other in (client, listener, *RUNS.values()):
+                    if other:
+                        other.detach()
+                return request, files
+            RUNS[pid] = client
+            for number in files:
+                os.close(number)
+        elif reads in ready:
+            while len(os.read(reads, 100)) == 100:
+                pass
+            tell_ends()
+        else:
+            for number in ready:
+                pass_on(by_file[number])
+
+
+def tell_ends() -> None:
+    while RUNS:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        if client := RUNS.pop(pid):
+            code = os.waitstatus_to_exitcode(status)
+            with client, contextlib.suppress(OSError):  # the client was killed
+                client.send(code.to_bytes(8, "big", signed=True))
+
+
+def pass_on(pid: int) -> None:
+    """Send a process the signals that its client got, or kill it if its client was killed."""
+    client = RUNS[pid]
+    assert client is not None
+    try:
+        numbers = client.recv(100)
+    except OSError:
+        numbers = b""
+    if not numbers:
+        client.close()
+        RUNS[pid] = None
+        numbers = bytes([signal.SIGKILL])
+    for number in numbers:
+        os.kill(pid, number)  # nobody has waited for the process, so the id is its own
+
+
+def place(files: list[int], numbers: list[int]) -> None:
+    """Give the open files the numbers that they have in the client; close all others."""
+    above = max([*numbers, 100]) + 1
+    moved = [os.dup2(number, above + index) for index, number in enumerate(files)]
+    os.closerange(0, above)
+    os.closerange(above + len(moved), above + 10_000)
+    for number, wanted in zip(moved, numbers, strict=True):
+        os.dup2(number, wanted)
+        os.close(number)
+
+
+def settle(request: dict[str, Any], path: list[str]) -> None:
+    """Take over what a process has before it runs a program."""
+    import multiprocessing.process
+    import multiprocessing.spawn
+
+    import torch
+
+    os.sched_setscheduler(0, request["policy"], os.sched_param(0))
+    os.chdir(request["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = request["cwd"]  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
+        torch.set_num_threads(int(threads))
+    sys.executable = sys.argv[2]
+    multiprocessing.spawn.set_executable(sys.executable)
+    # The variables that Python has read before it runs a program.
+    given = os.environ.get("PYTHONPATH", "")
+    sys.path[:] = [*filter(None, given.split(os.pathsep)), *path]
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    sys.warnoptions[:] = filter(None, os.environ.get("PYTHONWARNINGS", "").split(","))
+    warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
+    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open_stream(number, unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def open_stream(number: int, unbuffered: bool) -> io.TextIOWrapper | None:
+    """A standard stream; None if the client's is closed."""
+    size = 0 if unbuffered and number else -1
+    try:
+        binary = open(number, "wb" if number else "rb", size, closefd=False)
+    except OSError:
+        return None
+    return io.TextIOWrapper(
+        binary,
+        errors="backslashreplace" if number == 2 else "strict",
+        line_buffering=number == 2 or os.isatty(number),
+        write_through=unbuffered,
+    )
+
+
+def without_server(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that shows a traceback from where the program begins."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        while trace and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        hook(kind, error.with_traceback(trace), trace)
+
+    return show
+
+
+def run(arguments: list[str]) -> None:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    kind, *rest = arguments
+    if kind == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+        return
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+        return
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
+    main.__file__ = os.path.abspath(kind)
+    with open(kind, "rb") as file:
+        code = compile(file.read(), kind, "exec")
+    exec(code, vars(main))
+
+
+def main() -> None:
+    end_with_parent()
+    path = sys.path[1:]  # without the folder of this file
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest ends this process
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    import torch
+    import torch._dynamo  # torch imports it when it makes the first optimizer
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # no garbage, and shared with all processes as long as nothing writes there
+    request, files = serve(listener)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_with_parent()
+    os.setsid()
+    place(files, request["files"])
+    settle(request, path)
+    sys.excepthook = without_server(sys.excepthook)
+    run(request["arguments"])
+
+
+if __name__ == "__main__":
+    main()
