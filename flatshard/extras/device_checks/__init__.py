@@ -15,6 +15,7 @@ lost without an error, and ranks may evaluate with parameters of other units.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import sample, words_of
@@ -196,14 +198,24 @@ def _check_order(group: Communicator, device: torch.device, output: object) -> N
 
 
 def _spoil(tensor: Tensor, where: Tensor) -> None:
-    """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true."""
-    if tensor.layout is torch.strided:
-        value = math.nan if tensor.is_floating_point() or tensor.is_complex() else -1
-        # Torch refuses to write to an expanded tensor, so write to one element of each expanded
-        # dimension.
-        once = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
-        with torch.no_grad():
-            tensor[tuple(once)].masked_fill_(where.to(tensor.device), value)
+    """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true.
+
+    Sharded tensors and other tensors without own memory are left out.
+    """
+    has_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not has_memory or tensor.layout is not torch.strided:
+        return
+    value = math.nan if tensor.is_floating_point() or tensor.is_complex() else -1
+    # Torch refuses to write to an expanded tensor, so write to one element of each expanded
+    # dimension.
+    once = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
+    # Keep the version counter. The module may have returned its input, which autograd may have
+    # saved for the backward of another model.
+    is_counted = not tensor.is_inference()
+    kept = _unsafe_preserve_version_counter(tensor) if is_counted else contextlib.nullcontext()
+    # `inference_mode(False)` enables gradients, so disable them afterwards.
+    with torch.inference_mode(not is_counted), torch.no_grad(), kept:
+        tensor[tuple(once)].masked_fill_(where.to(tensor.device), value)
 
 
 # ---------------------------------------------------------------- tensors of state dicts

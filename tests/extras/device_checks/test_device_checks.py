@@ -22,7 +22,7 @@ APART = {
     "order": (0, r"ranks (all-gathered different units|began different collectives)"),
     "buffers": (1, r"of another model|ranks began different collectives"),
 }
-RIGHT = ("nothing, late, held", "no edit", "same", "alone")
+RIGHT = ("nothing, late, held", "no edit", "same", "inference", "alone")
 
 
 @pytest.fixture(scope="module")
