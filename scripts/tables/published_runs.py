@@ -31,7 +31,7 @@ from published.rows import COLUMNS, Run, read_row
 from flatshard import MixedPrecision
 from flatshard.extras.plan.fusion import compiled
 from flatshard.extras.plan.planning import TracedModel, planned_flats
-from flatshard.extras.plan.trace import Alloc, Free, Mark, StepTrace
+from flatshard.extras.plan.trace import Alloc, CannotTraceError, Free, Mark, StepTrace
 from flatshard.wrap import ModuleWrapPolicy
 
 GIB = 2**30
@@ -201,7 +201,10 @@ def judge(rows: Sequence[dict[str, str]]) -> tuple[list[Judged], dict[str, float
         if isinstance(run, str):
             found.append(Judged(row, why_not=run))
             continue
-        found.append(Judged(row, run, found=predict(run)))
+        try:
+            found.append(Judged(row, run, found=predict(run)))
+        except CannotTraceError as error:
+            found.append(Judged(row, why_not=f"{error}"))
     speeds = calibrate(found)
     for one in found:
         if one.run is not None and one.found is not None:

@@ -349,7 +349,9 @@ class _Attention(nn.Module):
         super().__init__()
         self.form, size = form, form.head_size
         linear = partial(nn.Linear, bias=False)
-        heads, kv_heads = (n // form.tensor_ranks for n in (form.heads, form.kv_heads))
+        # With more ranks than heads of keys and values, each rank has one of these heads.
+        heads, kv_heads = (max(1, n // form.tensor_ranks) for n in (form.heads, form.kv_heads))
+        self.parts = [one * size for one in (heads, kv_heads, kv_heads)]
         if form.is_gpt:
             self.joint = linear(form.width, (heads + 2 * kv_heads) * size)
         else:
@@ -364,7 +366,7 @@ class _Attention(nn.Module):
         if form.is_gpt:
             query, key, value = (
                 part.unflatten(-1, (-1, form.head_size))
-                for part in _columns(form, x, self.joint)[0].chunk(3, -1)
+                for part in _columns(form, x, self.joint)[0].split(self.parts, -1)
             )
         else:
             query, key, value = (
@@ -379,7 +381,7 @@ class _Attention(nn.Module):
             query, key = _rotate(query, rotation), _rotate(key, rotation)
             if ranks > 1:
                 query, key = (_OwnHeads.apply(one, ranks) for one in (query, key))
-        if (groups := form.heads // form.kv_heads) > 1:
+        if (groups := query.shape[2] // key.shape[2]) > 1:
             key, value = (one.repeat_interleave(groups, 2) for one in (key, value))
         query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         if form.context_ranks > 1:
@@ -452,10 +454,10 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         form = self.form
         x = self.embedding(tokens)
-        if form.tensor_ranks > 1:
-            x = _ScatterSequence.apply(x, form.tensor_ranks)
         if form.is_gpt:
             x = x + self.positions(torch.arange(tokens.shape[1]))
+        if form.tensor_ranks > 1:
+            x = _ScatterSequence.apply(x, form.tensor_ranks)
         for block in self.blocks:
             x = block(x, self.rotation[: tokens.shape[1]])
         logits = self.head(x)

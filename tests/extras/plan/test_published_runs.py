@@ -125,6 +125,16 @@ def test_expandable_segments_need_a_torch_that_has_them(gpu: str, expands: bool)
 
 
 @pytest.mark.parametrize(
+    "change",
+    [{"model": "gpt2"}, {"model": "MPT-7b", "tp": "2"}, {"tp": "4"}, {"strategy": "DDP"}],
+    ids=["grouped queries", "positions", "more ranks than heads", "no shards"],
+)
+def test_rows_of_all_forms_have_a_prediction(change: dict[str, str]) -> None:
+    found = published_runs.predict(published_runs.read_row({**ROW, "layers": "4", **change}))
+    assert found["reserved_gib"] >= found["active_gib"] > 0
+
+
+@pytest.mark.parametrize(
     ("gpu", "device"), [("A100-80GB, 400Gbps", "a100"), ("A100 40GB", "a100-40gb")]
 )
 def test_a_link_is_no_amount_of_memory(gpu: str, device: str) -> None:
