@@ -113,7 +113,7 @@ def predict(run: Run) -> dict[str, Any]:
         more += sum(one.whole_gradient_bytes for one in flats) / run.pipeline_stages
     return {
         "active_gib": (outcome.peak_bytes + more) / GIB,
-        "reserved_gib": (played.reserved_bytes + more) / GIB,
+        "reserved_gib": (outcome.reserved_bytes + more) / GIB,
         "peak": {key: value / GIB for key, value in outcome.peak.items()},
         "peak_at": outcome.peak_at,
         "seconds": backwards * once + played.step_seconds,

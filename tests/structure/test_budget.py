@@ -11,9 +11,9 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 19_484,
+    "code_lines": 19_560,
     "core_lines": 10_919,
-    "modules": 139,
+    "modules": 140,
     "strict_zips_in_core": 31,
 }
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatshard.extras.plan.allocator import CachingAllocator
 from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
@@ -30,6 +31,7 @@ class Outcome:
     Attributes:
         peak: bytes at the moment of the peak, keyed by category.
         peak_at: operator or action at the moment of the peak, and the unit that was running.
+        reserved_bytes: bytes that torch's allocator has reserved at the end of the step.
         seconds: duration of one step.
         compute_seconds: duration of the step's operators and of the optimizer.
         link_seconds: time in which the step's collectives use the link.
@@ -41,6 +43,7 @@ class Outcome:
 
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: str = ""
+    reserved_bytes: int = 0
     seconds: float = 0.0
     compute_seconds: float = 0.0
     link_seconds: float = 0.0
@@ -72,8 +75,10 @@ class Schedule:
         *,
         buffer_bytes: int = 0,
         accumulate: int = 1,  # backwards per step, all but the last under ``no_sync``
+        expandable_segments: bool = True,  # setting of torch's allocator
     ) -> None:
         self.trace, self.flats, self.names, self.machine = trace, flats, names, machine
+        self._allocator = CachingAllocator(expandable=expandable_segments)
         self._accumulate = accumulate
         self.outcome = Outcome()
         self.totals: dict[str, int] = defaultdict(int)  # bytes of each category at the moment
@@ -95,19 +100,21 @@ class Schedule:
         self._kept_for_backward = made & freed
         self.allocate(buffer_bytes, "buffers")
 
-    def allocate(self, nbytes: int, category: str) -> Held:
+    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
+        """Allocate a block. ``stream``: name of the CUDA stream whose memory pool is used."""
         self._sum += nbytes
         self.totals[category] += nbytes
         if self._sum > self._most:
             self._most, self.outcome.peak = self._sum, dict(self.totals)
             self.outcome.peak_at = f"{self._now}, {self._place}"
-        return Held(category, nbytes)
+        return Held(category, nbytes, self._allocator.allocate(nbytes, stream))
 
     def free(self, *blocks: Held | None) -> None:
         for held in blocks:
             if held is not None:
                 self._sum -= held.nbytes
                 self.totals[held.category] -= held.nbytes
+                self._allocator.free(held.place)
 
     def move(self, held: Held, category: str) -> Held:
         """Count a block under ``category`` from now on."""
@@ -155,6 +162,7 @@ class Schedule:
             self.now("the optimizer's step")
             self.step()
             self.outcome.seconds = self.clock
+        self.outcome.reserved_bytes = self._allocator.reserved_bytes
         return self.outcome
 
     def play(self) -> None:
@@ -257,10 +265,10 @@ class Replay(Schedule):
         least = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.params))
         return self._sockets and flat.gather_size > 1 and flat.whole_gradient_bytes >= least
 
-    def allocate(self, nbytes: int, category: str) -> Held:
+    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
         while self._brief and self._brief[0][0] <= self.clock:
             self.free(self._brief.pop(0)[1])
-        return super().allocate(nbytes, category)
+        return super().allocate(nbytes, category, stream)
 
     def play(self) -> None:
         self._inputs: Counter[int] = Counter()  # unit -> number of inputs that need a gradient

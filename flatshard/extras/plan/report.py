@@ -83,7 +83,8 @@ class Choice:
         outcome = self.outcome
         at_peak = {kind: outcome.peak.get(kind, 0) for kind in _CATEGORIES}
         rest = outcome.peak_bytes - sum(at_peak.values())
-        sizes = [*(at_peak | self.persistent).values(), rest, outcome.peak_bytes]
+        sizes = [*(at_peak | self.persistent).values(), rest]
+        sizes += [outcome.peak_bytes, outcome.reserved_bytes]
         return (
             *(str(self.ranks), self.strategy),
             *map(show, [*sizes, *outcome.sent_bytes]),
@@ -97,7 +98,7 @@ class Choice:
 
 
 _HEADER = (
-    *("ranks", "strategy", *_CATEGORIES, "temporary", "peak"),
+    *("ranks", "strategy", *_CATEGORIES, "temporary", "peak", "reserved"),
     *("sent in node", "sent across", "step", "samples/s", "bound by", "fits"),
 )
 

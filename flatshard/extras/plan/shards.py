@@ -12,6 +12,7 @@ from torch import nn
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
 from flatshard.engine.unit import LOOKUPS
+from flatshard.extras.plan.allocator import Place
 from flatshard.module.model_plan import FlatParamKind, ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
@@ -28,6 +29,7 @@ class Held:
 
     category: str
     nbytes: int
+    place: Place
 
 
 class FlatMemory:

@@ -9,7 +9,6 @@ from typing import Any
 from flatshard.extras.plan.replay import Schedule
 from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Mark, Op
-from published.allocator import CachingAllocator, Place
 from published.rows import Run
 
 # Seconds of the host per DTensor in a step of AdamW that is not fused. A CPU needs 65 ms for the
@@ -36,32 +35,14 @@ class Fsdp2Replay(Schedule):
 
     def __init__(self, run: Run, *args: Any, **keywords: Any) -> None:
         self.run_of = run
-        self._allocator = CachingAllocator(expandable=run.expandable_segments)
-        self._places: dict[Held, Place] = {}
         self._results: dict[FlatMemory, list[Held]] = defaultdict(list)
         # The running reduce-scatter: its buffer, and the time of its end.
         self._reducing: tuple[Held, float] | None = None
-        super().__init__(*args, **keywords)
+        super().__init__(*args, **keywords, expandable_segments=run.expandable_segments)
         self._root = len(self.names) - 1
         self._last = [one for one in self.trace.order if one != self._root][-1:]
         # Whether the threads of forward and of backward have allocated their cuBLAS workspace.
         self._has_workspace = [False, False]
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes that torch's allocator has reserved, freed blocks included."""
-        return self._allocator.reserved_bytes
-
-    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
-        held = super().allocate(nbytes, category)
-        self._places[held] = self._allocator.allocate(nbytes, stream)
-        return held
-
-    def free(self, *blocks: Held | None) -> None:
-        super().free(*blocks)
-        for held in blocks:
-            if held is not None:
-                self._allocator.free(self._places.pop(held))
 
     def play(self) -> None:
         self._gathering: dict[int, tuple[Held, float]] = {}
