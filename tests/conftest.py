@@ -60,6 +60,16 @@ def coalescing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(collective_options, "COALESCE_BYTES", 0)
 
 
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A simulated GPU; compiled, and its server of ranks started, for the first test with one."""
+    from tests.simulated_gpu.server import Gpu
+
+    simulated = Gpu(tmp_path_factory.mktemp("gpu"))
+    yield simulated
+    simulated.close()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """What skips in a file of `MUST_RUN` fails on a Linux that tests all."""
@@ -72,9 +82,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 SLOW = [
-    "test_extras.py",
+    "test_waits_on_gpu.py",
     "test_watchdog.py",
     "test_documents.py",
+    "test_extras.py",
+    "test_notebooks.py",
     "test_host_exchange.py",
     "test_strategies.py",
     "test_rank_failure.py",
@@ -83,7 +95,6 @@ SLOW = [
     "test_transformers.py",
     "test_lightning.py",
     "test_simulated_gpu.py",
-    "test_notebooks.py",
     "test_whole_step.py",
     "test_measure_strategies.py",
     "test_tensor_parallel.py",
@@ -119,17 +130,28 @@ SLOW = [
 """Files that take longest. They begin first, so that no worker has one left at the end."""
 
 
+TOGETHER = {
+    "frameworks": ("tests/integrations/",),
+    "compiler": ("tests/engine/test_compile.py", "tests/engine/test_compiled_units.py"),
+    "simulated GPU": (
+        "tests/extras/deadlock/test_waits_on_gpu.py",
+        "tests/simulated_gpu/test_simulated_gpu.py",
+    ),
+}
+"""Beginnings of the names of files that one worker runs, by what they share."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests of integrations: its fork server alone imports the frameworks."""
+    """One worker runs all files for which a server of ranks imports, or compiles, the same."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = "tests/integrations/"
-            return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+            file = super()._split_scope(nodeid)
+            return next((one for one in TOGETHER if file.startswith(TOGETHER[one])), file)
 
     return ByFile(config, log)
 

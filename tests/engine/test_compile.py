@@ -16,6 +16,8 @@ from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.side import Run, pair
 from tests.ways import WAYS
 
+PRELOAD = ("tests.compiler",)
+
 BACKEND = "aot_eager"
 """Traces forward and backward, with all guards, and generates no code."""
 
@@ -103,7 +105,7 @@ BUILDS: list[Build] = [_blocks_before, _blocks_after, _parts_of_units, _whole, _
 @pytest.mark.uncoalesced  # a compiled unit serves the next one of its class
 def test_compiled() -> None:
     """In one run: what the compiler is made of takes a rank seconds to import."""
-    run_ranks(_train_compiled, 2, timeout=120.0, fresh=True)
+    run_ranks(_train_compiled, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
 def _train_compiled(rank: int, world_size: int) -> None:

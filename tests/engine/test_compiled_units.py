@@ -21,6 +21,8 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, run_ranks
 
+PRELOAD = ("tests.compiler",)
+
 GRAPHS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 NUM_BLOCKS = 3
 
@@ -143,7 +145,7 @@ def _one_graph_each(rank: int, world_size: int) -> None:
 @pytest.mark.uncoalesced
 def test_one_graph_each() -> None:
     """``fullgraph=True``: Dynamo met our hooks, "Skip calling `torch.compiler.disable()`d"."""
-    run_ranks(_one_graph_each, 2, timeout=120.0, fresh=True)
+    run_ranks(_one_graph_each, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
 @allow_warnings()  # Dynamo's own
@@ -170,7 +172,7 @@ def _whole(rank: int, world_size: int) -> None:
 @pytest.mark.uncoalesced
 def test_breaks_at_units_alone() -> None:
     """Dynamo traced hooks of saved tensors, too: "Cannot hash UntypedStorageVariable"."""
-    run_ranks(_whole, 2, timeout=120.0, fresh=True)
+    run_ranks(_whole, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
 def _compiled_steps(rank: int, world_size: int) -> None:
@@ -203,7 +205,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> N
 @pytest.mark.uncoalesced
 def test_compiled_steps() -> None:
     """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
-    run_ranks(_compiled_steps, 2, timeout=120.0, fresh=True)
+    run_ranks(_compiled_steps, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
 def _features(rank: int, world_size: int) -> None:
@@ -237,7 +239,7 @@ def _features(rank: int, world_size: int) -> None:
 
 @pytest.mark.uncoalesced
 def test_compiled_blocks_with_other_options() -> None:
-    run_ranks(_features, 2, timeout=120.0, fresh=True)
+    run_ranks(_features, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
 @allow_warnings()  # Dynamo's own
@@ -262,4 +264,4 @@ def _copies(rank: int, world_size: int) -> None:
 
 @pytest.mark.uncoalesced
 def test_copies_and_errors_of_compiled_blocks() -> None:
-    run_ranks(_copies, 2, timeout=120.0, fresh=True)
+    run_ranks(_copies, 2, timeout=120.0, fresh=True, preload=PRELOAD)

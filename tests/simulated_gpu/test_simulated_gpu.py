@@ -1,7 +1,5 @@
 """Training on a simulated GPU: its streams, events, memory and NCCL are real to torch."""
 
-from collections.abc import Iterator
-
 import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
@@ -11,13 +9,6 @@ from tests.simulated_gpu.server import Gpu
 
 missing = simulated_gpu.what_is_missing()
 pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
-
-
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
-    simulated = Gpu(tmp_path_factory.mktemp("gpu"))
-    yield simulated
-    simulated.close()
 
 
 def check(found: Limits, case: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,6 @@ missing = simulated_gpu.what_is_missing()
 pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
 
 BOTH = "cpu:gloo,cuda:nccl"
-
-
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
-    simulated = Gpu(tmp_path_factory.mktemp("gpu"))
-    yield simulated
-    simulated.close()
 
 
 def wrong_in(gpu: Gpu, settings: Sequence[Setting]) -> list[str]:
