@@ -347,10 +347,13 @@ class Communicator(Members):
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
 
-        ``tensor`` must be contiguous, and ``op_name`` names the operation in errors. Collective:
-        all ranks of the group, in the same order of calls. If ranks call different operations, the
-        same error occurs as in ``reduce_scalars``. If a CUDA stream waits, the bytes of ``tensor``
-        are then 255, which is NaN.
+        ``tensor`` must be contiguous. ``op_name`` names the operation in errors. Collective: all
+        ranks of the group, in the same order of calls.
+
+        An error occurs if ranks pass different ``op_name``. If the host waits for the result, all
+        ranks raise CollectiveError. If a CUDA stream waits, the method does not raise: all bytes of
+        ``tensor`` become 255 (NaN for floating-point numbers, -1 for signed integers), and the end
+        of the next backward raises.
         """
         if self.size == 1:
             return

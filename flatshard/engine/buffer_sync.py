@@ -34,17 +34,17 @@ class BufferSync(Voter):
     def __init__(
         self, world: Communicator, observers: Observers, buffers: Callable[[], Buffers], number: int
     ) -> None:
-        """Make the synchronization.
+        """Create the object. The first broadcast is in the first forward.
 
         Args:
             world: the ranks that train the model.
             observers: observers of the model's steps.
             buffers: function that returns the buffers that modules hold now.
-            number: number of the model, the same on all ranks.
+            number: identifies the model; the same on all ranks.
         """
         self._world, self._observers, self._buffers = world, observers, buffers
-        # The number distinguishes models with equally large buffers, such as a teacher and a
-        # student.
+        # If ranks run different models (a teacher and a student, for example), the buffers may
+        # have the same size. Then only the number shows that the ranks' models differ.
         self._op_name = f"the model's buffers, model {number}"
         self.is_due = True
         self.source = 0  # source rank of the broadcast
@@ -60,8 +60,9 @@ class BufferSync(Voter):
     def before_forward(self, recomputes: bool, under_no_sync: bool) -> None:
         """Broadcast the buffers before the forward of the root, if ``is_due``.
 
-        ``is_due`` is False after a forward that no reduction followed. If a checkpoint
-        ``recomputes`` the forward, nothing is broadcast. Otherwise this method is collective.
+        ``is_due`` is False if the previous forward ran without gradients or under ``no_sync``. No
+        buffer is broadcast either if activation checkpointing ``recomputes`` a forward. Otherwise
+        this method is collective.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._observers.span(Kind.RANKS_WAIT):

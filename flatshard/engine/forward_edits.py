@@ -33,11 +33,11 @@ from flatshard.engine.unit import Unit
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
-# Numbers of the forwards after which all values are compared ([Note: which forwards]).
+# The forwards (counted from 1) after which all values are compared ([Note: which forwards]).
 _COMPARED = {2, *(10**power for power in range(12))}
 
-# A function that reads values of an unsharded buffer: `checksum` reads all values, `sample` a few
-# values, and `type` no value.
+# A function that reads values of an unsharded buffer: `checksum` reads all values, `sample` reads a
+# few values, and `type` reads no values.
 Look = Callable[[Tensor], object]
 
 
@@ -115,7 +115,7 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
 
 
 def edited(handle: FlatParamHandle) -> RuntimeError:
-    """Return the error of a forward that edited parameters of ``handle``."""
+    """Return the error to raise after a forward has edited parameters of ``handle``."""
     params = handle.params
     names = ", ".join(repr(param.name) for param in params[:3])
     return RuntimeError(

@@ -42,7 +42,7 @@ class ParamGather:
     """
 
     def __init__(self, plan: FlatParamPlan, link: RunLink) -> None:
-        """Make the object. ``move_to`` must be called before the first all-gather."""
+        """Draw tags from the groups of ``plan``. Call ``move_to`` before the first all-gather."""
         self._link, self._topology = link, plan.topology
         self._precision, self._targets = plan.precision, plan.targets
         topology, gather_dtype = plan.topology, plan.precision.gather_dtype

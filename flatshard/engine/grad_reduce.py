@@ -99,9 +99,10 @@ class ReducePlan:
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
     def chunk_plan(self) -> ChunkPlan | None:
-        """Return which gradients the transport (sockets, for example) reads in place.
+        """Return the plan by which the transport reads large gradients in place, without a copy.
 
-        None: the transport or the user's hook needs all gradients in one buffer.
+        Sockets can read gradients in place. Returns None if the transport or the user's
+        communication hook needs all gradients in one buffer.
         """
         transport = self.topology.intra_group.transport_for(tag=self.tags[0])
         min_bytes = transport.min_chunk_bytes(self.dtypes.reduce_dtype)

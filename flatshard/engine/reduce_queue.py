@@ -297,7 +297,7 @@ class ReduceQueue:
         self.asks_hooks = bool(go_on)
 
     def _start(self, bucket: ReduceBucket, handles: Sequence[FlatParamHandle]) -> None:
-        """Start the reduction of ``handles``, flat parameters of a bucket. Collective."""
+        """Start to reduce gradients of ``handles``, flat parameters of ``bucket``. Collective."""
         if not handles:
             return
         with self._observers.span(Kind.STARTING, bucket.unit, purpose="reduce"):

@@ -44,7 +44,7 @@ class Phase(enum.Enum):
     BACKWARD = "BACKWARD"
 
 
-# The phases that a unit may enter from each phase. To enter the present phase changes nothing.
+# The phases that a unit may enter from each phase. Entering the current phase again is allowed.
 _MOVES = {
     Phase.IDLE: {Phase.IDLE, Phase.FORWARD, Phase.BACKWARD},
     # FORWARD -> BACKWARD: a backward may run inside a forward (to compute forces, for example).
@@ -105,8 +105,8 @@ class Unit:
         self.for_backward: list[FlatParamHandle] = []
         # For each flat parameter, the number of original parameters that require a gradient.
         self.num_trainable: dict[FlatParamHandle, int] = {}
-        # For each module of the unit, the flat parameters, with the places inside the module that
-        # hold parameters of the flat parameter.
+        # For each module of the unit, the flat parameters whose original parameters are in the
+        # module or its submodules. A `Place` says which module attribute holds the parameter.
         self.places_in: dict[nn.Module, list[tuple[FlatParamHandle, list[Place]]]] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
@@ -358,7 +358,7 @@ class Unit:
     def _reshard_secondary(
         self, handle: FlatParamHandle, secondary: SecondaryShard, moment: Moment, fate: Fate
     ) -> None:
-        """Keep the secondary shard of ``handle`` for backward, or drop it after backward."""
+        """Keep ``secondary``, a shard of ``handle``, for backward, or drop it after backward."""
         if moment is not Moment.AFTER_FORWARD:
             secondary.end_backward()
         elif fate is Fate.FREE and self.backward_follows and handle.is_current:

@@ -27,7 +27,7 @@ EXTRAS = {
     "plan": "predicts the memory and time of training",
     "weights": "iterates over full tensors, and computes norms",
     "own_collectives": "handles the program's own collectives on sharded tensors",
-    "device_checks": "finds lost writes and wrong evaluations on accelerators",
+    "device_checks": "on accelerators, finds lost writes, and ranks that evaluate different units",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",
     "whole_tensors": "steps optimizers that need whole parameters",

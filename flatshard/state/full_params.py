@@ -188,7 +188,8 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
     opened: list[Summoned] = []
     problems: list[str] = []
     try:
-        # `extend` keeps the handles before an error, which `finally` closes.
+        # If `Summoned` raises for a handle, `extend` has already added the earlier handles, so
+        # `finally` closes the earlier handles.
         opened.extend(Summoned(handle, request) for handle in handles)
         yield
     finally:

@@ -28,8 +28,8 @@ class Given:
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
-    # State of `copy` when `copy` and the shard last had equal values, see `_state`. None: unknown,
-    # because `copy` was written since then.
+    # Version and some values of `copy` (see `_state`), read when `copy` and the shard last had
+    # equal values. None: the extra `device_checks` has found that the user wrote to `copy` since.
     state: tuple[int, list[int]] | None
     unit: Unit
     handle: FlatParamHandle
@@ -106,12 +106,13 @@ class WriteThrough:
 
 
 def _state(copy: Tensor) -> tuple[int, list[int]]:
-    """Return the version counter and, on the CPU, some values.
+    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values.
 
-    A user's write changes at least one. On accelerators, only the version is certain to change: see
-    ``flatshard/extras/device_checks``.
+    A changed version or a changed value shows that the user wrote to ``copy``. On an accelerator,
+    reading values would wait for the device. There, ``flatshard/extras/device_checks`` finds writes
+    that change only values.
     """
-    # Writes increase the version, also under no_grad. But the program's own collectives
+    # Most writes increase the version, also under no_grad. But the program's own collectives
     # (``dist.all_reduce(value)``) change only the values.
     return copy._version, sample(copy)
 

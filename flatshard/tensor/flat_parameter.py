@@ -37,7 +37,7 @@ class FlatParamPlan:
     unit_name: str
     layout: FlatLayout
     dtype: torch.dtype  # dtype of the shards
-    device: torch.device  # device that computes
+    device: torch.device  # device on which modules compute
     topology: Topology
     targets: OffloadTargets
     precision: ParamPrecision
@@ -227,7 +227,7 @@ class OriginalParam:
 
         Modules, optimizers and users keep the same Python object, with the same attributes.
 
-        ``tries``: how often to try while something else refers to the parameter.
+        ``tries``: maximum number of attempts, if another object refers to the parameter.
 
         Raises:
             ValueError: a user's attribute has a name that flatshard needs.
@@ -262,8 +262,9 @@ class OriginalParam:
         try:
             torch.utils.swap_tensors(param, view)
         except RuntimeError as error:
-            # Another thread may refer to the parameter for a moment: a profiler, or the detection
-            # of deadlocks, reads this thread's stack, which keeps views in local variables alive.
+            # Try again: another thread may refer to the parameter for a moment. While a profiler or
+            # the deadlock detection reads this thread's stack, views in the stack's local variables
+            # stay alive.
             if tries > 1:
                 time.sleep(0.2)
                 return self._swap_into(view, tries=tries - 1)

@@ -290,9 +290,10 @@ def average_full_gradients(param: FlatShardTensor) -> None:
 
 
 def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
-    """Call ``register(param, hook)``, a method of a tensor that registers a hook on gradients.
+    """Register ``hook`` on the gradient of ``param`` by calling ``register(param, hook)``.
 
-    Integer parameters have no gradient, so they get no hook.
+    ``register``: a method of ``Tensor``, such as ``Tensor.register_hook``. Integer parameters have
+    no gradient, so they get no hook.
     """
     if param.is_floating_point() or param.is_complex():
         is_trained = param.requires_grad

@@ -538,8 +538,9 @@ def begin_run() -> None:
         number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        # A rank that reads the reports of several ranks checks in a single call whether all of them
-        # exist. So publish a first report.
+        # Publish a first report now. Before a rank reads the reports of several ranks, one call to
+        # the store checks whether all these reports exist. If one report is missing, the reading
+        # rank must check each report in a separate call.
         _publish(_stores[world], _NO_WAIT)
 
 

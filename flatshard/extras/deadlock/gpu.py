@@ -224,7 +224,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     A collective is incomplete if this rank has begun it, and the GPU has not finished it. Groups
     without an incomplete collective, and groups that this module has aborted, are left out. Torch's
     own watchdog for NCCL finds out about every 0.1 seconds which collectives are complete. Returns
-    {} if torch does not record this.
+    {} if torch does not record which collectives are complete.
     """
     backends = _backends()
     if not backends:
@@ -236,8 +236,9 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
         # process created the groups, including destroyed groups. Incomplete operations in the
         # flight recorder name their groups.
         name_of = {str(one["pg_id"]): one["process_group"][0] for one in dumped.get("entries", ())}
-        # Otherwise either all collectives are complete, or the user has turned the flight recorder
-        # off. Then the numbers are the indices of the groups, unless a group was destroyed.
+        # If `name_of` is empty, all collectives are complete, or the user has turned the flight
+        # recorder off. Then take each number in "pg_status" as an index into `groups`. The indices
+        # are wrong if a group was destroyed.
         groups, found = [*backends], {}
         group_of = {group.group_name: group for group in groups}
         for key, counts in dumped["pg_status"].items():

@@ -10,7 +10,7 @@ moment when the device has usually computed them.
 In evaluation, ranks also compare which units they have all-gathered (``_check_order``).
 
 Used by default if this folder is installed. Without this folder, such writes on accelerators are
-lost without an error, and ranks may evaluate with parameters of other units.
+lost without an error, and in evaluation, a rank may compute with the parameters of another unit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flatshard.precision import tensors_in
 from flatshard.state.write_through import Given, WriteThrough, identity
 from flatshard.tensor.flat_parameter import OriginalParam
 
-_FEW = 32  # approximate number of words of a tensor that are compared
+_FEW = 32  # approximate number of words to compare in each tensor
 
 
 def _few_words(tensor: Tensor) -> Tensor:
@@ -55,7 +55,8 @@ class _Differences:
 
         Args:
             of: the compared objects.
-            differ: for each object, which of its values differ; 1-D, on one device.
+            differ: for each object, a 1-D bool tensor that says which of the object's values
+                differ. All these tensors are on the same device.
         """
         self._of, self._sizes = of, [one.numel() for one in differ]
         results = torch.cat([*differ])
@@ -78,8 +79,8 @@ class DeviceChecks(ForwardEdits, StepExtension):
     """Checks the forwards of one model on an accelerator.
 
     The error about edited parameters comes at the end of the backward that follows the forward, on
-    all ranks. If no backward follows, the error comes when the second next forward begins: by then,
-    the device has usually computed the result.
+    all ranks. If no backward follows, the error comes two forwards later, when that forward begins:
+    by then, the device has usually computed the result.
     """
 
     name, is_made_anew = "device_checks", True
@@ -92,18 +93,21 @@ class DeviceChecks(ForwardEdits, StepExtension):
         # For each flat parameter that is compared: whether all values are compared, and the values
         # before the unit's latest forward.
         self._values: dict[FlatParamHandle, tuple[bool, Tensor]] = {}
-        # The flat parameters that this forward has used, and which of their values differ.
+        # The flat parameters that the current forward has used. The bool tensor says which of the
+        # compared values changed during the forward.
         self._compared: list[tuple[FlatParamHandle, Tensor]] = []
-        self._unread: list[_Differences] = []  # the results of earlier forwards
+        self._unread: list[_Differences] = []  # results of earlier forwards
         self._edited: list[FlatParamHandle] = []
-        # In evaluation, the digests of the collectives that had begun before the outermost forward.
+        # In evaluation: for each group whose ranks are compared, the digest of all collectives that
+        # had begun before the outermost forward.
         self._digests: dict[Communicator, int] = {}
 
     def _look_at_frozen(self, handle: FlatParamHandle) -> Look:
         look = super()._look_at_frozen(handle)
         if handle.buffer.is_cpu or look is sample:
             return look
-        # The host would wait for all values, so `_read` compares them on the device.
+        # On the host, `checksum` would wait for the device. So the core calls `sample`, which reads
+        # nothing on accelerators, and this class compares all values on the device.
         self._written.add(handle)
         return sample
 
@@ -122,9 +126,9 @@ class DeviceChecks(ForwardEdits, StepExtension):
         if state.depth == 1 and output is not None:
             for group, digest in self._digests.items():
                 # If this rank has begun no collective in this forward, perhaps only this rank runs
-                # the forward.
+                # the forward. Then a collective here could wait forever.
                 if group.history.digest != digest:
-                    assert state.device is not None, "these groups move tensors on a device"
+                    assert state.device is not None, "digests are only taken on a device"
                     _check_order(group, state.device, output)
         for handle in unit.handles:
             if handle in self._values:
@@ -185,10 +189,10 @@ def _check_order(group: Communicator, device: torch.device, output: object) -> N
     parameters of another unit. The comparison runs on the device, and the host does not wait.
     Integers become -1.
 
-    ``device``: device of the parameters. Collective, except inside ``join()``: all ranks of
-    ``group``.
+    ``device``: device of the parameters. Collective: all ranks of ``group``. Inside ``join()``, the
+    ranks are not compared.
     """
-    # Inside `join()`, ranks without input do not call this function.
+    # Inside `join()`, `announces` is False: ranks without input do not call this function.
     if group.history.announces:
         differs = torch.zeros(1, device=device)
         name = f"order of collectives in evaluation, {group.history.digest}"
@@ -200,7 +204,7 @@ def _check_order(group: Communicator, device: torch.device, output: object) -> N
 def _spoil(tensor: Tensor, where: Tensor) -> None:
     """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true.
 
-    Sharded tensors and other tensors without own memory are left out.
+    Tensors without memory of their own, such as sharded tensors, are not overwritten.
     """
     has_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not has_memory or tensor.layout is not torch.strided:
@@ -210,7 +214,7 @@ def _spoil(tensor: Tensor, where: Tensor) -> None:
     # dimension.
     once = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
     # Keep the version counter. The module may have returned its input, which autograd may have
-    # saved for the backward of another model.
+    # saved for the backward of another model: this backward would raise if the version changed.
     is_counted = not tensor.is_inference()
     kept = _unsafe_preserve_version_counter(tensor) if is_counted else contextlib.nullcontext()
     # `inference_mode(False)` enables gradients, so disable them afterwards.
@@ -222,15 +226,15 @@ def _spoil(tensor: Tensor, where: Tensor) -> None:
 
 
 class StateWrites(WriteThrough):
-    """Also finds writes to tensors on accelerators that do not change the version counter."""
+    """Also finds writes on accelerators that leave a tensor's version counter unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
-        # For each watched tensor: the version and some values, when the tensor and the shard last
-        # had equal values.
+        # For each watched tensor: its version and some of its values, read when the tensor and the
+        # shard last had equal values.
         self._values: WeakKeyDictionary[Given, tuple[int, Tensor]] = WeakKeyDictionary()
-        # Comparisons that the host has not read yet, of tensors that no longer belong to the
-        # shards.
+        # Results that the host has not read yet, for tensors whose shards have changed since the
+        # tensors and the shards last had equal values. Written values are lost.
         self._unread: list[_Differences] = []
 
     def __deepcopy__(self, memo: object) -> StateWrites:
@@ -250,17 +254,18 @@ class StateWrites(WriteThrough):
         """Find the written tensors, and copy their values to the shards.
 
         The host waits for the device if the values of a tensor can still be copied to the shards,
-        or if the user has freed a tensor. If all parameters have changed in the meantime, written
-        values are lost anyway: then the next call reads which tensors were written.
+        or if the user has freed a tensor. Otherwise all shards have changed in the meantime,
+        and written values are lost anyway. Then the host does not wait: the next call reads which
+        tensors were written, so that an error can follow.
         """
         while self._unread:
             self._mark(self._unread.pop(0))
         watched = [given for given in some if given in self._values]
         for given in watched:
-            if given.copy._version != self._values[given][0]:  # `super()` finds such a write
+            if given.copy._version != self._values[given][0]:  # `super()` finds this write
                 self._keep(given)
-        # Python may free tensors in any thread. A thread that looks for deadlocks must not wait for
-        # the device, which may wait for other ranks.
+        # Python may free a tensor in any thread. In a thread of the deadlock detection, do not wait
+        # for the device: the device itself may wait for other ranks.
         if watched and not threading.current_thread().name.startswith("flatshard"):
             now = torch.cat([_few_words(given.copy) for given in watched])
             before = [self._values[given][1] for given in watched]
@@ -274,7 +279,7 @@ class StateWrites(WriteThrough):
 
     def _mark(self, differences: _Differences) -> None:
         for given in differences.written():
-            given.state = None  # unlike any state, so the values count as written
+            given.state = None  # None differs from every state, so the values count as written
             self._keep(given)
 
 
@@ -282,7 +287,7 @@ class StateWrites(WriteThrough):
 
 
 def install(context: RunContext) -> StateWrites:
-    """Let the forwards of ``context`` be checked, and return the checks of the state dicts."""
+    """Check the forwards of ``context``. Returns the object that checks state dicts."""
     context.forward.edits = checks = DeviceChecks(context)
     context.extend(checks)
     return StateWrites()
