@@ -264,8 +264,8 @@ class _Peaks(Replay):
 
     gathered_bytes = gradient_bytes = 0
 
-    def allocate(self, nbytes: int, category: str) -> Held:
-        held, totals = super().allocate(nbytes, category), self.totals
+    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
+        held, totals = super().allocate(nbytes, category, stream), self.totals
         gradients = sum(totals[kind] for kind in ("gradients", "reduction", "temporary"))
         self.gathered_bytes = max(self.gathered_bytes, totals["unsharded"])
         self.gradient_bytes = max(self.gradient_bytes, gradients)
