@@ -22,7 +22,7 @@ from flatshard.extras.plan.report import (
 )
 
 _HELP = {
-    "ranks": "numbers of ranks: 8, or 8,64, or 8..64 (doubling)",
+    "ranks": "numbers of ranks to compare: 8, or 8,64, or 8..64 (8, 16, 32, 64)",
     "per_node": "ranks in one node",
     "device": "kind of GPU",
     "memory": "memory per device, such as 80GB (powers of 1000) or 80GiB",
@@ -32,7 +32,7 @@ _HELP = {
     "batch": "sequences per rank",
     "seq": "tokens per sequence",
     "dtype": "dtype in which the model computes",
-    "optimizer": "decides on the bytes of optimizer state",
+    "optimizer": "optimizer, which determines the bytes of optimizer state",
     "checkpoint": "forwards that backward recomputes",
     "accumulate": "backwards per step; all but the last under no_sync",
 }

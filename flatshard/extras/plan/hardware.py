@@ -103,11 +103,11 @@ class Machine:
         node_link: bytes per second that one rank sends within a node.
         link: one rank's share of the bytes per second that its node sends to other nodes.
         latency: minimum seconds per message.
-        transport: what moves bytes between ranks (``flatshard.comm.transports``), and needs
-            buffers. ``nccl`` reduces in place. ``native`` (gloo) copies all that it sends, and its
-            reductions end only in a wait. ``sockets`` send large gradients without a copy, receive
-            the gradients of each other rank into a separate buffer, add in float32, and gather in
-            the background.
+        transport: what moves bytes between ranks (``flatshard.comm.transports``). The transport
+            determines the buffers. ``nccl`` reduces in place. ``native`` (gloo) copies all bytes
+            before it sends them, and its reductions end only in a wait. ``sockets`` send large
+            gradients without a copy, receive the gradients of each other rank into a separate
+            buffer, add in float32, and all-gather in the background.
     """
 
     device: Device
@@ -119,7 +119,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.transport not in ("nccl", "native", "sockets"):
-            raise ValueError(f"expected nccl, native or sockets, got {self.transport!r}.")
+            raise ValueError(
+                f"transport: expected nccl, native or sockets, got {self.transport!r}."
+            )
 
     def collective_seconds(self, nbytes: float, size: int, in_node: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.
@@ -144,7 +146,8 @@ def calibrate(device: str = "cpu", *, seconds: float = 1.0) -> Device:
     width = 8192 if on_gpu else 1024
     matrix = torch.randn(width, width, device=device, dtype=dtype)
     heads = torch.randn(1, 16, width // 4, 64, device=device, dtype=dtype)
-    # Larger than the caches of CPUs (tens of megabytes), because the optimizer's state is, too.
+    # The tensor is larger than the caches of CPUs (tens of megabytes), because the optimizer's
+    # state is larger, too.
     source = torch.ones(2**28 if on_gpu else 2**26, device=device)
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0.0
 

@@ -131,7 +131,7 @@ class _Bare:
 
     def __init__(self) -> None:
         self._memo: dict[int, Any] = {}  # copies, keyed by the id of the module or tensor
-        self.originals: dict[int, int] = {}  # id of a copied module -> id of the module
+        self.originals: dict[int, int] = {}  # id of a copy -> id of the module that was copied
 
     def copy(self, one: Any) -> Any:
         if isinstance(one, ModuleProxy):

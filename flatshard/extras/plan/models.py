@@ -84,7 +84,8 @@ class Llama(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-# Layers, width, heads, heads of keys and values, width of the feed-forward layer, vocabulary.
+# For each preset: number of layers, width, number of attention heads, number of heads of keys and
+# values, width of the feed-forward layer, size of the vocabulary.
 PRESETS = {
     "llama2-7b": (32, 4096, 32, 32, 11008, 32000),
     "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
@@ -146,7 +147,8 @@ def read_spec(spec: str, seq: int) -> Callable[[], Any]:
 def _from_config(path: Path) -> nn.Module:
     try:
         text = json.loads(path.read_text())
-        # Turn the cache of keys and values off: it would grow when backward recomputes a forward.
+        # Turn off the cache of keys and values: when backward recomputes a forward, the cache would
+        # grow.
         kind, text["use_cache"] = text.setdefault("model_type"), False
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: cannot be read as a configuration: {error}") from error

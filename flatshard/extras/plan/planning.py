@@ -132,7 +132,7 @@ def planned_flats(
     return flat_memories(plan, world_size, optimizer_bytes), names
 
 
-# ---------------------------------------------------------------- without a step
+# ---------------------------------------------------------------- memory without activations
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class MemoryPlan(UnitMemory):
         units: all units in the order of forward, the root last.
         buffer_bytes: bytes of the modules' buffers, which are not sharded.
         peak_gathered_bytes: peak bytes of unsharded parameters and secondary shards.
-        peak_gradient_bytes: peak bytes of gradients, with the buffers to reduce gradients.
+        peak_gradient_bytes: peak bytes of gradients and of the buffers of reductions.
         step_bytes: peak bytes of a step without activations.
     """
 
@@ -232,8 +232,8 @@ def predict(
         world_size: number of ranks that train the model.
         optimizer_bytes: bytes of the optimizer's state per trained element. None: two tensors of
             the parameter's dtype, as AdamW keeps.
-        collectives: what moves the bytes, which decides on the buffers: ``nccl``, or on CPUs
-            ``native`` (gloo) or ``sockets``.
+        collectives: transport of the collectives, which determines the buffers: ``nccl``, or on
+            CPUs ``native`` (gloo) or ``sockets``.
         keywords: keywords of ``ShardedWrapper``: ``auto_wrap_policy``, ``sharding_strategy``,
             ``mixed_precision``, ``reshard_after_forward``, ``coalesce_bytes`` and ``boundary``;
             and ``ranks_per_node``, for HYBRID strategies: number of ranks that share one copy of
@@ -273,11 +273,12 @@ class _Peaks(Replay):
 
 
 def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
-    """Return the trace of a step that computes only gradients.
+    """Return the trace of a step without activations: backward computes only parameter gradients.
 
-    Modules run in the order of registration. Of each unit, backward computes the gradient of the
-    last parameter before the backward of the units inside, and all others after it: often, the last
-    parameter of the root is the head, and the first one is the embedding.
+    Modules run in the order of registration. The backward of a unit computes the gradient of the
+    unit's last parameter, then runs the backward of the units inside, and then computes the unit's
+    other gradients. This fits most roots: the last parameter is the head, which forward uses last,
+    and the first parameter is the embedding.
     """
     found, last = StepTrace(), len(plan.units) - 1
     names = [unit.names[0] for unit in plan.units]

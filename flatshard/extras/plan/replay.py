@@ -81,7 +81,7 @@ class Schedule:
         self._allocator = CachingAllocator(expandable=expandable_segments)
         self._accumulate = accumulate
         self.outcome = Outcome()
-        self.totals: dict[str, int] = defaultdict(int)  # bytes of each category at the moment
+        self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
         self._sum = self._most = 0
         self._now, self._place = "start", ""
         self.clock = self._link_free = 0.0
@@ -117,7 +117,7 @@ class Schedule:
                 self._allocator.free(held.place)
 
     def move(self, held: Held, category: str) -> Held:
-        """Count a block under ``category`` from now on."""
+        """Change the category under which the bytes of ``held`` are counted."""
         self.totals[held.category] -= held.nbytes
         self.totals[category] += held.nbytes
         held.category = category
@@ -178,7 +178,8 @@ class Schedule:
                 category = "activations" if is_kept else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
             elif isinstance(event, Free):
-                self.free(live.pop(event.block, None))  # the engine has taken gradients
+                # A parameter's gradient is no longer in `live`: `receive` has taken it.
+                self.free(live.pop(event.block, None))
             else:
                 if event.what == "gradient":
                     self.receive(event.unit, live.pop(event.block))
@@ -242,7 +243,8 @@ class Replay(Schedule):
     """Replays the steps of one rank as flatshard runs them."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        self._brief: list[tuple[float, Held]] = []  # temporary memory, with the time of its end
+        # Temporary blocks, each with the time at which the block is freed.
+        self._brief: list[tuple[float, Held]] = []
         super().__init__(*args, **keywords)
         transport = self.machine.transport
         self._native, self._sockets = transport == "native", transport == "sockets"
@@ -272,7 +274,8 @@ class Replay(Schedule):
 
     def play(self) -> None:
         self._inputs: Counter[int] = Counter()  # unit -> number of inputs that need a gradient
-        # Number of inputs of a unit whose gradient is not known yet, if its backward has begun.
+        # For each unit whose backward has begun: number of inputs whose gradient has not been
+        # computed yet.
         self._outstanding: dict[int, int] = {}
         for flat in self.flats:
             flat.arrived = 0
@@ -523,7 +526,8 @@ class Replay(Schedule):
             self.state += [self.allocate(flat.optimizer_bytes, "optimizer") for flat in self.flats]
         moved = 2 * sum(flat.parameter_bytes + flat.optimizer_bytes for flat in self.flats)
         moved += sum(flat.gradient_bytes for flat in self.flats)
-        # flatshard steps element-wise optimizers with one fused kernel: it needs no other memory.
+        # flatshard steps element-wise optimizers with one fused kernel, which needs no temporary
+        # memory.
         self.compute(moved / self.machine.device.memory_rate)
         for flat in self.flats:
             flat.is_stale = flat.unsharded is not None

@@ -141,7 +141,7 @@ class Target:
         device = self.device
         if isinstance(device, str):
             if device not in DEVICES:
-                raise ValueError(f"device {device!r} is not known. Known: {', '.join(DEVICES)}.")
+                raise ValueError(f"device: expected {', '.join(DEVICES)}, got {device!r}.")
             device = DEVICES[device]
         if self.memory is not None:
             device = replace(device, memory_bytes=amount(self.memory))
@@ -380,7 +380,7 @@ def stages(numel: float, ranks: Sequence[int]) -> str:
 
 
 def counts(ranks: int | str | Sequence[int]) -> tuple[int, ...]:
-    """Return numbers of ranks. A text lists numbers (``8,64``), or doubles one (``8..64``)."""
+    """Return numbers of ranks. ``8,64`` lists numbers, and ``8..64`` means 8, 16, 32, 64."""
     if not isinstance(ranks, str):
         return (ranks,) if isinstance(ranks, int) else tuple(ranks)
     try:
@@ -389,7 +389,7 @@ def counts(ranks: int | str | Sequence[int]) -> tuple[int, ...]:
             return tuple(map(int, ranks.split(",")))
         return tuple(int(first) << i for i in range((int(last) // int(first)).bit_length()))
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"ranks: expected 8, 8,64 or 8..64, got {ranks!r}") from None
+        raise ValueError(f"ranks: expected numbers such as 8,64 or 8..64, got {ranks!r}") from None
 
 
 def plan(

@@ -25,7 +25,7 @@ from flatshard.units.policies import Policy
 
 @dataclass(eq=False)
 class Held:
-    """A block of memory that is allocated at the moment."""
+    """A block of memory that is currently allocated."""
 
     category: str
     nbytes: int
@@ -54,7 +54,7 @@ class FlatMemory:
         secondary_bytes: bytes of the secondary shard, kept between forward and backward, from which
             backward unshards the unit.
         is_trained: whether the parameters require gradients.
-        reduces_alone: whether the reduction is separate from the rest of the unit.
+        reduces_alone: whether the gradients are reduced separately from the rest of the unit.
         is_cast: whether an all-gather sends a copy of the shard in another dtype.
         is_lookup: whether all parameters are embeddings, which backward does not read.
         is_freed: whether the strategy reshards between forward and backward.
@@ -65,7 +65,7 @@ class FlatMemory:
         gather_size: number of ranks in an all-gather of forward.
         regather_size: number of ranks in an all-gather of backward.
         replicas: number of ranks with the same shard, or in the second stage of a reduction.
-        bucket: the flat parameters that are reduced together with this one.
+        bucket: the flat parameters that are reduced together, including this flat parameter.
         in_place: whether the transport reads the gradients from autograd's memory, without a copy.
         unsharded: the unsharded parameters, unless they are freed.
         source: copy of the shard in the compute dtype, while an all-gather sends the copy.

@@ -288,7 +288,8 @@ class _Recorder(TorchDispatchMode):
 
     def _touch(self, tensor: Tensor) -> tuple[int, int]:
         storage = tensor.untyped_storage()
-        # `nbytes` counts repeated elements of an expanded tensor, which share memory.
+        # Elements of an expanded tensor share memory, but `tensor.nbytes` counts each of them. So
+        # take at most the size of the storage.
         return self._block_of.get(storage._cdata, -1), min(tensor.nbytes, storage.nbytes())
 
 
@@ -441,7 +442,7 @@ def trace(
         model: the unwrapped model, with fake tensors of ``mode`` in the compute dtype.
         step: runs the forward and returns the loss, a tensor with one element.
         units: for each unit, its modules, and the casts of each module's inputs.
-        flat_index: the index of the flat parameter of each parameter.
+        flat_index: for each parameter, the index of the flat parameter that contains it.
         mode: the mode of the fake tensors.
         on_gpu: whether to choose the kernels of an NVIDIA GPU.
 
