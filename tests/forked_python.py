@@ -89,7 +89,7 @@ def _start() -> str:
     if FOLDER not in os.environ:
         folder = tempfile.mkdtemp(prefix="python-")
         path = f"{folder}/socket"
-        # The programs wait here for the server, which has its imports to do.
+        # Programs connect to this socket, and wait until the server has imported torch.
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen(100)
@@ -106,14 +106,15 @@ def _start() -> str:
         listener.close()
         os.environ.update({FOLDER: folder, REAL: sys.executable})
         atexit.register(_end, server, folder, os.getpid())
-    # A worker is forked itself; tests that need a fresh interpreter ask for this one.
+    # In a worker, which `PYTHON` has started, `sys.executable` is `PYTHON`. Tests that need a fresh
+    # interpreter start the real Python.
     sys.executable = os.environ[REAL]
     return f"{os.environ[FOLDER]}/python"
 
 
 def _end(server: subprocess.Popen[bytes], folder: str, owner: int) -> None:
     if os.getpid() == owner:
-        server.kill()  # the kernel ends its programs, too
+        server.kill()  # the kernel then ends the programs, which have set PR_SET_PDEATHSIG
         server.wait()
         shutil.rmtree(folder)
 

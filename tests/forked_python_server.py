@@ -101,7 +101,7 @@ def pass_on(pid: int) -> None:
         RUNS[pid] = None
         numbers = bytes([signal.SIGKILL])
     for number in numbers:
-        os.kill(pid, number)  # nobody has waited for the process, so the id is its own
+        os.kill(pid, number)  # the server has not waited for the process yet, so the id is valid
 
 
 def place(files: list[int], numbers: list[int]) -> None:
@@ -116,7 +116,7 @@ def place(files: list[int], numbers: list[int]) -> None:
 
 
 def settle(request: dict[str, Any], path: list[str]) -> None:
-    """Take over what a process has before it runs a program."""
+    """Give this process the state that Python has before it runs the client's program."""
     import multiprocessing.process
     import multiprocessing.spawn
 
@@ -146,7 +146,7 @@ def settle(request: dict[str, Any], path: list[str]) -> None:
 
 
 def open_stream(number: int, unbuffered: bool) -> io.TextIOWrapper | None:
-    """A standard stream; None if the client's is closed."""
+    """Return a standard stream, or None if the client's stream is closed."""
     size = 0 if unbuffered and number else -1
     try:
         binary = open(number, "wb" if number else "rb", size, closefd=False)
@@ -196,14 +196,14 @@ def run(arguments: list[str]) -> None:
 def main() -> None:
     end_with_parent()
     path = sys.path[1:]  # without the folder of this file
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends the server
     listener = socket.socket(fileno=int(sys.argv[1]))
     import torch
     import torch._dynamo  # torch imports it when it makes the first optimizer
 
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # no garbage, and shared with all processes as long as nothing writes there
+    gc.freeze()  # keep memory shared with forked processes: a collection would write to it
     request, files = serve(listener)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent()

@@ -1,4 +1,4 @@
-"""Compares training steps with looks for deadlocks to training steps without looks."""
+"""Compares training steps with and without checks for deadlocks."""
 
 import random
 import statistics
@@ -13,21 +13,21 @@ MEASURES = ("CPU time", "time")
 
 
 class WatchCost(NamedTuple):
-    """Seconds of a step in blocks of steps with looks for deadlocks, and in blocks without."""
+    """Seconds of a step, in blocks of steps with checks for deadlocks and in blocks without."""
 
-    seconds: dict[str, tuple[list[float], list[float]]]  # keyed by a name of `MEASURES`
-    # CPU time of the thread that looks, divided by the CPU time of the whole process, both in the
-    # blocks with looks.
+    seconds: dict[str, tuple[list[float], list[float]]]  # keyed by a string in `MEASURES`
+    # In blocks with checks: CPU time of the deadlock-detection thread, divided by the CPU time of
+    # the whole process.
     looks: float
 
 
 def cost_of_watching(step: Callable[[], None], blocks: int, steps: int) -> WatchCost:
-    """Run blocks of ``steps`` calls of ``step``, every second block without looks for deadlocks.
+    """Run blocks of ``steps`` calls of ``step``, every second block without checks for deadlocks.
 
     **Collective.** CPU times contain all threads of this process.
     """
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in MEASURES}
-    looking = deadlock.WATCH._looking  # held during a look
+    looking = deadlock.WATCH._looking  # the thread holds the lock during a check
     thread_seconds = 0.0
     for _ in range(10):
         step()
@@ -51,7 +51,7 @@ def cost_of_watching(step: Callable[[], None], blocks: int, steps: int) -> Watch
 
 
 def _thread_seconds() -> float:
-    """Return the CPU time so far of the thread that looks for deadlocks."""
+    """Return the CPU time so far of the thread that detects deadlocks."""
     thread = deadlock.WATCH._thread
     assert thread is not None
     # The first number of this file of Linux is the thread's time on a CPU in nanoseconds.

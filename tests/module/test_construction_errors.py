@@ -395,7 +395,7 @@ def _warned_by_an_error(rank: int, world_size: int) -> None:
 
 
 def test_a_thread_that_reads_stacks_for_a_moment() -> None:
-    """A stack keeps views of parameters, by which torch refuses to swap a parameter."""
+    """While a thread reads a stack, the stack's views live, and torch cannot swap a parameter."""
     run_ranks(_wrap_while_a_view_is_held, 2)
 
 

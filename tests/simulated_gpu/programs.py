@@ -164,7 +164,7 @@ def pause(rank: int, seed: str, steps: str, longest: str) -> dict[str, Any]:
 
 
 def measure_watching(rank: int, blocks: str, steps: str) -> dict[str, Any]:
-    """Seconds of a step with and without looks for deadlocks (`scripts/measure/watching.py`)."""
+    """Measure steps with and without checks for deadlocks (`scripts/measure/watching.py`)."""
     program = divergence.Program(rank, GPU)
     program.step()
     return {"error": "", **cost_of_watching(program.step, int(blocks), int(steps))._asdict()}
@@ -195,7 +195,7 @@ class CountingStore:
 
 
 def count_traffic(rank: int, seconds: str) -> dict[str, Any]:
-    """The last rank sleeps, and the others wait on the GPU: how they use the store meanwhile."""
+    """Count how waiting ranks use the store while the last rank sleeps. Ranks wait on the GPU."""
     program, counts = divergence.Program(rank, GPU), Counter[str]()
     program.step()
     torch.cuda.synchronize()

@@ -81,7 +81,9 @@ def train(rank: int, world_size: int, store: str, cases: list[str]) -> None:
                 expected = equality.train_plain(case, world_size, cpu)
                 off = equality.compare(trained, expected, start)
                 print(json.dumps(dataclasses.asdict(off)), flush=True)
-            del trained  # a tensor of a state dict is compared with the shard when it is freed
+            # When a tensor of a state dict is freed, flatshard compares it with the shard: run
+            # this comparison under `Kernels()`.
+            del trained
     with Kernels():  # which would not take the kernel that torch's barrier launches
         dist.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()

@@ -36,7 +36,7 @@ def _without(folder: Path, extras: Sequence[str]) -> Path:
 
 
 def _python(folder: Path, *arguments: str) -> str:
-    """What Python prints on these arguments, in ``folder``."""
+    """Run Python with ``arguments`` in ``folder``, and return the output."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [PYTHON, *arguments], cwd=folder, env=environment, capture_output=True, text=True

@@ -155,7 +155,8 @@ def read_row(row: dict[str, str]) -> Run | str:
     is_gpt = re.match("mpt|gpt-?neo|gpt2$|gpt-", row["model"].lower()) is not None
     compiles_step = re.search("graph|simple", strategy.lower()) is not None
     is_compiled = row["compile"].strip().lower() == "true"
-    if compiles_step:  # until April 2026, torchtitan's graphs ran the operators as they were
+    # Until April 2026, torchtitan's compilers of whole steps did not fuse operators.
+    if compiles_step:
         is_compiled = date >= "2026-04"
     width, heads = int(row["hidden"]), int(row["heads"])
     is_qwen = "qwen3" in row["model"].lower()

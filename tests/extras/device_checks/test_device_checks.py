@@ -14,10 +14,11 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
 
 STATE_DICTS = ("all_reduce", "all_reduce, held", "broadcast", "data", "nothing, held")
 LATE = ("all_reduce, late", "all_reduce, late, held")
-# The step in which each kind of edit begins, and the step of the error.
+# For each kind of edit: the step from which the forward edits a parameter, and the step in which
+# the error occurs.
 EDITS = {"frozen": (3, 3), "written": (3, 3), "evaluation": (3, 5), "trainable": (3, 8)}
-# What rank 0 does differently: the first rank that gets NaN, and a part of the error. Rank 0 sends
-# buffers, and keeps its own.
+# For each thing that rank 0 does differently: the first rank whose output is NaN, and a part of the
+# error. In "buffers", rank 0 keeps its own buffers, because rank 0 sends them.
 APART = {
     "order": (0, r"ranks (all-gathered different units|began different collectives)"),
     "buffers": (1, r"of another model|ranks began different collectives"),
@@ -27,7 +28,7 @@ RIGHT = ("nothing, late, held", "no edit", "same", "inference", "alone")
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Ended]]]:
-    """The ends of all programs, which run at the same time."""
+    """Run all programs at the same time. For each program, return how each rank ended."""
     programs = {
         write: ("write_state_dict", "nccl", write) for write in (*STATE_DICTS, *LATE, RIGHT[0])
     }
@@ -59,7 +60,7 @@ def test_writes_that_come_too_late_are_named(ends: dict[str, list[Ended]], write
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("way", EDITS)
 def test_edits_in_forward_are_named(ends: dict[str, list[Ended]], way: str) -> None:
-    """Also after the second forward, up to which the host waits for the values."""
+    """Edits begin in the third forward: in the first two, the host waits for all values."""
     for ended in ends[way]:
         result = json.loads(ended.text)
         assert "its forward edited parameters in place" in result["error"]

@@ -60,8 +60,9 @@ def test_peaks_follow_the_order_of_units() -> None:
     fp32 = 4
     plan = predict(model(), world_size=4, auto_wrap_policy=BLOCKS)
     assert [unit.name for unit in plan.units] == ["0", "1", "2", "3", ""]
-    # The unit whose backward ends, the one that runs, and the next one. The root's only gradient is
-    # the first of all, so the root is sharded again.
+    # At the peak, three units are unsharded: the unit whose backward ends, the unit whose backward
+    # runs, and the next unit. The root is sharded again, because backward computes the root's only
+    # gradient first.
     assert plan.peak_gathered_bytes == fp32 * 3 * BLOCK
     # Two reductions under way, an earlier result, a gradient and the buffer to send it.
     assert plan.peak_gradient_bytes == fp32 * (2 * 1.25 + 0.25 + 2.25) * BLOCK
@@ -74,7 +75,8 @@ def test_peaks_follow_the_order_of_units() -> None:
     replicated = predict(model(), world_size=4, sharding_strategy="NO_SHARD")
     assert replicated.peak_gathered_bytes == 0
     assert replicated.persistent_bytes == 16 * PSI
-    # While the gradients, which are small, are copied into the buffer: twice their size.
+    # Small gradients are copied into the buffer of the reduction. During the copy, the gradients
+    # need memory twice.
     assert replicated.peak_gradient_bytes == fp32 * 2 * PSI
     assert replicated.peak_bytes == (16 + fp32) * PSI
 

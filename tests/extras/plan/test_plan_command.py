@@ -85,7 +85,7 @@ def test_options_have_the_names_of_the_keywords() -> None:
     options = set(vars(parser.parse_args([]))) - {"plot", "json", "calibrate"}
     keywords = {one.name for one in fields(Target)} | {"spec"}
     assert options <= keywords
-    # What remains cannot be written on a command line.
+    # Only these keywords have no option: their values cannot be written on a command line.
     assert keywords - options == {"build", "step", "auto_wrap_policy"}
     for name in options - {"spec"}:  # each keyword is explained
         assert f"``{name}``" in str(plan.__doc__)
