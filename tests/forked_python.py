@@ -7,9 +7,9 @@ all that `PYTHON` got: arguments, environment, folder and open files. `PYTHON` p
 the process, and ends as the process ends. What the process starts by ``sys.executable`` (torchrun's
 ranks, processes of ``multiprocessing``) is forked in turn.
 
-Such a process has not imported flatshard, and ends with all of Python's own end. It differs from a
-fresh interpreter in three ways: torch is imported already, the hashes of strings are the same in
-all processes, and its process id is not that of `PYTHON`. With THOROUGH=1, and on other systems
+Such a process has not imported flatshard, and at its end Python shuts down as usual. The process
+differs from a fresh interpreter in three ways: torch is imported already, the hashes of strings are
+the same in all processes, and the process id is not the id of `PYTHON`. With THOROUGH=1, and on other systems
 than Linux, `PYTHON` is the real Python, ``sys.executable``. A test that needs a fresh interpreter
 starts ``sys.executable``.
 """
@@ -83,7 +83,7 @@ os._exit(status)
 
 
 def _start() -> str:
-    """Start the server, unless this process is a worker of one that has; returns `PYTHON`."""
+    """Start the server, unless a parent process has started it. Returns the path of `PYTHON`."""
     if os.environ.get("THOROUGH") or sys.platform != "linux":
         return sys.executable
     if FOLDER not in os.environ:

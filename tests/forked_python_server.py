@@ -21,7 +21,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 RUNS: dict[int, socket.socket | None] = {}
-"""By process id, the connection to the client; None after the client was killed."""
+"""For each process id, the connection to the client. None: the client was killed."""
 
 
 def end_with_parent() -> None:
@@ -40,7 +40,7 @@ def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request; returns in the process, with the request and its files."""
+    """Fork a process for each request. Returns only in the process: the request and its files."""
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     os.set_blocking(writes, False)
@@ -60,7 +60,7 @@ def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                # `place` closes these; then their numbers may be those of other files.
+                # `place` will close these files and reuse their numbers, so forget the numbers here.
                 for other in (client, listener, *RUNS.values()):
                     if other:
                         other.detach()
@@ -161,7 +161,7 @@ def open_stream(number: int, unbuffered: bool) -> io.TextIOWrapper | None:
 
 
 def without_server(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that shows a traceback from where the program begins."""
+    """Return ``hook``, but without the lines of this file at the beginning of a traceback."""
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         while trace and trace.tb_frame.f_code.co_filename == __file__:

@@ -19,8 +19,8 @@ HOST_SECONDS = 65e-3 / 291
 # (pytorch/torchtitan#1319: "approx ~40% slowdown").
 SMALL_ROWS = 0.6
 
-# How often torch's CUDA kernels read their input again. The vocabulary is too large for a block's
-# shared memory, so the kernels find the maximum and the sum in passes of their own.
+# How many additional times torch's CUDA kernels read their input. The vocabulary is too large for a
+# block's shared memory, so the kernels find the maximum and the sum in separate passes.
 SOFTMAX_READS = {"aten._log_softmax": 2, "aten._log_softmax_backward_data": 1}
 
 
@@ -112,8 +112,9 @@ class Fsdp2Replay(Schedule):
         """Return the time in which the GPU waits for a collective over the sequence.
 
         Async tensor parallelism splits a collective into one part for each rank, and the matrix
-        products after an all-gather, or directly before a reduce-scatter, too. The first part of
-        the communication is exposed. The other parts run together with the matrix products.
+        products after an all-gather, or directly before a reduce-scatter, in the same way. The
+        first part of the communication is exposed. The other parts run together with the matrix
+        products.
         """
         sizes = [nbytes for _, nbytes in (*op.reads, *op.writes)]
         ranks = round(max(sizes) / min(sizes))
