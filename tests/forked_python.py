@@ -9,9 +9,9 @@ ranks, processes of ``multiprocessing``) is forked in turn.
 
 Such a process has not imported flatshard, and at its end Python shuts down as usual. The process
 differs from a fresh interpreter in three ways: torch is imported already, the hashes of strings are
-the same in all processes, and the process id is not the id of `PYTHON`. With THOROUGH=1, and on other systems
-than Linux, `PYTHON` is the real Python, ``sys.executable``. A test that needs a fresh interpreter
-starts ``sys.executable``.
+the same in all processes, and the process id is not the id of `PYTHON`. With THOROUGH=1,
+and on other systems than Linux, `PYTHON` is the real Python, ``sys.executable``. A test that needs
+a fresh interpreter starts ``sys.executable``.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                # `place` will close these files and reuse their numbers, so forget the numbers here.
+                # `place` will close these files and may reuse their numbers: forget the numbers.
                 for other in (client, listener, *RUNS.values()):
                     if other:
                         other.detach()
