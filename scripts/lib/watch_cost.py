@@ -31,8 +31,9 @@ def cost_of_watching(step: Callable[[], None], blocks: int, steps: int) -> Watch
     thread_seconds = 0.0
     for _ in range(10):
         step()
-    for block in range(blocks):
-        is_without = block % 2
+    order = random.Random(0)
+    kinds = [kind for _ in range(blocks // 2) for kind in order.sample((False, True), 2)]
+    for is_without in kinds:
         if is_without:
             looking.acquire()
         began = time.process_time(), time.perf_counter()

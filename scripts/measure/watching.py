@@ -2,10 +2,10 @@
 
     python scripts/measure/watching.py --model many-small --world-size 2
 
-Trains one of `scripts/benchmark.py`'s GPTs on gloo and this machine's CPU. In every other block of
+Trains one of `scripts/benchmark.py`'s GPTs on gloo and this machine's CPU. In half of the blocks of
 steps, all ranks keep the thread that looks for deadlocks from looking. Prints the CPU time and the
-time of a step in both kinds of blocks, and the ratio of each block with looks to the block after
-it: the median, and the interval that contains the median with a probability of 95 %. Also prints
+time of a step in both kinds of blocks, and the ratio of a block with looks to its neighbour without
+looks: the median, and the interval that contains the median with a probability of 95 %. Also prints
 the CPU time of the looking thread itself, divided by the CPU time of the whole process.
 """
 
