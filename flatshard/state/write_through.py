@@ -8,6 +8,7 @@ written values to the shards, when the model is used next or when the tensor is 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +64,9 @@ class WriteThrough:
         self.given[id(ref)] = Given(ref, copy, _state(copy), unit, handle, param, identity(handle))
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
-        if given := self.given.pop(id(user), None):
+        # A state dict in a global variable is freed when the program ends. Then torch's functions
+        # may already be gone, and the model is not used again.
+        if (given := self.given.pop(id(user), None)) and not sys.is_finalizing():
             self._take_over([given])
 
     def take_over(self) -> None:

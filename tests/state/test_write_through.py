@@ -1,6 +1,8 @@
 """What is written into a state dict's tensors reaches the model, as in an unwrapped one."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -152,3 +154,18 @@ def _on_one_rank(rank: int, world_size: int) -> None:
     del state
     with pytest.raises(RuntimeError, match=r"different numbers of times"):
         model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_state_dict_in_a_global_variable_ends_with_the_program() -> None:
+    program = """
+import torch, torch.distributed as dist
+from flatshard import ShardedWrapper
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = ShardedWrapper(torch.nn.Linear(4, 4))
+state = model.state_dict()
+"""
+    # A real interpreter: in programs forked by `PYTHON`, the error did not appear.
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "Exception ignored" not in done.stderr
