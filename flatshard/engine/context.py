@@ -60,11 +60,11 @@ class RunContext(RunState):
             self.buffers = BufferSync(world, self.observers, root_module.shared_buffers, number)
         self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(self, self._prefetch)
-        self.forward = Forward(self, self._backward, self._prefetch, root_module)
-        self._touch = Touch(self, self.forward, self._backward)
-        self.recover, self.give_back = self.forward.recover, self.forward.give_back
+        self._forward = Forward(self, self._backward, self._prefetch, root_module)
+        self._touch = Touch(self, self._forward, self._backward)
+        self.recover, self.give_back = self._forward.recover, self._forward.give_back
         for unit_hooks in hooks:
-            unit_hooks.attach(self.forward, self._backward)
+            unit_hooks.attach(self._forward, self._backward)
         self.refresh()
 
     def refresh(self) -> None:
@@ -79,7 +79,7 @@ class RunContext(RunState):
         # storages, to recognise views of a buffer among the tensors that autograd saves.
         self._prefetch.refresh()
         self._backward.queue.refresh()
-        self.forward.refresh()
+        self._forward.refresh()
 
     @property
     def is_running(self) -> bool:

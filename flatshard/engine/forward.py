@@ -40,7 +40,6 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers
 from flatshard.engine.events import Kind
-from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
@@ -76,7 +75,7 @@ class Forward:
     ) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
-        self._root_module, self.edits = root_module, ForwardEdits()
+        self._root_module = root_module
         # Units that were unsharded for an operation outside of the unit's own forward, in the order
         # of the operations. Each unit comes with the depth of the operation: the number of nested
         # forwards around the operation.
@@ -183,7 +182,7 @@ class Forward:
             # module reads the parameters next.
             self.unshard(unit)
             if len(unit.running) == 1:
-                self.edits.begin(unit)
+                state.edits.begin(unit)
             # Prefetch only now, after this unit's all-gather is complete. So this unit's all-gather
             # had the full bandwidth, and the next all-gather overlaps with this unit's computation.
             self._prefetch.in_forward()
@@ -206,30 +205,28 @@ class Forward:
             if not unit.running:
                 self._touched.append((self._state.depth, unit))
             self.unshard(unit)
-            self.edits.begin(unit)
+            self._state.edits.begin(unit)
 
-    def check(self, unit: Unit, module: nn.Module, output: object) -> None:
-        """Raise if the finished forward of ``module`` edited unsharded parameters in place.
-
-        ``output`` is the output of the forward.
-        """
+    def check(self, unit: Unit, module: nn.Module) -> None:
+        """Raise if the finished forward of ``module`` edited unsharded parameters in place."""
         if unit.phase is not Phase.FORWARD or unit.running:
             return
-        self.edits.check(unit, module, output)
+        edits = self._state.edits
+        edits.check(unit, module)
         for depth, touched in self._touched:
             # Also check the units that operations inside this forward have unsharded. Units with
             # another depth belong to another forward, whose end checks these units.
             is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
             if is_ours and not touched.running:
                 for touched_module in touched.modules:
-                    self.edits.check(touched, touched_module, None)
+                    edits.check(touched, touched_module)
 
-    def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
+    def leave(self, unit: Unit, output: object, *, failed: bool) -> None:
         """End the forward of a module, and reshard the unit if the strategy says so.
 
-        ``has_output`` is False if the forward raised an exception or returned None.
+        ``output``: the module's output; None if the forward raised an exception (``failed``).
         """
-        state = self._state
+        state, has_output = self._state, output is not None
         if unit.phase is Phase.FORWARD and not unit.running:
             # A reentrant checkpoint disables gradients in its forward, although a backward follows.
             backward_follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
@@ -249,7 +246,7 @@ class Forward:
             # If this was the last unit, start the all-gathers that backward needs first.
             self._prefetch.after_forward()
         if state.depth == 0:
-            self.end(failed)
+            self.end(output, failed=failed)
 
     def reshard_touched(self) -> None:
         """Reshard the units that were unsharded for operations inside a forward that has ended."""
@@ -272,13 +269,15 @@ class Forward:
 
     # ------------------------------------------------------------ the outermost forward is over
 
-    def end(self, failed: bool) -> None:
+    def end(self, output: object = None, *, failed: bool) -> None:
         """End the outermost forward. Collective.
 
-        ``failed``: whether the forward ended with an exception.
+        Args:
+            output: the output of the outermost module. None: there is no output.
+            failed: whether the forward ended with an exception.
         """
         for extension in self._state.extensions:
-            extension.end_forward(failed)
+            extension.end_forward(output, failed)
         # Reshard coalesced units that this forward called less often than the last forward did.
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))

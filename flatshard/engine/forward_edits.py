@@ -77,11 +77,8 @@ class ForwardEdits:
         is_written = self._frozen.setdefault(handle, handle.version) != handle.version
         return checksum if is_written else sample
 
-    def check(self, unit: Unit, module: nn.Module, output: object) -> None:
-        """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters.
-
-        ``output``: the output of the forward, which subclasses may read.
-        """
+    def check(self, unit: Unit, module: nn.Module) -> None:
+        """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters."""
         for handle, places in unit.places_in[module]:
             if handle not in self._before or handle.is_aliased:
                 continue

@@ -89,7 +89,7 @@ class UnitHooks:
         changed = output
         try:
             if output is not None:
-                self._forward.check(unit, module, output)
+                self._forward.check(unit, module)
                 # Cast before `protect` copies views of unsharded buffers: the result of a cast is
                 # not a view of a buffer, so `protect` need not copy the result.
                 changed = unit.casts[module].cast_output(output)
@@ -100,7 +100,7 @@ class UnitHooks:
                             tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
             failed = output is None and sys.exc_info()[0] is not None
-            self._forward.leave(unit, has_output=output is not None, failed=failed)
+            self._forward.leave(unit, changed, failed=failed)
         return changed
 
     def _hook_inputs(self, value: Any, call: Call) -> None:

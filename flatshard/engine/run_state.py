@@ -15,6 +15,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, Observers, StepExtension
+from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
@@ -48,6 +49,7 @@ class RunState:
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
+        self.edits = ForwardEdits()  # an extra may replace it by a subclass
         self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
         self.observers = Observers()
         # Device of the unsharded buffers. None: the model trains on a single rank, without

@@ -206,7 +206,7 @@ class Touch(ParamOwner):
             if is_outermost:
                 state.depth -= 1
                 forward.reshard_touched()
-                forward.end(failed)
+                forward.end(failed=failed)
 
     def _unshard(self, unit: Unit) -> None:
         unit.is_touched |= torch.is_grad_enabled()

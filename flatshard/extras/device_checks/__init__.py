@@ -120,25 +120,23 @@ class DeviceChecks(ForwardEdits, StepExtension):
                 reads_all = handle in self._written
                 self._values[handle] = reads_all, _read(handle.buffer, reads_all)
 
-    def check(self, unit: Unit, module: nn.Module, output: object) -> None:
-        super().check(unit, module, output)
-        state = self._state
-        if state.depth == 1 and output is not None:
-            for group, digest in self._digests.items():
-                # If this rank has begun no collective in this forward, perhaps only this rank runs
-                # the forward. Then a collective here could wait forever.
-                if group.history.digest != digest:
-                    assert state.device is not None, "digests are only taken on a device"
-                    _check_order(group, state.device, output)
+    def check(self, unit: Unit, module: nn.Module) -> None:
+        super().check(unit, module)
         for handle in unit.handles:
             if handle in self._values:
                 reads_all, before = self._values[handle]
                 self._compared.append((handle, _read(handle.buffer, reads_all) != before))
 
-    def end_forward(self, failed: bool) -> None:
+    def end_forward(self, output: object, failed: bool) -> None:
         if self._compared:
             self._unread.append(_Differences(*zip(*self._compared, strict=True)))
             self._compared = []
+        for group, digest in self._digests.items() if output is not None else ():
+            # If this rank has begun no collective in this forward, perhaps only this rank runs the
+            # forward. Then a collective here could wait forever.
+            if group.history.digest != digest:
+                assert self._state.device is not None, "digests are only taken on a device"
+                _check_order(group, self._state.device, output)
 
     def begin_forward(self, of_root: bool) -> None:
         self._compared, self._digests = [], {}
@@ -288,6 +286,6 @@ class StateWrites(WriteThrough):
 
 def install(context: RunContext) -> StateWrites:
     """Check the forwards of ``context``. Returns the object that checks state dicts."""
-    context.forward.edits = checks = DeviceChecks(context)
+    context.edits = checks = DeviceChecks(context)
     context.extend(checks)
     return StateWrites()

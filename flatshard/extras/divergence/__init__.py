@@ -85,7 +85,7 @@ class DivergentUnits(StepExtension):
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 
-    def end_forward(self, failed: bool) -> None:
+    def end_forward(self, output: object, failed: bool) -> None:
         stays = self._state.expects_backward and not failed
         for unit in self._units:
             if failed and unit.is_prefetched:
