@@ -158,6 +158,7 @@ class Communicator(Members):
             control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
             control_group, self.control_device = control_of(control)
         self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
+        self.history = self.host.history
         # ``connect`` may be a collective, so every rank calls ``connect`` of all classes, in the
         # same order.
         found = [kind.connect(self) for kind in transport_kinds()]

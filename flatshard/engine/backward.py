@@ -155,7 +155,7 @@ class Backward:
         self.unshard(unit)
         # Prefetch only now, after this unit's all-gather is complete: a second all-gather would
         # have taken bandwidth from the first.
-        self._prefetch.before_backward(unit)
+        self._prefetch.in_backward(unit, is_over=False)
 
     def unshard(self, unit: Unit) -> None:
         """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
@@ -213,7 +213,9 @@ class Backward:
         """
         if full.grad is None:
             return
-        grad = handle.grad_publish.unreduced.take_back(param, full.grad)
+        grad, unreduced = full.grad, handle.grad_publish.unreduced
+        if unreduced.shown:
+            grad = unreduced.take_back(param, grad)
         # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in
         # place, into a tensor that the gradient buffer may have kept without a copy.
         full.grad = None
@@ -263,7 +265,7 @@ class Backward:
             observer.leave_backward(unit)
         for extension in self._state.extensions:
             extension.between_units()
-        self._prefetch.after_backward(unit)
+        self._prefetch.in_backward(unit, is_over=True)
 
     # ------------------------------------------------------------ the end of backward
 
@@ -329,7 +331,7 @@ class Backward:
             for unit, handle in self._state.handles:
                 if used and unit.sync is Sync.ALL:
                     for param in handle.params:
-                        if used[handle][param.index]:
+                        if param.post_accumulate_hooks and used[handle][param.index]:
                             param.run_hooks()
         finally:
             for _, handle in self._state.handles:

@@ -236,7 +236,8 @@ class Forward:
             return
         state.depth -= 1
         self.saved.pop()
-        self.reshard_touched()
+        if self._touched:
+            self.reshard_touched()
         for observer in self._observers.all:
             observer.leave_forward(unit)
         if self._backward.is_running:  # a recomputed forward: backward continues

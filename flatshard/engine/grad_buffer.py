@@ -242,11 +242,6 @@ class GradientBuffer:
         slots = [self.slots[index] for index in indices]
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
-    def take_intra_reduced(self) -> Tensor | None:
-        """Remove the sum of the ``Sync.INTRA`` reductions from the buffer, and return the sum."""
-        intra_reduced, self.intra_reduced = self.intra_reduced, None
-        return intra_reduced
-
     def drop(self) -> None:
         """Drop all gradients."""
         self._empty()

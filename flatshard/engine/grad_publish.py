@@ -163,15 +163,6 @@ class GradPublish:
 
     # ------------------------------------------------------------ before a backward
 
-    def begin_backward(self) -> None:
-        """Take accumulated gradients back from ``.grad``, to add the next backward's gradients.
-
-        The gradients stay in the gradient buffer; ``.grad`` only showed them to the user.
-        """
-        self._buffer.arrived.clear()
-        if self.unreduced.shown:
-            self.unreduced.take_all_back()
-
     def hold_earlier(self) -> None:
         """Set aside users' hooks, and reduced gradients of earlier backwards, until backward ends.
 

@@ -155,8 +155,7 @@ class FlatParamHandle:
 
     def page_out(self) -> None:
         """Free the memory pages of a shard on disk until the shard is used again."""
-        if not self._targets.shard.is_device:
-            self._targets.shard.page_out(self.flat_param)
+        self._targets.shard.page_out(self.flat_param)
 
     # ------------------------------------------------------------ unshard and reshard
 
@@ -239,7 +238,8 @@ class FlatParamHandle:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
             self._move_to(ShardState.SHARDED)
             self.lingers = not self.is_aliased
-            self.page_out()
+            if not self._targets.shard.is_device:
+                self.page_out()
         # With `though_held=False`, keep memory that views still use: the recomputed forward of
         # activation checkpointing saves views of the buffer without flatshard's saved-tensor hooks.
         # Some ranks may free the buffer now and other ranks later, because freeing needs no
@@ -366,11 +366,6 @@ class FlatParamHandle:
             module._parameters[attribute] = param.held
         if self._rnns:
             self._rebuild_rnns()
-
-    def show_sharded(self) -> None:
-        """Put the sharded parameters into the modules, if the modules may hold full parameters."""
-        if not self.is_aliased:  # if aliased, modules always hold the sharded parameters
-            self.put_back()
 
     def put_back(self) -> None:
         """Put the sharded parameters into the modules, in place of all other parameters."""

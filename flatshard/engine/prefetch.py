@@ -86,13 +86,15 @@ class Prefetch:
     def refresh(self) -> None:
         """Recompute cached sizes and costs after the units' buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # With `AUTO`, all-gathers in backward count as slow if the transport sends in the
-        # background (sockets), unless backward all-gathers in a smaller group (`regather_size`).
-        backward_is_slow = any(
-            unit.topology.intra_group.transport_for().gathers_in_background
-            and unit.placement.regather_size is None
+        # Units whose transport (sockets, for example) sends while this rank computes. With `AUTO`,
+        # all-gathers of such a unit in backward count as slow, unless backward all-gathers in a
+        # smaller group (`regather_size`).
+        self._in_background = {
+            unit
             for unit in self._units
-        )
+            if unit.topology.intra_group.transport_for().gathers_in_background
+        }
+        backward_is_slow = any(unit.placement.regather_size is None for unit in self._in_background)
         # Whether the end of forward keeps the first unit of backward unsharded, and starts the
         # all-gathers of the next units.
         self._begins_in_forward = self._backward is BackwardPrefetch.END_OF_FORWARD or (
@@ -122,25 +124,22 @@ class Prefetch:
         if self._forward and self.recomputes_whole:
             self._start_expected(self.order.next_recomputed(unit.index), "backward")
 
-    def before_backward(self, unit: Unit) -> None:
-        """Start all-gathers of units whose backward is expected after the backward of ``unit``."""
-        if self._backward is not None and self._backward is not BackwardPrefetch.BACKWARD_POST:
-            self._start_expected(self.order.next_backward(unit.index), "backward")
+    def in_backward(self, unit: Unit, *, is_over: bool) -> None:
+        """Start all-gathers of units whose backward is expected after the backward of ``unit``.
 
-    def after_backward(self, unit: Unit) -> None:
-        """With ``BACKWARD_POST``, start the next unit's all-gather after the backward of ``unit``.
-
-        With other settings, the all-gather has started already.
+        ``is_over``: whether the backward of ``unit`` is over. With ``BACKWARD_POST``, only the next
+        unit's all-gather starts, and only then. With other settings, all-gathers start before.
         """
-        if self._backward is BackwardPrefetch.BACKWARD_POST:
-            self._start_expected(self.order.next_backward(unit.index)[:1], "backward")
+        is_post = self._backward is BackwardPrefetch.BACKWARD_POST
+        if self._backward is not None and is_post is is_over:
+            expected = self.order.next_backward(unit.index)
+            self._start_expected(expected[:1] if is_post else expected, "backward")
 
     def _start_expected(self, expected: Sequence[int], purpose: str) -> None:
         """Start the all-gather of the first unit in ``expected``, and of more units if possible."""
-        # If the transport (sockets, for example) sends while this rank computes, prefetch more than
-        # one unit: otherwise the network would be idle from the end of one all-gather to the start
-        # of the next. All prefetched units together may take at most as much memory as the largest
-        # unit.
+        # If the transport sends in the background, prefetch more than one unit: otherwise the
+        # network would be idle from the end of one all-gather to the start of the next. All
+        # prefetched units together may take at most as much memory as the largest unit.
         first = None
         for index in expected:
             unit = self._units[index]
@@ -148,7 +147,7 @@ class Prefetch:
                 continue
             if first is None:
                 first = index
-            elif index != first and not self._fits_ahead(unit):
+            elif index != first and not (unit in self._in_background and self._fits(unit)):
                 return
             # In backward, skip units whose backward has begun. On some ranks, such a unit may still
             # be unsharded, and these ranks would not take part in an all-gather. An optimizer that
@@ -157,14 +156,8 @@ class Prefetch:
                 self._state.start_unshard(unit, purpose)
                 self._prefetched = [*self._under_way(), unit]
 
-    def _fits_ahead(self, unit: Unit) -> bool:
-        """Whether a second or later unit of the predicted order may be prefetched now.
-
-        The transport must send in the background, as sockets do, and all prefetched units must fit
-        into the budget.
-        """
-        if not unit.topology.intra_group.transport_for().gathers_in_background:
-            return False
+    def _fits(self, unit: Unit) -> bool:
+        """Whether the budget has room for ``unit`` besides the units prefetched already."""
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
 
     def _under_way(self) -> list[Unit]:

@@ -141,12 +141,14 @@ class ReduceBucket:
         assert not self.under_way, "the earlier reduction is not finished"
         sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
-            chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
+            buffer, plan, intra_reduced = handle.grad_buffer, handle.reduce_plan, None
+            chunks = buffer.take_chunks()
             if plan.hook is not None:
                 assert sync is Sync.ALL, "a communication hook reduces over all ranks"
                 handle.grad_publish.add(plan.reduce_by_hook(chunks))
                 continue
-            intra_reduced = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
+            if sync is Sync.ALL:
+                intra_reduced, buffer.intra_reduced = buffer.intra_reduced, None
             reduce = GradReduce(
                 plan, chunks, is_intra_only=sync is Sync.INTRA, intra_reduced=intra_reduced
             )

@@ -92,7 +92,10 @@ class RunState:
             everything: whether to all-gather all flat parameters, even for backward.
         """
         with self.observers.span(Kind.STARTING, unit, purpose=purpose):
-            started = unit.unshard(purpose, everything=everything)
+            needs_all = everything or purpose == "forward"
+            handles = unit.handles if needs_all else unit.for_backward
+            # Flat parameters that are unsharded already need no all-gather.
+            started = [handle for handle in handles if handle.unshard(purpose)]
             # Call extensions inside the span: an extension may send messages about this all-gather
             # to other ranks, and reports should count this time as time to start the all-gather.
             for extension in self.extensions:

@@ -267,16 +267,6 @@ class Unit:
 
     # ------------------------------------------------------------ unshard and reshard
 
-    def unshard(self, purpose: str, *, everything: bool = False) -> list[FlatParamHandle]:
-        """Start the all-gathers that ``purpose``, "forward" or "backward", needs. Collective.
-
-        Returns the flat parameters whose all-gather was started. Flat parameters that are already
-        unsharded need no all-gather.
-        """
-        needs_all = everything or purpose == "forward"
-        handles = self.handles if needs_all else self.for_backward
-        return [handle for handle in handles if handle.unshard(purpose)]
-
     def wait_unshard(self) -> None:
         """Wait for the all-gathers; then let the modules hold the unsharded parameters."""
         for handle in self.handles:
@@ -334,7 +324,8 @@ class Unit:
         State: any phase -> IDLE.
         """
         for handle in self.handles:
-            handle.show_sharded()
+            if not handle.is_aliased:  # otherwise, modules always hold the sharded parameters
+                handle.put_back()
         self.enter(Phase.IDLE)
         if moment is not Moment.AFTER_FORWARD:
             self._outstanding_inputs.clear()
@@ -418,7 +409,10 @@ class Unit:
         for handle in self.handles:
             if handle.is_aliased:  # otherwise, `show_unsharded` checks in each forward
                 handle.check_places()
-            handle.grad_publish.begin_backward()
+            handle.grad_buffer.arrived.clear()
+            unreduced = handle.grad_publish.unreduced
+            if unreduced.shown:  # the gradients stay in the buffer, which adds new gradients
+                unreduced.take_all_back()
             if handle.is_aliased:
                 handle.grad_publish.hold_earlier()
 

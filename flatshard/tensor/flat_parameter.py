@@ -361,7 +361,9 @@ class OriginalParam:
         """
         if not self.is_sharded:
             return view_of(chunk, self.span)
-        return FlatShardTensor.in_flat(chunk, self.spec, role=GRADIENT)
+        spec = self.spec
+        local = chunk[spec.start : spec.start + spec.numel]
+        return FlatShardTensor(local, spec, role=GRADIENT, flat=chunk)
 
     def hold_hooks(self) -> None:
         """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.

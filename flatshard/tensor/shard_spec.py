@@ -130,19 +130,20 @@ class ShardSpec:
     offset: int = field(init=False)
     numel: int = field(init=False)
     start: int = field(init=False)
+    # Shape, strides, offset and numel. Element-wise operations can combine two sharded tensors if
+    # their places are equal.
+    place: tuple[tuple[int, ...], tuple[int, ...], int, int] = field(init=False)
+    # The ranks that hold the other elements of the parameter, or of the whole DTensor: the shard
+    # group, and with tensor parallelism also the tensor-parallel groups.
+    comms: tuple[Communicator, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         span, local = self.span, self.local
         self.shape, self.strides, self.order = span.shape, span.strides, span.order
         self.offset, self.numel, self.start = local.offset, local.numel, local.start
-
-    @property
-    def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """Shape, strides, and this rank's range of elements.
-
-        Element-wise operations can combine two sharded tensors if their ``place`` is equal.
-        """
-        return self.shape, self.strides, self.offset, self.numel
+        self.place = self.shape, self.strides, self.offset, self.numel
+        split = self.tensor_parallel
+        self.comms = (self.comm, *(() if split is None else split.comms))
 
     def slice(self, tensor: Tensor) -> Tensor:
         """Return this rank's elements of a full tensor, as a 1-D tensor.
@@ -182,15 +183,6 @@ class ShardSpec:
     @original.setter
     def original(self, original: Any) -> None:
         self._original = weakref.ref(original)
-
-    @property
-    def comms(self) -> tuple[Communicator, ...]:
-        """The shard group, and with tensor parallelism also the tensor-parallel groups.
-
-        The ranks of these groups hold the other elements of the parameter or of the whole DTensor.
-        """
-        beyond = self.tensor_parallel.comms if self.tensor_parallel is not None else ()
-        return (self.comm, *beyond)
 
     @property
     def unsharded_numel(self) -> int:

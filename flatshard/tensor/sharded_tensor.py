@@ -236,24 +236,13 @@ class FlatShardTensor(torch.Tensor):
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def in_flat(
-        cls, flat: Tensor, spec: ShardSpec, role: str, requires_grad: bool = False
-    ) -> FlatShardTensor:
-        """Make a sharded tensor in the memory of ``flat``.
-
-        ``flat``: this rank's chunk of the flat parameter, or the gradient of the chunk,
-        ``(shard_numel,)``.
-        """
-        local = flat[spec.start : spec.start + spec.numel]
-        return cls(local, spec, role=role, flat=flat, requires_grad=requires_grad)
-
-    @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """Make a sharded parameter in the memory of ``flat``.
 
         ``flat``: this rank's chunk of the flat parameter, ``(shard_numel,)``.
         """
-        self = cls.in_flat(flat, spec, "parameter", requires_grad)
+        local = flat[spec.start : spec.start + spec.numel]
+        self = cls(local, spec, role="parameter", flat=flat, requires_grad=requires_grad)
         self._is_param = self.is_parameter = True
         self.origin = Origin(0, is_parameter=True)
         return self

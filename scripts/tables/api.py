@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
 ROW = re.compile(r"^\| `([\w.]+)(?:\(\))?` \|")
 INTERNAL = {
-    *("changes_nothing", "describe", "described", "extra_repr", "in_flat", "is_alike", "is_on"),
+    *("changes_nothing", "describe", "described", "extra_repr", "is_alike", "is_on"),
     *("parameter", "params", "placement", "refuse", "takes_params"),
     # Methods of torch's classes, which mean the same here.
     *("data", "data_ptr", "grad", "named_children", "named_modules"),

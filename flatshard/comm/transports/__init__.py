@@ -42,12 +42,8 @@ class Members:
     reduce_group: dist.ProcessGroup
     host: HostExchange  # exchanges small values between the ranks
     options: TransportOptions
+    history: History  # record of the collectives that this rank has begun in the group
     is_gloo: bool  # whether gloo is the backend for tensors in host memory
-
-    @property
-    def history(self) -> History:
-        """Record of the collectives that this rank has begun in the group."""
-        return self.host.history
 
     @cached_property
     def size(self) -> int:

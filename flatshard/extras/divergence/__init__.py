@@ -94,7 +94,8 @@ class DivergentUnits(StepExtension):
                 # Finish the all-gather even if no forward used the unit on this rank: the other
                 # ranks do not write their shards until this rank has read the shards.
                 handle.wait_unshard()
-                handle.show_sharded()
+                if not handle.is_aliased:
+                    handle.put_back()
                 if stays:
                     handle.snapshot()
             if stays:
