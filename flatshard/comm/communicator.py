@@ -37,7 +37,6 @@ from flatshard.comm.process_groups import (
     ranks_text,
 )
 from flatshard.comm.transports import (
-    BufferRequest,
     Gather,
     LocalTransport,
     Members,
@@ -47,7 +46,6 @@ from flatshard.comm.transports import (
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.comm.transports.sockets import SocketTransport
 from flatshard.comm.work import AsyncWork, named
-from flatshard.memory.buffers import BufferMemory
 from flatshard.options.extras import default_extra
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.module_tree import unit_text
@@ -211,10 +209,6 @@ class Communicator(Members):
         # The tensor's size does not matter for the choice: no transport is faster than another for
         # small tensors but slower for large tensors (1 MB takes 0.4 ms with each transport).
         return next(one for one in self.transports if one.accepts(device, tag))
-
-    def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        """Return memory for an unsharded buffer, of the kind that the buffer's transport needs."""
-        return self.transport_for(request.device, request.tag).allocate_unsharded(request)
 
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.

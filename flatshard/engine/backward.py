@@ -318,7 +318,7 @@ class Backward:
             raise edited(agreed.edited[0].name)
         for unit, handle in self._state.handles:
             if unit.sync is Sync.ALL:
-                handle.publish(agreed.used[handle])
+                handle.grad_publish.publish(agreed.used[handle])
             elif unit.sync is Sync.INTRA:
                 handle.grad_buffer.mark_used(agreed.used[handle])
         for extension in self._state.extensions:

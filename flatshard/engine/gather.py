@@ -104,7 +104,8 @@ class ParamGather:
             return ShardItself(shard)
         target = self._targets.shard if self.reads_shard else None
         request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], target)
-        return self._topology.intra_group.allocate_unsharded(request)
+        transport = self._topology.intra_group.transport_for(self._device, self.tags[0])
+        return transport.allocate_unsharded(request)
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
         """Start the all-gather into the buffer of ``memory``. Collective: all ranks of the group.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.work import RunLink
-from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.engine.grad_buffer import GradientBuffer, Sync
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.memory.offload_target import OffloadTarget, beside, copy_stream
 from flatshard.precision import get_grad, set_grad
@@ -182,7 +182,7 @@ class GradPublish:
     @property
     def holds_gradients(self) -> bool:
         """Whether a backward that fails would lose accumulated or earlier gradients."""
-        return bool(self._buffer.accumulated or self._earlier_grads)
+        return self._buffer.waits_for(Sync.ALL) or bool(self._earlier_grads)
 
     # ------------------------------------------------------------ reduced gradients
 

@@ -191,7 +191,11 @@ class GradReduce:
         self._read_on_side_stream: list[object] = []
         with torch.no_grad():
             if intra_group.size > 1:
-                self._out = self._new_intra_part(chunks)
+                is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
+                self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
+                if chunks.ranges != [(0, chunks.numel)]:
+                    # No chunk covers the padding, so the reduce-scatter does not write to it.
+                    plan.zero_padding(self._out, intra_group.rank)
                 self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
             else:
                 (self._out,) = chunks.tensors
@@ -212,16 +216,6 @@ class GradReduce:
                 self._cross_behind(chunks)
             elif intra_group.size == 1:  # there is no first stage to wait for
                 self.cross()
-
-    def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
-        """Allocate memory for this rank's result of the first stage, with zeros in the padding."""
-        plan, intra_group = self._plan, self._plan.topology.intra_group
-        is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
-        part = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
-        if chunks.ranges != [(0, chunks.numel)]:
-            # No chunk covers the padding, so the reduce-scatter does not write to the padding.
-            plan.zero_padding(part, intra_group.rank)
-        return part
 
     def _reduce_scatter(
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"

@@ -94,7 +94,7 @@ class FlatParamHandle:
         self.grad_buffer = self._plan_gradients(plan.dtype)
         target = self._targets.gradient
         self.grad_publish = GradPublish(self.params, self.grad_buffer, target, self.link)
-        # The last reduction that backward started. None after the gradients are published.
+        # The last reduction that backward started. None: no reduction was started yet.
         self.grad_reduce: GradReduce | None = None
         self.adopt(shard)
 
@@ -423,14 +423,6 @@ class FlatParamHandle:
     @property
     def is_reducing(self) -> bool:
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
-
-    def publish(self, used: Sequence[bool]) -> None:
-        """Put the reduced gradients into ``.grad`` of the parameters that any rank used.
-
-        ``used`` has a flag for each original parameter.
-        """
-        self.grad_reduce = None
-        self.grad_publish.publish(used)
 
     def drop_gradients(self) -> None:
         """Drop unpublished gradients, after a failed backward."""

@@ -79,8 +79,8 @@ class Prefetch:
         self.recomputes_whole = False
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        # Units whose all-gather was started by a prefetch. Some of these units may have run since;
-        # `_under_way` leaves these units out.
+        # Units in `_in_background` whose all-gather was started by a prefetch. Some of these units
+        # may have run since; `_under_way` leaves these units out.
         self._prefetched: list[Unit] = []
 
     def refresh(self) -> None:
@@ -154,7 +154,8 @@ class Prefetch:
             # steps in backward may also have updated the unit already.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
-                self._prefetched = [*self._under_way(), unit]
+                if unit in self._in_background:
+                    self._prefetched = [*self._under_way(), unit]
 
     def _fits(self, unit: Unit) -> bool:
         """Whether the budget has room for ``unit`` besides the units prefetched already."""

@@ -14,7 +14,6 @@ the end of backward.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -215,8 +214,6 @@ class ReduceQueue:
         # bucket to the number of further backwards for which the bucket is treated as uneven.
         self._uneven: dict[int, int] = {}
         self._in_flight: list[ReduceBucket] = []
-        # For each unit, the number of buckets that are not reduced yet in this backward.
-        self._num_unreduced: Counter[Unit] = Counter()
         self._must_wait = False  # whether all reductions start at the end of backward
 
         # Units that a user's communication hook reduces in this backward.
@@ -239,23 +236,20 @@ class ReduceQueue:
         self.max_bytes_in_flight = 2 * max(sizes, default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
-        """Reset the queue for a new backward, and count the buckets that the backward reduces.
+        """Reset the queue for a new backward.
 
         ``must_wait``: whether all reductions start only at the end of backward (see
         ``Backward._may_reduce_early``).
         """
         self._must_wait = must_wait
         self._order.begin_backward()
-        self._num_unreduced.clear()
         self._hooked_units.clear()
         self._num_agreed = 0
         for bucket in self.buckets:
             if not bucket.to_reduce:
                 # This backward does not reduce the bucket, so later buckets must not wait for it.
                 self._order.ready(bucket.index)
-                continue
-            self._num_unreduced[bucket.unit] += 1
-            if any(handle.reduce_plan.hook is not None for handle in bucket.to_reduce):
+            elif any(handle.reduce_plan.hook is not None for handle in bucket.to_reduce):
                 self._hooked_units.add(bucket.unit)
         self.asks_hooks = bool(self._hooked_units)
 
@@ -307,13 +301,11 @@ class ReduceQueue:
         if bucket.under_way:
             self._in_flight.append(bucket)
         else:  # a communication hook has reduced the bucket already
-            self._note_reduced(bucket.unit)
+            self._tell_reduced(bucket)
 
-    def _note_reduced(self, unit: Unit) -> None:
-        self._num_unreduced[unit] -= 1
-        if self._num_unreduced[unit] == 0:
-            for extension in self._state.extensions:
-                extension.reduced(unit)
+    def _tell_reduced(self, bucket: ReduceBucket) -> None:
+        for extension in self._state.extensions:
+            extension.reduced(bucket.unit)
 
     def _finish_old(self) -> None:
         """Finish the reductions that are over.
@@ -332,21 +324,18 @@ class ReduceQueue:
             bucket = self._in_flight[0]
             if not bucket.is_reduced():
                 bytes_in_flight = sum([one.bytes_in_flight for one in self._in_flight])
-                over = bytes_in_flight > self.max_bytes_in_flight
-                if not (over and self._wait_until_reduced(bucket)):
+                # A peer that lacks a gradient of this bucket starts the reduction only at the end
+                # of its backward, and then a wait would run into its time limit. This is likely if
+                # some peer lacked a gradient of the bucket lately, or if some ranks compute no
+                # gradients at all (`join`). So do not wait in these cases.
+                is_late = self._state.lacks_ranks or bucket.index in self._uneven
+                if bytes_in_flight <= self.max_bytes_in_flight or is_late:
                     return
+                with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                    if not bucket.wait_until_reduced():
+                        return
             self._finish_first()
-            self._note_reduced(bucket.unit)
-
-    def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
-        # A peer that lacks a gradient of this bucket starts the reduction only at the end of its
-        # backward, and then the wait would run into its time limit. This is likely if some peer
-        # lacked a gradient of the bucket lately, or if some ranks compute no gradients at all
-        # (`join`). So do not wait in these cases.
-        if self._state.lacks_ranks or bucket.index in self._uneven:
-            return False
-        with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-            return bucket.wait_until_reduced()
+            self._tell_reduced(bucket)
 
     def _finish_first(self) -> None:
         bucket = self._in_flight.pop(0)

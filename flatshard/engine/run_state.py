@@ -80,7 +80,14 @@ class RunState:
     def plan_syncs(self) -> None:
         """Set how the backward of the forward that begins now reduces each unit's gradients."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
-            unit.plan_sync(sync)
+            unit.sync = sync
+            if sync is Sync.INTRA:
+                # If there is no other group to reduce across, this is the same as `ALL`. If the
+                # intra group has one rank, this is the same as `NONE`.
+                if unit.topology.across.size == 1:
+                    unit.sync = Sync.ALL
+                elif unit.topology.intra_group.size == 1:
+                    unit.sync = Sync.NONE
         self.accumulates = self.under_no_sync
 
     def start_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:

@@ -61,11 +61,11 @@ class SavedTensors:
 
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
-        # For each storage of an unsharded buffer, the unit and the flat parameter's handle. The
-        # storage's address is a valid key, because a buffer keeps its storage object: freeing the
-        # buffer only resizes the storage to zero bytes.
+        # For each storage of an unsharded buffer: the unit, the flat parameter's handle, and
+        # `Unit.copies_saved`. The storage's address is a valid key, because a buffer keeps its
+        # storage object: freeing the buffer only resizes the storage to zero bytes.
         self._owners = {
-            handle.buffer.untyped_storage()._cdata: (unit, handle)
+            handle.buffer.untyped_storage()._cdata: (unit, handle, unit.copies_saved(handle))
             for unit, handle in handles
             if handle.buffer_bytes
         }
@@ -74,7 +74,7 @@ class SavedTensors:
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._usual_pair = self._pair(None)
 
-    def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
+    def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle, bool] | None:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
         if type(plain) not in _PLAIN or plain.layout is not torch.strided:
             return None
@@ -134,11 +134,11 @@ class SavedTensors:
                 return outer_pack(tensor)
             if type(tensor) not in _PLAIN:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
-            unit, handle = found
+            unit, handle, copies = found
             # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
             # another dtype, or a lazily conjugated or negated view.
             reinterprets = tensor.dtype != handle.buffer.dtype
-            if reinterprets or tensor.is_conj() or tensor.is_neg() or unit.copies_saved(handle):
+            if reinterprets or tensor.is_conj() or tensor.is_neg() or copies:
                 return outer_pack(tensor.clone())  # rare, so the memory of the copies is small
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
             return SavedView(unit, handle, size, stride, int(offset), handle.version)

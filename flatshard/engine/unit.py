@@ -197,19 +197,6 @@ class Unit:
             h: sum([p.full.requires_grad for p in h.params]) for h in self.handles
         }
 
-    def plan_sync(self, wanted: Sync) -> None:
-        """Set ``sync`` to ``wanted``, or to a value with the same effect.
-
-        ``INTRA`` is the same as ``ALL`` if there is no other group to reduce across, and the same
-        as ``NONE`` if the intra group has one rank.
-        """
-        if wanted is Sync.INTRA:
-            if self.topology.across.size == 1:
-                wanted = Sync.ALL
-            elif self.topology.intra_group.size == 1:
-                wanted = Sync.NONE
-        self.sync = wanted
-
     @property
     def buffer_bytes(self) -> int:
         return sum(handle.buffer_bytes for handle in self.handles)
@@ -262,8 +249,7 @@ class Unit:
 
     @property
     def _is_sticky(self) -> bool:
-        version = self._sticky_version
-        return version >= 0 and version == sum(handle.version for handle in self.handles)
+        return self._sticky_version == sum(handle.version for handle in self.handles)
 
     # ------------------------------------------------------------ unshard and reshard
 
@@ -280,7 +266,8 @@ class Unit:
         """Decide whether to free the unsharded buffer of ``handle``. Only this method decides."""
         if moment is Moment.STEP_LEFT:
             return Fate.FREE
-        if self._is_sticky:  # the graph of a create_graph backward may read the buffer
+        # After a backward with create_graph, later nodes of the graph may read the buffer.
+        if self._sticky_version >= 0 and self._is_sticky:
             return Fate.SNAPSHOT
         shows_shards = handle.memory.shows_shards
         if moment is not Moment.AFTER_FORWARD:

@@ -163,8 +163,9 @@ class RootChecks(RootModule):
         root = self._root
         if self.writes.lost:
             self.writes.raise_lost()
-        if root.context.device is not None:
-            _check_not_captured(root.context.device)
+        device = root.context.device
+        if device is not None and device.type == "cuda":
+            _check_not_captured(device)
         # Checking all modules takes long, so check only if a module or parameter was assigned.
         if self._num_registered != _num_registered:
             self._check_all_owned()
@@ -222,7 +223,7 @@ def _check_not_captured(device: torch.device) -> None:
     # Replays of a CUDA graph repeat kernels, but not the Python code that starts all-gathers and
     # reductions. Ask torch only about the current device: a question about another device would
     # make torch initialise the other device.
-    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
+    is_current = torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
@@ -251,7 +252,7 @@ def plan_backward(model: nn.Module, *, reduces: bool) -> None:
     """Make the next backward reduce or accumulate gradients, even if forward planned otherwise."""
     for sharding in shardings_in(model, nested=False):
         for unit in sharding.context.units:
-            unit.plan_sync(Sync.ALL if reduces else Sync.NONE)
+            unit.sync = Sync.ALL if reduces else Sync.NONE
         sharding.context.accumulates = not reduces
 
 

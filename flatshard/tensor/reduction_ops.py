@@ -127,7 +127,19 @@ def _sharded_norms(
     # complex numbers (order 0). A norm depends only on absolute values, so it stays the same.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
-    local = _local_norms(parts, order, device, dtype)
+    # If this rank holds no elements of a tensor, its norm must not change the reduction over the
+    # ranks. So its norm is 0. For negative orders its norm is infinity, which changes neither a sum
+    # of powers nor a minimum.
+    nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
+    found = dict.fromkeys(range(len(parts)), nothing)
+    for kind in {part.dtype for part in parts}:
+        some = {i: p for i, p in enumerate(parts) if p.dtype == kind and p.numel() > 0}
+        sums = dtype or _sum_dtype(kind)
+        # Do not call the foreach kernel with an empty list, which torch rejects.
+        norms = torch._foreach_norm([*some.values()], order, sums) if some else []
+        found.update(zip(some, (norm.to(device) for norm in norms), strict=True))
+    # Use float64, because powers of the norms are added: the square of 1e20 would overflow float32.
+    local = torch.stack([*found.values()]).to(torch.float64)
     return joined_norms(local, order, comms, _name_of_norms(tensors, order))
 
 
@@ -149,24 +161,6 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
         return f"norm of order {order:g} of {first}"
     which = zlib.crc32(", ".join(f"{one.role} {one.spec.name}" for one in tensors).encode())
     return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, set {which:08x}"
-
-
-def _local_norms(
-    parts: list[Tensor], order: float, device: torch.device, dtype: torch.dtype | None
-) -> Tensor:
-    # If this rank holds no elements of a tensor, its norm must not change the reduction over the
-    # ranks. So its norm is 0. For negative orders its norm is infinity, which changes neither a sum
-    # of powers nor a minimum.
-    nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
-    found = dict.fromkeys(range(len(parts)), nothing)
-    for kind in {part.dtype for part in parts}:
-        some = {i: p for i, p in enumerate(parts) if p.dtype == kind and p.numel() > 0}
-        sums = dtype or _sum_dtype(kind)
-        # Do not call the foreach kernel with an empty list, which torch rejects.
-        local = torch._foreach_norm([*some.values()], order, sums) if some else []
-        found.update(zip(some, (norm.to(device) for norm in local), strict=True))
-    # Use float64, because powers of the norms are added: the square of 1e20 would overflow float32.
-    return torch.stack([*found.values()]).to(torch.float64)
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

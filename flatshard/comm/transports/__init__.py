@@ -246,18 +246,6 @@ class Gather(NamedTuple):
     # all-gather in the order of their reductions, not in the order of their other all-gathers.
     reduced: bool = False
 
-    @property
-    def what(self) -> str:
-        """Description of the all-gather, which ranks compare to notice different all-gathers.
-
-        "" for the second half of an all-reduce, whose order is that of the reductions.
-        """
-        # The purpose is not part of the description: if one rank unshards a unit for forward and
-        # another rank unshards the same unit for backward, both take part in the same all-gather.
-        if self.reduced:
-            return ""
-        return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
-
 
 class ReduceScatter(NamedTuple):
     """Arguments of a reduce-scatter: each rank gets the average of one shard of the gradients."""

@@ -51,9 +51,16 @@ class NativeTransport(Transport):
         return device.type == "cuda" and "cuda" not in self._on_gloo
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
-        shard, out, what = request.shard, request.out, request.what
+        shard, out, what = request.shard, request.out, ""
         is_gloo = shard.device.type in self._on_gloo
-        group = self._members.reduce_group if request.reduced else self._members.gather_group
+        group = self._members.reduce_group
+        if not request.reduced:
+            group = self._members.gather_group
+            # Ranks compare this description, to notice different all-gathers. The purpose is not
+            # part of the description: if one rank unshards a unit for forward and another rank
+            # unshards the same unit for backward, both take part in the same all-gather.
+            unit = request.unit_fqn or "the root unit"
+            what = f"all-gather of {unit!r}, flat parameter {request.tag}"
         if is_gloo:
             self._members.announce(what)
         need = self._members.begin(group, what=what)

@@ -85,7 +85,8 @@ class SteppedInBackward(StepExtension):
         self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
-        self._reduced: list[Unit] = []  # units whose gradients are reduced and not stepped yet
+        # Units with reduced gradients that are not stepped yet, perhaps not all reduced.
+        self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
 
@@ -187,7 +188,7 @@ class SteppedInBackward(StepExtension):
 
     def reduced(self, unit: Unit) -> None:
         if unit.index in self._parts:
-            self._reduced.append(unit)
+            self._reduced[unit] = None
 
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more.
@@ -199,10 +200,10 @@ class SteppedInBackward(StepExtension):
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
-            self._reduced.remove(unit)
+            del self._reduced[unit]
             for handle in unit.handles:
                 used = set(handle.grad_buffer.used_by_rank)
-                handle.publish([index in used for index in range(len(handle.params))])
+                handle.grad_publish.publish([n in used for n in range(len(handle.params))])
                 # `publish` has cleared `used_by_rank`. Restore the value: at the end of backward,
                 # this rank sends the value to all ranks.
                 handle.grad_buffer.used_by_rank |= used
@@ -285,7 +286,7 @@ class SteppedInBackward(StepExtension):
     def _drop_failed(self) -> None:
         """Forget a backward that has failed; warn if the backward has stepped some units."""
         num_stepped, num_units = len(self._stepped), len(self._parts)
-        self._parts, self._reduced, self._stepped = {}, [], set()
+        self._parts, self._reduced, self._stepped = {}, {}, set()
         if num_stepped and num_units:
             warnings.warn(
                 f"a backward failed after step_in_backward() had stepped {num_stepped} of "
