@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.extras.plan.hardware import Device, Machine, calibrate
 from flatshard.extras.plan.models import Llama, Step, language_step
-from flatshard.extras.plan.planning import TracedModel, planned_flats
+from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.extras.plan.trace import checkpoint_blocks
 from flatshard.memory import mapped_files
@@ -311,14 +311,13 @@ def predict(case: Case, machine: Machine | None = None) -> Outcome:
     traced = TracedModel.of(
         kind.build,
         kind.step(case.batch),
-        policy=policy,
-        precision=PRECISIONS[case.precision],
         checkpoint=case.checkpoint,
         on_gpu=False,
+        auto_wrap_policy=policy,
+        mixed_precision=PRECISIONS[case.precision],
     )
-    flats, names = planned_flats(
-        traced,
-        world_size=case.world,
+    flats = traced.flats(
+        case.world,
         sharding_strategy=case.strategy,
         ranks_per_node=2,
         optimizer_bytes=STATE_BYTES[case.optimizer],
@@ -330,15 +329,7 @@ def predict(case: Case, machine: Machine | None = None) -> Outcome:
         # sockets.
         transport = "native" if case.collectives == "native" else "sockets"
         machine = Machine(device, 2, 1e9, 1e9, transport=transport)
-    replay = Replay(
-        traced.trace,
-        flats,
-        names,
-        machine,
-        buffer_bytes=traced.buffer_bytes,
-        accumulate=case.accumulate,
-    )
-    return replay.run()
+    return Replay(traced.trace, flats, machine, case.accumulate).run()
 
 
 # ------------------------------------------------------------------------------------ measurement

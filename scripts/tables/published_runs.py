@@ -30,7 +30,8 @@ from published.rows import COLUMNS, Run, read_row
 
 from flatshard import MixedPrecision
 from flatshard.extras.plan.fusion import compiled
-from flatshard.extras.plan.planning import TracedModel, planned_flats
+from flatshard.extras.plan.planning import TracedModel
+from flatshard.extras.plan.shards import plan_flats
 from flatshard.extras.plan.trace import Alloc, CannotTraceError, Free, Mark, StepTrace
 from flatshard.wrap import ModuleWrapPolicy
 
@@ -56,8 +57,10 @@ def traced(
     found = TracedModel.of(
         partial(_build, shallow, stored),
         partial(step, form, batch),
-        policy=ModuleWrapPolicy({Block, Embedding, Head} if form.root_is_split else {Block}),
-        precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
+        auto_wrap_policy=ModuleWrapPolicy(
+            {Block, Embedding, Head} if form.root_is_split else {Block}
+        ),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
         coalesce_bytes=0,  # FSDP does not join small units
     )
     if form.layers > shallow.layers:
@@ -66,9 +69,7 @@ def traced(
             found.model = _build(form, stored)
         found.trace = repeated(found.trace, before, _units(found), form.layers // period, period)
     if compiles:
-        found.trace = compiled(
-            found.trace, [i for i, name in enumerate(_units(found).names) if name]
-        )
+        found.trace = compiled(found.trace, [i for i, name in enumerate(found.trace.names) if name])
     return found
 
 
@@ -80,25 +81,18 @@ def _build(form: Form, stored: torch.dtype) -> Decoder:
 
 
 def _units(found: TracedModel) -> Units:
-    flats, names = planned_flats(found, world_size=1)
-    return Units(names, [one.unit for one in flats])
+    plan, flats = plan_flats(found.model, world_size=1, **found.keywords)
+    return Units([unit.name for unit in plan.units], [one.unit for one in flats])
 
 
 @cache
 def predict(run: Run) -> dict[str, Any]:
     found = traced(run.form, run.batch, run.is_compiled, run.stored, run.reduce_dtype)
-    flats, names = planned_flats(found, world_size=run.shards)
+    flats = found.flats(run.shards)
     if run.replicas > 1:
         for flat in flats:
             flat.replicas = run.replicas
-    played = Fsdp2Replay(
-        run,
-        found.trace,
-        flats,
-        names,
-        run.machine,
-        buffer_bytes=found.buffer_bytes,
-    )
+    played = Fsdp2Replay(run, found.trace, flats, run.machine)
     outcome = played.run(steps=2)  # all later steps equal the second step
     once = outcome.seconds - played.step_seconds
     backwards = run.accumulate
@@ -108,7 +102,7 @@ def predict(run: Run) -> dict[str, Any]:
         # in memory. A stage's gradients add up without sharding until its last microbatch.
         idle = (run.pipeline_ranks - 1) / run.pipeline_stages
         backwards = run.microbatches + idle
-        last = max(i for i, name in enumerate(names) if name.startswith("blocks"))
+        last = max(i for i, name in enumerate(found.trace.names) if name.startswith("blocks"))
         more = (run.microbatches - 1) * saved_bytes(found.trace, last)
         more += sum(one.whole_gradient_bytes for one in flats) / run.pipeline_stages
     return {

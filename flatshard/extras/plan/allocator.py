@@ -26,51 +26,42 @@ class Place(NamedTuple):
 
 
 class Pool:
-    """The blocks of one stream, either all small or all large.
+    """The blocks of one stream, either all small or all large, in one segment.
 
-    ``page``: number of bytes. An expandable segment grows by multiples of ``page``. Without
-    expandable segments, a new segment has ``page`` bytes, or, if the block has at least 10 MB,
-    the size of the block.
+    ``page``: the segment grows by multiples of this number of bytes.
     """
 
-    def __init__(self, page: int, *, expandable: bool) -> None:
-        self._page, self._expandable = page, expandable
+    min_rest = 1  # minimum number of bytes that a block is split off for
+
+    def __init__(self, page: int) -> None:
+        self._page = page
         self.reserved_bytes = 0
-        self._end = 0  # first address that no segment has used
         self._free: list[tuple[int, int]] = []  # start and size of each free block, by start
 
     def allocate(self, nbytes: int) -> Place:
         fits = [(size, start) for start, size in self._free if size >= nbytes]
-        size, start = min(fits) if fits else self._grow(nbytes)
-        place = bisect_left(self._free, (start, size))
-        del self._free[place]
-        # Without expandable segments, the allocator splits a large block only if more than
-        # `_SMALL_BYTES` would remain.
-        least = 0 if self._expandable or self._page == _SMALL_PAGE else _SMALL_BYTES
-        if size - nbytes > least:
-            self._free.insert(place, (start + nbytes, size - nbytes))
+        if fits:
+            size, start = min(fits)
+            self._free.remove((start, size))
+        else:
+            start, size = self.grow(nbytes)
+        if size - nbytes >= self.min_rest:
+            insort(self._free, (start + nbytes, size - nbytes))
             size = nbytes
         return Place(self, start, size)
 
-    def _grow(self, nbytes: int) -> tuple[int, int]:
-        """Reserve memory for a block of ``nbytes``. Returns size and start of a free block."""
-        start = self._end
-        if not self._expandable:
-            is_large = self._page > _SMALL_PAGE and nbytes >= _LARGE_PAGE // 2
-            size = -(-nbytes // _SMALL_PAGE) * _SMALL_PAGE if is_large else self._page
-            self._end += size + 1  # leave a gap: `free` must not join blocks of two segments
-            self.reserved_bytes += size
-        else:
-            if self._free and sum(self._free[-1]) == start:
-                start = self._free.pop()[0]
-            self._end += -(-(start + nbytes - self._end) // self._page) * self._page
-            size, self.reserved_bytes = self._end - start, self._end
-        self._free.append((start, size))
-        return size, start
+    def grow(self, nbytes: int) -> tuple[int, int]:
+        """Reserve memory for a block of ``nbytes``. Returns start and size of a new block."""
+        start = self.reserved_bytes
+        if self._free and sum(self._free[-1]) == start:
+            start = self._free.pop()[0]
+        missing = start + nbytes - self.reserved_bytes
+        self.reserved_bytes += -(-missing // self._page) * self._page
+        return start, self.reserved_bytes - start
 
     def free(self, start: int, nbytes: int) -> None:
-        insort(self._free, (start, nbytes))
         place = bisect_left(self._free, (start, nbytes))
+        self._free.insert(place, (start, nbytes))
         # Join the block with the free blocks after it and before it.
         for index in (place, place - 1):
             if 0 <= index < len(self._free) - 1:
@@ -82,20 +73,15 @@ class Pool:
 class CachingAllocator:
     """Allocates blocks, and counts the memory that is reserved for the blocks."""
 
-    def __init__(self, *, expandable: bool = True) -> None:
-        self._expandable = expandable
+    def __init__(self, pool: type[Pool] = Pool) -> None:
+        self._make_pool = pool
         self._pools: dict[tuple[str, bool], Pool] = {}
 
     def allocate(self, nbytes: int, stream: str) -> Place:
-        is_small = nbytes <= _SMALL_BYTES
-        pool = self._pools.get((stream, is_small))
-        if pool is None:
-            page = _SMALL_PAGE if is_small else _LARGE_PAGE
-            pool = self._pools[stream, is_small] = Pool(page, expandable=self._expandable)
-        return pool.allocate(max(_ROUND, -(-nbytes // _ROUND) * _ROUND))
-
-    def free(self, place: Place) -> None:
-        place.pool.free(place.start, place.nbytes)
+        key = stream, nbytes <= _SMALL_BYTES
+        if key not in self._pools:
+            self._pools[key] = self._make_pool(_SMALL_PAGE if key[1] else _LARGE_PAGE)
+        return self._pools[key].allocate(max(_ROUND, -(-nbytes // _ROUND) * _ROUND))
 
     @property
     def reserved_bytes(self) -> int:

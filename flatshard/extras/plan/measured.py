@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from flatshard.extras.plan.hardware import Machine, device_of, show
 from flatshard.extras.plan.models import Step
-from flatshard.extras.plan.planning import TracedModel, planned_flats
+from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.memory.buffers import storage_bytes
 from flatshard.module.sharding import Sharding, units_in
@@ -68,19 +68,18 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
     traced = TracedModel.of(
         lambda: bare.copy(wrapped.module),
         step,
-        policy=CustomPolicy(lambda module: bare.originals.get(id(module)) in chosen),
-        precision=settings.precision,
         on_gpu=kind == "cuda",
         device=settings.device,
+        auto_wrap_policy=CustomPolicy(lambda module: bare.originals.get(id(module)) in chosen),
+        mixed_precision=settings.precision,
     )
     measured = _measure(sharding, optimizer)
     held = measured.get("optimizer")
     handles = [handle for unit in units for handle in unit.handles]
     trained = sum(h.layout.shard_numel for h in handles if h.params[0].requires_grad)
     placement = settings.placement
-    flats, names = planned_flats(
-        traced,
-        world_size=ranks.world.size,
+    flats = traced.flats(
+        ranks.world.size,
         # The optimizer has no state before its first step. Until then, count two tensors per
         # parameter: AdamW keeps two.
         optimizer_bytes=held / trained if held and trained else None,
@@ -91,12 +90,9 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
     in_background = sharding.unit.topology.intra_group.transport_for().gathers_in_background
     on_cpu = "sockets" if in_background else "native"
     machine = Machine(device_of(kind), transport="nccl" if kind == "cuda" else on_cpu)
-    replay = Replay(traced.trace, flats, names, machine, buffer_bytes=traced.buffer_bytes)
-    outcome = replay.run()
+    outcome = Replay(traced.trace, flats, machine).run()
     predicted = {
-        "parameters": sum(flat.parameter_bytes for flat in flats),
-        "gradients": sum(flat.gradient_bytes for flat in flats),
-        "optimizer": sum(flat.optimizer_bytes for flat in flats),
+        **outcome.persistent,
         "unsharded": max(held.get("unsharded", 0) for _, held in outcome.timeline),
         "peak": outcome.peak_bytes,
     }

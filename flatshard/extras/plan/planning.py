@@ -15,20 +15,17 @@ from flatshard.extras.plan.fusion import compiled
 from flatshard.extras.plan.hardware import DEVICES, Machine, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.replay import Replay
-from flatshard.extras.plan.shards import FlatMemory, Held, flat_memories, plan_units
+from flatshard.extras.plan.shards import FlatMemory, Held, plan_flats
 from flatshard.extras.plan.trace import (
     Checkpointing,
-    Event,
     Mark,
     StepTrace,
     checkpoint_blocks,
     faked,
     trace,
 )
-from flatshard.module.model_plan import ModelPlan
+from flatshard.module.model_plan import PlannedUnit
 from flatshard.module.unit_report import tabulate
-from flatshard.options.precision import MixedPrecision
-from flatshard.units.policies import Policy
 
 _CPU = torch.device("cpu")
 _ROWS = 24  # maximum number of rows in a table; if there are more, the middle is left out
@@ -40,17 +37,15 @@ class TracedModel:
 
     Attributes:
         model: the unwrapped model, on the meta device.
-        keywords: keywords of ``plan_units``: the policy, the mixed precision, ``coalesce_bytes``.
+        keywords: keywords of ``plan_flats``: the policy, the mixed precision, ``coalesce_bytes``.
         trace: the trace of the step. The trace refers to units and flat parameters by number, in
-            the order of ``planned_flats``.
-        buffer_bytes: bytes of the model's buffers.
+            the order of ``flats``.
         container: name of the module that contains the repeated blocks; empty if no module does.
     """
 
     model: nn.Module
     keywords: dict[str, Any]
     trace: StepTrace
-    buffer_bytes: int
     container: str
 
     @classmethod
@@ -59,30 +54,23 @@ class TracedModel:
         build: Callable[[], Any],
         step: Step,
         *,
-        policy: Policy | None,
-        precision: MixedPrecision,
         checkpoint: Checkpointing = "none",
         compiles: bool = False,
         on_gpu: bool = True,
         device: torch.device = _CPU,
-        coalesce_bytes: int | None = None,
+        **keywords: Any,
     ) -> TracedModel:
-        """Build a model on the meta device, and trace one step."""
+        """Build a model on the meta device, and trace one step.
+
+        ``keywords``: keywords of ``plan_flats`` that do not depend on the number of ranks.
+        """
         with torch.device("meta"):
             made = build()
         model, step = made if isinstance(made, tuple) else (made, step)
-        keywords: dict[str, Any] = {
-            "auto_wrap_policy": policy,
-            "mixed_precision": precision,
-            "coalesce_bytes": coalesce_bytes,
-        }
-        plan = plan_units(model, world_size=1, **keywords)
-        flats = flat_memories(plan, 1)
+        plan, flats = plan_flats(model, world_size=1, **keywords)
         casts = plan.precision
         dtypes: dict[Tensor, torch.dtype] = {
-            param: casts.of_param(param, precision).unsharded_dtype(param.dtype)
-            for flat in flats
-            for param in flat.params
+            param: flat.compute_dtype for flat in flats for param in flat.params
         }
         casts.install()
         members = [
@@ -96,11 +84,16 @@ class TracedModel:
             flat_index = {
                 fakes[param]: index for index, flat in enumerate(flats) for param in flat.params
             }
-            buffer_bytes = sum(one.nbytes for one in {*model.buffers()})
             found = trace(model, step, members, flat_index, mode, on_gpu=on_gpu)
+        found.names = [unit.name for unit in plan.units]
+        found.buffer_bytes = _buffer_bytes(model)
         if compiles:
-            found = compiled(found, [i for i, unit in enumerate(plan.units) if unit.name])
-        return cls(model, keywords, found, buffer_bytes, container)
+            found = compiled(found, [i for i, name in enumerate(found.names) if name])
+        return cls(model, keywords, found, container)
+
+    def flats(self, world_size: int, **keywords: Any) -> list[FlatMemory]:
+        """Return the flat parameters. ``keywords``: more keywords of ``plan_flats``."""
+        return plan_flats(self.model, world_size=world_size, **self.keywords, **keywords)[1]
 
 
 def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
@@ -120,16 +113,9 @@ def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return best
 
 
-def planned_flats(
-    traced: TracedModel, *, world_size: int, optimizer_bytes: float | None = None, **keywords: Any
-) -> tuple[list[FlatMemory], list[str]]:
-    """Return the flat parameters of a model, and the names of the units.
-
-    ``keywords``: more keywords of ``plan_units``, such as ``sharding_strategy``.
-    """
-    plan = plan_units(traced.model, world_size=world_size, **traced.keywords, **keywords)
-    names = [unit.name for unit in plan.units]
-    return flat_memories(plan, world_size, optimizer_bytes), names
+def _buffer_bytes(model: nn.Module) -> int:
+    # Count a buffer once, even if several modules share the buffer.
+    return sum(one.nbytes for one in {*model.buffers()})
 
 
 # ---------------------------------------------------------------- memory without activations
@@ -204,12 +190,7 @@ class MemoryPlan(UnitMemory):
 
 
 def predict(
-    model: nn.Module,
-    *,
-    world_size: int,
-    optimizer_bytes: float | None = None,
-    collectives: str = "nccl",
-    **keywords: Any,
+    model: nn.Module, *, world_size: int, collectives: str = "nccl", **keywords: Any
 ) -> MemoryPlan:
     """Predict the memory of each rank if ``model`` is wrapped with the same keywords.
 
@@ -230,14 +211,13 @@ def predict(
         model: the unwrapped model, on any device; a model built under ``torch.device("meta")``
             needs no memory. The model is not changed.
         world_size: number of ranks that train the model.
-        optimizer_bytes: bytes of the optimizer's state per trained element. None: two tensors of
-            the parameter's dtype, as AdamW keeps.
         collectives: transport of the collectives, which determines the buffers: ``nccl``, or on
             CPUs ``native`` (gloo) or ``sockets``.
         keywords: keywords of ``ShardedWrapper``: ``auto_wrap_policy``, ``sharding_strategy``,
-            ``mixed_precision``, ``reshard_after_forward``, ``coalesce_bytes`` and ``boundary``;
-            and ``ranks_per_node``, for HYBRID strategies: number of ranks that share one copy of
-            the model.
+            ``mixed_precision``, ``reshard_after_forward``, ``coalesce_bytes`` and ``boundary``.
+            ``ranks_per_node``, for HYBRID strategies: number of ranks that share one copy of the
+            model. ``optimizer_bytes``: bytes of the optimizer's state per trained element; by
+            default two tensors of the parameter's dtype, as AdamW keeps.
 
     Raises:
         TypeError: ``auto_wrap_policy`` is no policy, or another keyword has the wrong type.
@@ -245,18 +225,15 @@ def predict(
             ``ranks_per_node`` does not divide ``world_size``; ``boundary`` needs too much padding;
             or the model is already sharded.
     """
-    plan = plan_units(model, world_size=world_size, **keywords)
-    flats = flat_memories(plan, world_size, optimizer_bytes)
-    # Count a buffer once, even if several modules share the buffer.
-    buffer_bytes = sum(one.nbytes for one in {*model.buffers()})
+    plan, flats = plan_flats(model, world_size=world_size, **keywords)
     device = replace(DEVICES["h100"], is_gpu=collectives == "nccl")
-    machine = Machine(device, transport=collectives)
-    names = [unit.name for unit in plan.units]
-    replay = _Peaks(_empty_trace(plan, flats), flats, names, machine, buffer_bytes=buffer_bytes)
+    trace = _empty_trace(plan.units, flats)
+    trace.buffer_bytes = _buffer_bytes(model)
+    replay = _Peaks(trace, flats, Machine(device, transport=collectives))
     units = [UnitMemory(u.name, [f for f in flats if f.unit == u.number]) for u in plan.units]
     step_bytes = replay.run().peak_bytes
     peaks = replay.gathered_bytes, replay.gradient_bytes, step_bytes
-    return MemoryPlan("total", flats, units, buffer_bytes, *peaks)
+    return MemoryPlan("total", flats, units, trace.buffer_bytes, *peaks)
 
 
 class _Peaks(Replay):
@@ -272,7 +249,7 @@ class _Peaks(Replay):
         return held
 
 
-def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
+def _empty_trace(units: Sequence[PlannedUnit], flats: Sequence[FlatMemory]) -> StepTrace:
     """Return the trace of a step without activations: backward computes only parameter gradients.
 
     Modules run in the order of registration. The backward of a unit computes the gradient of the
@@ -280,43 +257,35 @@ def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     other gradients. This fits most roots: the last parameter is the head, which forward uses last,
     and the first parameter is the embedding.
     """
-    found, last = StepTrace(), len(plan.units) - 1
-    names = [unit.names[0] for unit in plan.units]
-    inside: dict[int, list[int]] = defaultdict(list)
-    for unit, name in enumerate(names[:-1]):
-        around = [i for i, one in enumerate(names) if not one or name.startswith(f"{one}.")]
-        inside[max(around, key=lambda i: len(names[i]))].append(unit)
-
-    def forward(unit: int) -> None:
-        found.order.append(unit)
-        found.events += [Mark("enter", unit), Mark("input", unit)][: 1 + (unit != last)]
-        for one in inside[unit]:
-            forward(one)
-        found.events.append(Mark("leave", unit))
-
-    def backward(unit: int, ended: list[Event]) -> list[Event]:
+    found = StepTrace(names=[unit.name for unit in units])
+    # The marks of forward in reverse. `units` has children before parents, so in reverse order a
+    # unit precedes the units inside.
+    reverse: list[Mark] = []
+    around: list[int] = []
+    for unit in range(len(units))[::-1]:
+        name = units[unit].names[0]
+        while len(around) > 1 and not name.startswith(f"{units[around[-1]].names[0]}."):
+            reverse.append(Mark("enter", around.pop()))
+        reverse.append(Mark("leave", unit))
+        around.append(unit)
+    reverse += [Mark("enter", unit) for unit in around[::-1]]
+    for mark in reverse[::-1]:
+        found.events.append(mark)
+        if mark.what == "enter":
+            found.order.append(mark.unit)
+            found.events += [Mark("input", mark.unit)] if units[mark.unit].name else []
+    found.events.append(Mark("backward"))
+    grads: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for index, flat in enumerate(flats):
+        sizes = [param.numel() * flat.compute_dtype.itemsize for param in flat.params]
+        grads[flat.unit] += [(index, size) for size in sizes if flat.is_trained]
+    ended: list[Mark] = []
+    for mark in reverse:
+        begins = mark.what == "leave"
         # The gradient of a unit's output is the gradient of the next unit's input. So the backward
         # of the next unit ends (`ended`) when the backward of this unit has begun.
-        found.events += [Mark("enter backward", unit), *ended]
-        grads = [
-            (index, param.numel() * flat.compute_itemsize)
-            for index, flat in enumerate(flats)
-            for param in flat.params
-            if flat.unit == unit and flat.is_trained
-        ]
-        add(grads[-1:])
-        ended = []
-        for one in reversed(inside[unit]):
-            ended = backward(one, ended)
-        found.events += ended
-        add(grads[-2::-1])
-        return [Mark("leave backward", unit)]
-
-    def add(grads: list[tuple[int, int]]) -> None:
-        for index, nbytes in grads:
+        found.events += [Mark("enter backward", mark.unit), *ended] if begins else ended
+        ended = [] if begins else [Mark("leave backward", mark.unit)]
+        for index, nbytes in grads[mark.unit][-1:] if begins else grads[mark.unit][-2::-1]:
             found.events.append(Mark("gradient", index, found.allocate(nbytes, "backward")))
-
-    forward(last)
-    found.events.append(Mark("backward"))
-    backward(last, [])
     return found

@@ -1,10 +1,10 @@
 """``Replay``: replays a trace under a sharding strategy, and finds the peak memory and the time.
 
-A trace contains the computation of one rank. ``Schedule`` plays the trace, and keeps two clocks:
-one clock for the device's computation, and one clock for the link. Collectives use the link one
-after another. ``Replay`` adds the work of flatshard's engine, in the engine's order
-(``flatshard/engine/forward.py``, ``backward.py``): all-gathers and prefetches, resharding, gradient
-buffers, reductions, ``.grad`` and the optimizer's state.
+A trace contains the computation of one rank. ``Replay`` plays the trace, and adds the work of
+flatshard's engine, in the engine's order (``flatshard/engine/forward.py``, ``backward.py``):
+all-gathers and prefetches, resharding, gradient buffers, reductions, ``.grad`` and the optimizer's
+state. ``Replay`` keeps two clocks: one clock for the device's computation, and one clock for the
+link. Collectives use the link one after another.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from flatshard.extras.plan.allocator import CachingAllocator
+from flatshard.extras.plan.allocator import CachingAllocator, Pool
 from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
@@ -31,6 +30,7 @@ class Outcome:
     Attributes:
         peak: bytes at the moment of the peak, keyed by category.
         peak_at: operator or action at the moment of the peak, and the unit that was running.
+        persistent: bytes of parameters, gradients and optimizer state between steps.
         reserved_bytes: bytes that torch's allocator has reserved at the end of the step.
         seconds: duration of one step.
         compute_seconds: duration of the step's operators and of the optimizer.
@@ -43,6 +43,7 @@ class Outcome:
 
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: str = ""
+    persistent: dict[str, int] = field(default_factory=dict)
     reserved_bytes: int = 0
     seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -60,61 +61,100 @@ class Outcome:
         return self.seconds - self.compute_seconds
 
 
-class Schedule:
-    """Plays the events of a trace step by step, and keeps the clocks and the memory of one rank.
+@dataclass
+class _Reduction:
+    """A running reduction: its buffers, and the time of its end.
 
-    Subclasses say when units are gathered, resharded and reduced, and what the optimizer needs.
+    ``crosses``: whether the second stage, over the replicas, has not begun yet.
     """
 
+    bucket: Sequence[FlatMemory]
+    buffers: list[Held]
+    ends: float
+    crosses: bool
+
+
+class Replay:
+    """Replays the steps of one rank as flatshard runs them.
+
+    A subclass can replay another implementation of FSDP: it overrides the methods below "a step"
+    that say when units are gathered, resharded and reduced, and what the optimizer needs.
+
+    Args:
+        trace: the trace of one forward and backward.
+        flats: the flat parameters to which the trace refers.
+        machine: the rank's device, and the links.
+        accumulate: number of backwards in a step, all but the last under ``no_sync``.
+    """
+
+    pool = Pool  # how torch's allocator reserves memory
+
     def __init__(
-        self,
-        trace: StepTrace,
-        flats: Sequence[FlatMemory],
-        names: Sequence[str],  # names of the units
-        machine: Machine,
-        *,
-        buffer_bytes: int = 0,
-        accumulate: int = 1,  # backwards per step, all but the last under ``no_sync``
-        expandable_segments: bool = True,  # setting of torch's allocator
+        self, trace: StepTrace, flats: Sequence[FlatMemory], machine: Machine, accumulate: int = 1
     ) -> None:
-        self.trace, self.flats, self.names, self.machine = trace, flats, names, machine
-        self._allocator = CachingAllocator(expandable=expandable_segments)
-        self._accumulate = accumulate
+        self.trace, self.flats, self.machine, self.accumulate = trace, flats, machine, accumulate
+        self._allocator = CachingAllocator(self.pool)
         self.outcome = Outcome()
         self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
-        self._sum = self._most = 0
         self._now, self._place = "start", ""
         self.clock = self._link_free = 0.0
         self.syncs = True  # whether this backward reduces gradients
+        self.in_backward = False
         self.state: list[Held] = []
         self.grads: list[Held] = []
+        # Temporary blocks, each with the time at which the block is freed.
+        self._brief: list[tuple[float, Held]] = []
+        self._native = machine.transport == "native"
+        self._sockets = machine.transport == "sockets"
         self.of_unit: dict[int, list[FlatMemory]] = defaultdict(list)
         for flat in flats:
             self.of_unit[flat.unit].append(flat)
             self.allocate(flat.parameter_bytes, "parameters")
-            if flat.keeps_secondary:
+            if flat.placement.over_all:
                 self.allocate(flat.secondary_bytes, "unsharded")
+        self.allocate(trace.buffer_bytes, "buffers")
         begin = trace.events.index(Mark("backward"))
         made = {event.block for event in trace.events[:begin] if isinstance(event, Alloc)}
         freed = {event.block for event in trace.events[begin:] if isinstance(event, Free)}
         self._kept_for_backward = made & freed
-        self.allocate(buffer_bytes, "buffers")
+        marks = [event for event in trace.events if isinstance(event, Mark)]
+        # For each unit: number of inputs that need a gradient.
+        self._inputs = Counter(mark.unit for mark in marks if mark.what == "input")
+        for owned in self.of_unit.values():
+            trained = [one for one in owned if one.is_trained]
+            together = tuple(one for one in trained if not one.reduces_alone)
+            for one in trained:
+                one.bucket = (one,) if one.reduces_alone else together
+                one.in_place = self._reads_in_place(one)
+        self._buckets = dict.fromkeys(one.bucket for one in flats if one.bucket)
+        # The same limits as in ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, a
+        # reduction counts twice: memory to send, and memory to receive.
+        on_gpu = machine.device.is_gpu
+        sums = map(_gradient_bytes, self._buckets if on_gpu else self.of_unit.values())
+        self._max_in_flight = (1 + on_gpu) * max(sums, default=0)
+        self._budget = max(map(_gathered_bytes, self.of_unit.values()), default=0)
+        self._in_flight: list[_Reduction] = []
+
+    def _reads_in_place(self, flat: FlatMemory) -> bool:
+        least = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.params))
+        return self._sockets and flat.gather_size > 1 and flat.whole_gradient_bytes >= least
+
+    # ------------------------------------------------------------ memory and clocks
 
     def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
         """Allocate a block. ``stream``: name of the CUDA stream whose memory pool is used."""
-        self._sum += nbytes
+        while self._brief and self._brief[0][0] <= self.clock:
+            self.free(self._brief.pop(0)[1])
         self.totals[category] += nbytes
-        if self._sum > self._most:
-            self._most, self.outcome.peak = self._sum, dict(self.totals)
+        if sum(self.totals.values()) > self.outcome.peak_bytes:
+            self.outcome.peak = dict(self.totals)
             self.outcome.peak_at = f"{self._now}, {self._place}"
         return Held(category, nbytes, self._allocator.allocate(nbytes, stream))
 
     def free(self, *blocks: Held | None) -> None:
-        for held in blocks:
-            if held is not None:
-                self._sum -= held.nbytes
-                self.totals[held.category] -= held.nbytes
-                self._allocator.free(held.place)
+        for held in filter(None, blocks):
+            self.totals[held.category] -= held.nbytes
+            held.place.pool.free(held.place.start, held.place.nbytes)
 
     def move(self, held: Held, category: str) -> Held:
         """Change the category under which the bytes of ``held`` are counted."""
@@ -140,9 +180,10 @@ class Schedule:
 
     def now(self, what: str, unit: int | None = None) -> None:
         """Note what the rank does, for ``Outcome.peak_at``."""
-        if unit is not None:
-            what += f" {self.names[unit] or '(root)'}"
-        self._now = what
+        self._now = what if unit is None else f"{what} {self.name(unit)}"
+
+    def name(self, unit: int) -> str:
+        return self.trace.names[unit] or "(root)"
 
     # ------------------------------------------------------------ a step
 
@@ -156,19 +197,26 @@ class Schedule:
             self.clock = self._link_free = 0.0
             self.free(*self.grads)
             self.grads = []
-            for backward in range(self._accumulate):
-                self.syncs = backward == self._accumulate - 1
+            for backward in range(self.accumulate):
+                self.syncs = backward == self.accumulate - 1
                 self.play()
             self.now("the optimizer's step")
             self.step()
             self.outcome.seconds = self.clock
+        kinds = ("parameters", "gradients", "optimizer")
+        self.outcome.persistent = {kind: self.totals[kind] for kind in kinds}
         self.outcome.reserved_bytes = self._allocator.reserved_bytes
         return self.outcome
 
     def play(self) -> None:
         """Play one forward and backward."""
+        # For each unit whose backward has begun: number of inputs whose gradient has not been
+        # computed yet.
+        self._outstanding: dict[int, int] = {}
+        self.in_backward = False
+        for flat in self.flats:
+            flat.arrived = 0
         live: dict[int, Held] = {}
-        in_backward = False
         for event in self.trace.events:
             if isinstance(event, Op):
                 self.compute(self.op_seconds(event))
@@ -184,10 +232,9 @@ class Schedule:
                 if event.what == "gradient":
                     self.receive(event.unit, live.pop(event.block))
                 else:
-                    self.pass_mark(event, in_backward)
-                    in_backward = in_backward or event.what == "backward"
-                    name = self.names[event.unit] or "(root)"
-                    self._place = f"{'backward' if in_backward else 'forward'} of {name}"
+                    self.pass_mark(event)
+                    direction = "backward" if self.in_backward else "forward"
+                    self._place = f"{direction} of {self.name(event.unit)}"
                 self.outcome.timeline.append((self.clock, dict(self.totals)))
         self.free(*live.values())
         self.end_backward()
@@ -195,104 +242,24 @@ class Schedule:
     def op_seconds(self, op: Op) -> float:
         return self.machine.device.seconds(op)
 
-    def pass_mark(self, mark: Mark, in_backward: bool) -> None:
-        if mark.what in ("enter", "enter backward"):
-            self.now("all-gather of", mark.unit)
-            self.unshard(mark.unit, backward=in_backward)
-            if mark.what == "enter backward" or not in_backward:
-                self.prefetch(mark.unit, backward=in_backward)
-        elif mark.what == "leave" and not in_backward:
-            self.reshard(mark.unit, after_backward=False)
-
-    def unshard(self, unit: int, *, backward: bool) -> None:
-        """All-gather a unit, and wait for the end of the all-gather."""
-
-    def prefetch(self, unit: int, *, backward: bool) -> None:
-        """Start the all-gathers of the units that are expected after ``unit``."""
-
-    def reshard(self, unit: int, *, after_backward: bool) -> None:
-        """Free the unsharded parameters of a unit, if the strategy says so."""
-
-    def receive(self, index: int, block: Held) -> None:
-        """Handle the complete gradient of one parameter of a flat parameter."""
-
-    def end_backward(self) -> None:
-        """Finish all reductions, and move the reduced gradients to ``grads``."""
-
-    def step(self) -> None:
-        """Step the optimizer."""
-
-
-@dataclass
-class _Reduction:
-    """A running reduction: its buffers, and the time of its end.
-
-    ``nbytes`` counts towards the limit of memory for reductions. ``has_crossed``: whether the
-    second stage, over the replicas, has begun.
-    """
-
-    bucket: Sequence[FlatMemory]
-    buffers: list[Held]
-    nbytes: int
-    ends: float
-    reports_end: bool
-    has_crossed: bool
-
-
-class Replay(Schedule):
-    """Replays the steps of one rank as flatshard runs them."""
-
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        # Temporary blocks, each with the time at which the block is freed.
-        self._brief: list[tuple[float, Held]] = []
-        super().__init__(*args, **keywords)
-        transport = self.machine.transport
-        self._native, self._sockets = transport == "native", transport == "sockets"
-        for owned in self.of_unit.values():
-            trained = [one for one in owned if one.is_trained]
-            together = tuple(one for one in trained if not one.reduces_alone)
-            for one in trained:
-                one.bucket = (one,) if one.reduces_alone else together
-                one.in_place = self._reads_in_place(one)
-        self._buckets = dict.fromkeys(one.bucket for one in self.flats if one.bucket)
-        # The same limits as in ``engine.reduce_queue``.
-        on_gpu = self.machine.device.is_gpu
-        sums = map(_gradient_bytes, self._buckets if on_gpu else self.of_unit.values())
-        self._max_in_flight = 2 * max(sums, default=0)
-        self._counted = 1 if on_gpu else 2
-        self._budget = max(map(_gathered_bytes, self.of_unit.values()), default=0)
-        self._in_flight: list[_Reduction] = []
-
-    def _reads_in_place(self, flat: FlatMemory) -> bool:
-        least = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.params))
-        return self._sockets and flat.gather_size > 1 and flat.whole_gradient_bytes >= least
-
-    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
-        while self._brief and self._brief[0][0] <= self.clock:
-            self.free(self._brief.pop(0)[1])
-        return super().allocate(nbytes, category, stream)
-
-    def play(self) -> None:
-        self._inputs: Counter[int] = Counter()  # unit -> number of inputs that need a gradient
-        # For each unit whose backward has begun: number of inputs whose gradient has not been
-        # computed yet.
-        self._outstanding: dict[int, int] = {}
-        for flat in self.flats:
-            flat.arrived = 0
-        super().play()
-
-    def pass_mark(self, mark: Mark, in_backward: bool) -> None:
+    def pass_mark(self, mark: Mark) -> None:
         unit = mark.unit
-        if mark.what == "enter backward":
-            self._outstanding.setdefault(unit, self._inputs[unit])
-        super().pass_mark(mark, in_backward)
-        if mark.what == "input" and not in_backward:
-            self._inputs[unit] += 1
-        elif mark.what == "leave" and not in_backward and self._needs_soon(unit):
-            self._start_expected(self.trace.order[-2::-1], backward=True)
+        if mark.what == "backward":
+            self.in_backward = True
+        elif mark.what in ("enter", "enter backward"):
+            if mark.what == "enter backward":
+                self._outstanding.setdefault(unit, self._inputs[unit])
+            self.now("all-gather of", unit)
+            self.unshard(unit)
+            if mark.what == "enter backward" or not self.in_backward:
+                self.prefetch(unit)
+        elif mark.what == "leave" and not self.in_backward:
+            self.reshard(unit)
+            if self._needs_soon(unit):
+                self._start_expected(self.trace.order[-2::-1], backward=True)
         elif mark.what == "leave backward" and unit in self._outstanding:
             self._outstanding[unit] -= 1
-            self._end_unit(unit)
+            self.end_unit(unit)
 
     # ------------------------------------------------------------ all-gathers
 
@@ -311,22 +278,23 @@ class Replay(Schedule):
             self._brief.append((flat.ends, self.allocate(flat.gathered_bytes, "temporary")))
 
     def _needed(self, unit: int, *, backward: bool) -> list[FlatMemory]:
-        flats = self.of_unit.get(unit, [])
-        return [flat for flat in flats if not (backward and flat.is_lookup)]
+        return [flat for flat in self.of_unit[unit] if not (backward and flat.is_lookup)]
 
-    def unshard(self, unit: int, *, backward: bool) -> None:
-        for flat in self._needed(unit, backward=backward):
-            self._start_gather(flat, backward=backward)
-        for flat in self._needed(unit, backward=False):
+    def unshard(self, unit: int) -> None:
+        """All-gather a unit, and wait for the end of the all-gather."""
+        for flat in self._needed(unit, backward=self.in_backward):
+            self._start_gather(flat, backward=self.in_backward)
+        for flat in self.of_unit[unit]:
             if flat.ends is not None:
                 self.wait(flat.ends)
                 self.free(flat.source)
                 flat.ends = flat.source = None
 
-    def prefetch(self, unit: int, *, backward: bool) -> None:
-        order = self.trace.order[::-1] if backward else self.trace.order
+    def prefetch(self, unit: int) -> None:
+        """Start the all-gathers of the units that are expected after ``unit``."""
+        order = self.trace.order[::-1] if self.in_backward else self.trace.order
         expected = order[order.index(unit) + 1 :] if unit in order else []
-        self._start_expected(expected, backward=backward)
+        self._start_expected(expected, backward=self.in_backward)
 
     def _start_expected(self, expected: Sequence[int], *, backward: bool) -> None:
         """Start all-gathers of the next units, as ``engine.prefetch`` does.
@@ -334,14 +302,12 @@ class Replay(Schedule):
         One unit is gathered ahead. If the transport works in the background, more units are
         gathered ahead, until the memory budget is reached.
         """
-        is_first = True
-        for unit in expected:
-            flats = self._needed(unit, backward=backward)
-            if flats and not is_first and not self._fits_ahead(unit):
+        units = [unit for unit in expected if self._needed(unit, backward=backward)]
+        for place, unit in enumerate(units):
+            if place and not self._fits_ahead(unit):
                 return
-            is_first = is_first and not flats
             if not (backward and unit in self._outstanding):
-                for flat in flats:
+                for flat in self._needed(unit, backward=backward):
                     self._start_gather(flat, backward=backward)
 
     def _fits_ahead(self, unit: int) -> bool:
@@ -355,23 +321,23 @@ class Replay(Schedule):
         ``engine.prefetch`` has the same rule for ``BackwardPrefetch.AUTO``.
         """
         begins = self._sockets and unit == self.trace.order[-1]
-        flats = self._needed(unit, backward=False)
-        return begins and all(flat.regather_size == flat.gather_size for flat in flats)
+        return begins and all(one.regather_size == one.gather_size for one in self.of_unit[unit])
 
-    def reshard(self, unit: int, *, after_backward: bool) -> None:
-        for flat in self._needed(unit, backward=False):
-            if after_backward:
-                frees = flat.is_freed_after
+    def reshard(self, unit: int) -> None:
+        """Free the unsharded parameters of a unit, if the strategy says so."""
+        for flat in self.of_unit[unit]:
+            frees = flat.is_freed_after
+            if self.in_backward:
                 self.free(flat.secondary)
                 flat.secondary = None
             else:
                 # The root stays unsharded, but its embeddings do not: backward does not read them.
                 is_spare = flat.is_lookup and self.syncs
                 is_inner = flat.name != "" and not self._needs_soon(unit)
-                frees = flat.is_freed and (is_spare or is_inner)
+                frees = flat.placement.reshard_after_forward and (is_spare or is_inner)
             if not frees or flat.unsharded is None or flat.ends is not None:
                 continue
-            if not after_backward and flat.secondary_bytes and not flat.keeps_secondary:
+            if not self.in_backward and flat.secondary_bytes and not flat.placement.over_all:
                 flat.secondary = self.allocate(flat.secondary_bytes, "unsharded")
             self.free(flat.unsharded)
             flat.unsharded = None
@@ -379,6 +345,7 @@ class Replay(Schedule):
     # ------------------------------------------------------------ gradients
 
     def receive(self, index: int, block: Held) -> None:
+        """Take the complete gradient of one parameter of the flat parameter ``index``."""
         flat = self.flats[index]
         # With gradient accumulation, the gradient is added to the gradient of an earlier backward.
         is_new = flat.arrived == len(flat.slots)
@@ -392,17 +359,17 @@ class Replay(Schedule):
         if all(one.is_complete for one in flat.bucket):
             if self.syncs:
                 self._reduce(flat.bucket)
-            self._end_unit(flat.unit)
+            self.end_unit(flat.unit)
         if not is_kept:  # `Backward.receive` refers to the gradient until the reduction has begun
             self.free(block)
 
-    def _end_unit(self, unit: int) -> None:
+    def end_unit(self, unit: int) -> None:
         """Reshard a unit if its backward is over."""
-        flats = self._needed(unit, backward=False)
+        flats = self.of_unit[unit]
         has_all = all(flat.is_complete for flat in flats if flat.is_trained)
         sees_end = self._inputs[unit] or all(flat.is_trained for flat in flats)
         if has_all and sees_end and self._outstanding.get(unit) == 0:
-            self.reshard(unit, after_backward=True)
+            self.reshard(unit)
 
     def _fill(self, flat: FlatMemory) -> list[Held]:
         """Return the memory from which the transport sends the gradients of a flat parameter."""
@@ -415,7 +382,7 @@ class Replay(Schedule):
         sent = []
         for slot in slots:
             assert slot is not None, "kept in place"
-            nbytes = slot.nbytes // flat.compute_itemsize * flat.reduce_itemsize
+            nbytes = slot.nbytes // flat.compute_dtype.itemsize * flat.reduce_itemsize
             if nbytes != slot.nbytes or nbytes < _SMALL_BYTES:
                 sent.append(self.allocate(nbytes, "reduction"))
                 self.free(slot)
@@ -426,7 +393,7 @@ class Replay(Schedule):
     def _reduce(self, bucket: Sequence[FlatMemory]) -> None:
         """Start the reductions of a bucket, and finish earlier reductions that have ended."""
         self.now("reduction of", bucket[0].unit)
-        buffers, ends = [], self.clock
+        reduction = _Reduction(bucket, [], self.clock, any(flat.replicas > 1 for flat in bucket))
         for flat in bucket:
             sent = self._fill(flat)
             if flat.gather_size == 1:
@@ -438,20 +405,11 @@ class Replay(Schedule):
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
             more = self._sockets * rows * flat.crossing_bytes
             more += self._native * flat.whole_gradient_bytes
-            buffers += [*sent, self.allocate(more, "reduction")]
-            ends = self.send(flat.whole_gradient_bytes, flat.gather_size, self.machine.per_node)
-        is_scattered = any(flat.gather_size > 1 for flat in bucket)
-        has_stages = any(flat.replicas > 1 for flat in bucket)
-        reduction = _Reduction(
-            bucket,
-            buffers,
-            self._counted * _gradient_bytes(bucket),
-            ends,
-            reports_end=not (self._native and is_scattered),
-            has_crossed=not has_stages,
-        )
+            reduction.buffers += [*sent, self.allocate(more, "reduction")]
+            size, per_node = flat.gather_size, self.machine.per_node
+            reduction.ends = self.send(flat.whole_gradient_bytes, size, per_node)
         self._in_flight.append(reduction)
-        if self.machine.device.is_gpu or not is_scattered:
+        if self.machine.device.is_gpu or not reduction.buffers:
             self._cross(reduction)
         self._finish_old()
 
@@ -461,9 +419,9 @@ class Replay(Schedule):
 
     def _cross(self, reduction: _Reduction) -> None:
         """Begin the second stage of a reduction: over the replicas, or over the other nodes."""
-        if reduction.has_crossed:
+        if not reduction.crosses:
             return
-        reduction.has_crossed = True
+        reduction.crosses = False
         if not self.machine.device.is_gpu:
             self.wait(reduction.ends)
             self._free_buffers(reduction)
@@ -483,10 +441,12 @@ class Replay(Schedule):
         """Finish reductions that have ended, and wait if reductions hold too much memory."""
         while self._in_flight:
             first = self._in_flight[0]
-            if first.reports_end and first.ends <= self.clock:
+            # gloo reports the end of a reduce-scatter only to a wait.
+            reports_end = not self._native or all(flat.gather_size == 1 for flat in first.bucket)
+            if reports_end and first.ends <= self.clock:
                 self._cross(first)
-            over = sum(one.nbytes for one in self._in_flight) > self._max_in_flight
-            if not first.reports_end or (first.ends > self.clock and not over):
+            over = sum(_gradient_bytes(one.bucket) for one in self._in_flight) > self._max_in_flight
+            if not reports_end or (first.ends > self.clock and not over):
                 return
             self._finish_first()
 
@@ -506,6 +466,7 @@ class Replay(Schedule):
         reduction.buffers.clear()
 
     def end_backward(self) -> None:
+        """Finish all reductions, and move the reduced gradients to ``grads``."""
         if self.syncs:
             for bucket in self._buckets:
                 if any(flat.slots or flat.buffer for flat in bucket):
@@ -515,13 +476,14 @@ class Replay(Schedule):
             while self._in_flight:
                 self._finish_first()
         for unit in self.of_unit:
-            self.reshard(unit, after_backward=True)
+            self.reshard(unit)
         if self.syncs:
             for flat in self.flats:
                 self.grads += [self.move(held, "gradients") for held in flat.results]
                 flat.results = []
 
     def step(self) -> None:
+        """Step the optimizer."""
         if not self.state:
             self.state += [self.allocate(flat.optimizer_bytes, "optimizer") for flat in self.flats]
         moved = 2 * sum(flat.parameter_bytes + flat.optimizer_bytes for flat in self.flats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
-from flatshard.extras.plan.planning import TracedModel, planned_flats
+from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Checkpointing
 from flatshard.module.unit_report import tabulate
 from flatshard.options.precision import MixedPrecision
@@ -36,7 +38,6 @@ _PLOTTED = (
 )
 # Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
-_PERSISTENT = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ class Choice:
         checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
         batch: number of sequences (or other samples) per rank.
         outcome: the predicted memory, communication and time.
-        persistent: bytes of parameters, gradients and optimizer state between steps.
         fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
         samples_per_second: number of samples that one rank trains per second.
     """
@@ -59,7 +59,6 @@ class Choice:
     checkpoint: Checkpointing
     batch: int
     outcome: Outcome
-    persistent: dict[str, int]
     fits: bool
     samples_per_second: float
 
@@ -83,7 +82,7 @@ class Choice:
         outcome = self.outcome
         at_peak = {kind: outcome.peak.get(kind, 0) for kind in _CATEGORIES}
         rest = outcome.peak_bytes - sum(at_peak.values())
-        sizes = [*(at_peak | self.persistent).values(), rest]
+        sizes = [*(at_peak | outcome.persistent).values(), rest]
         sizes += [outcome.peak_bytes, outcome.reserved_bytes]
         return (
             *(str(self.ranks), self.strategy),
@@ -165,11 +164,11 @@ class Target:
         traced = TracedModel.of(
             self.build,
             self.step or language_step(self.batch, self.seq),
-            policy=self.auto_wrap_policy,
-            precision=self.precision,
             checkpoint=self.checkpoint,
             compiles=self.compile,
             on_gpu=machine.device.is_gpu,
+            auto_wrap_policy=self.auto_wrap_policy,
+            mixed_precision=self.precision,
         )
         self._check_memory(traced, machine.device)
         found = []
@@ -190,44 +189,38 @@ class Target:
         self, traced: TracedModel, machine: Machine, strategy: str, ranks: int, per_node: int
     ) -> Choice:
         optimizer = self.optimizer
-        flats, names = planned_flats(
-            traced,
-            world_size=ranks,
+        flats = traced.flats(
+            ranks,
             optimizer_bytes=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
             sharding_strategy=strategy,
             ranks_per_node=per_node,
         )
-        keywords = {"buffer_bytes": traced.buffer_bytes, "accumulate": self.accumulate}
-        outcome = Replay(traced.trace, flats, names, machine, **keywords).run()
-        persistent = {
-            kind: sum(getattr(flat, f"{name}_bytes") for flat in flats)
-            for kind, name in _PERSISTENT.items()
-        }
+        outcome = Replay(traced.trace, flats, machine, self.accumulate).run()
         memory = machine.device.memory_bytes
         fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
         speed = self.accumulate * self.batch / outcome.seconds
-        setting = strategy, ranks, self.checkpoint, self.batch
-        return Choice(*setting, outcome, persistent, fits, speed)
+        return Choice(strategy, ranks, self.checkpoint, self.batch, outcome, fits, speed)
 
     def _check_memory(self, traced: TracedModel, device: Device) -> None:
         """Raise ValueError if the device cannot hold the largest unit, which no strategy divides.
 
         A rank holds all unsharded parameters of a unit, and the gradients of one flat parameter.
         """
-        flats, names = planned_flats(traced, world_size=max(self.counts))
-        needs = []
-        for unit in range(len(names)):
-            own = [flat for flat in flats if flat.unit == unit]
+        units: dict[int, list[FlatMemory]] = defaultdict(list)
+        for flat in traced.flats(max(self.counts)):
+            units[flat.unit].append(flat)
+        needs = {}
+        for unit, own in units.items():
             unsharded = (
                 max(one.gathered_bytes, one.parameter_bytes) for one in own if not one.is_lookup
             )
-            needs.append(sum(unsharded) + max((one.whole_gradient_bytes for one in own), default=0))
-        largest, memory = max(needs), device.memory_bytes
-        if memory and largest + CONTEXT_BYTES > memory:
+            needs[unit] = sum(unsharded) + max(one.whole_gradient_bytes for one in own)
+        largest, memory = max(needs, key=needs.__getitem__), device.memory_bytes
+        if memory and needs[largest] + CONTEXT_BYTES > memory:
             raise ValueError(
                 f"memory {show(memory)} is too small under every strategy: the unsharded "
-                f"parameters and gradients of {unit_text(names[needs.index(largest)])} need "
-                f"{largest:,} bytes ({show(largest)}), and CUDA and NCCL need "
+                f"parameters and gradients of {unit_text(traced.trace.names[largest])} need "
+                f"{needs[largest]:,} bytes ({show(needs[largest])}), and CUDA and NCCL need "
                 f"{show(CONTEXT_BYTES)}. Give more memory, or an auto_wrap_policy that makes "
                 "smaller units."
             )

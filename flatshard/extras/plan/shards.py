@@ -1,4 +1,4 @@
-"""``flat_memories``: the memory of each flat parameter on one rank, from shapes only."""
+"""``plan_flats``: the memory of each flat parameter on one rank, from shapes only."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ class FlatMemory:
         reduces_alone: whether the gradients are reduced separately from the rest of the unit.
         is_cast: whether an all-gather sends a copy of the shard in another dtype.
         is_lookup: whether all parameters are embeddings, which backward does not read.
-        is_freed: whether the strategy reshards between forward and backward.
         is_freed_after: whether the unit reshards after backward.
-        keeps_secondary: whether the secondary shard is kept between steps.
-        compute_itemsize: bytes of an element of the unsharded parameters.
+        placement: the properties of the unit's sharding strategy.
+        compute_dtype: dtype of the unsharded parameters.
         reduce_itemsize: bytes of an element of the unsharded gradients.
         gather_size: number of ranks in an all-gather of forward.
         regather_size: number of ranks in an all-gather of backward.
@@ -79,47 +78,41 @@ class FlatMemory:
     """
 
     def __init__(
-        self,
-        unit: PlannedUnit,
-        kind: FlatParamKind,
-        world_size: int,
-        optimizer_bytes: float | None = None,
+        self, unit: PlannedUnit, kind: FlatParamKind, world_size: int, optimizer_bytes: float | None
     ) -> None:
-        layout, infos, itemsize = unit.layouts[kind], unit.flat_params[kind], kind.dtype.itemsize
-        placement = unit.settings.placement
+        layout, placement = unit.layouts[kind], unit.settings.placement
         num_shards, self.gather_size = _group_sizes(unit.settings, world_size)
-        compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
-        unsharded = layout.padded_numel * compute_dtype.itemsize
-        trained = layout.shard_numel * kind.requires_grad
-        self.name, self.unit = unit.name, unit.number
-        self.params = tuple(info.param for info in infos)
-        self.numel = sum(param.numel() for param in self.params)
+        self.compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
+        self.name, self.unit, self.placement = unit.name, unit.number, placement
+        self.params = tuple(info.param for info in unit.flat_params[kind])
+        self.numel = layout.numel
         self.is_trained, self.reduces_alone = kind.requires_grad, kind.apart != 0
-        self.is_cast = compute_dtype != kind.dtype
-        places = [place for info in infos for place in info.locations]
+        self.is_cast = self.compute_dtype != kind.dtype
+        places = [place for info in unit.flat_params[kind] for place in info.locations]
         self.is_lookup = all(type(place.module) in LOOKUPS for place in places)
-        self.is_freed = placement.sharded and placement.reshard_after_forward
         self.is_freed_after = placement.reshard_after_backward or num_shards == 1
-        self.keeps_secondary = placement.over_all
         self.regather_size = placement.regather_size or self.gather_size
         self.replicas = world_size // self.gather_size
-        self.compute_itemsize = compute_dtype.itemsize
         self.reduce_itemsize = kind.precision.grad_dtypes(kind.dtype).reduce_dtype.itemsize
-        self.parameter_bytes = layout.shard_numel * itemsize
-        self.gradient_bytes = trained * itemsize
-        each = 2 * itemsize if optimizer_bytes is None else optimizer_bytes
-        self.optimizer_bytes = math.ceil(trained * each)
+        self.parameter_bytes = layout.shard_numel * kind.dtype.itemsize
+        self.gradient_bytes = self.parameter_bytes * kind.requires_grad
+        state = 2 * self.gradient_bytes
+        if optimizer_bytes is not None:
+            state = math.ceil(layout.shard_numel * kind.requires_grad * optimizer_bytes)
+        self.optimizer_bytes = state
+        whole = layout.padded_numel * self.reduce_itemsize * kind.requires_grad
+        self.whole_gradient_bytes, self.reduced_bytes = whole, whole // num_shards
+        self.crossing_bytes = whole // self.gather_size
         # If one rank's shard holds all parameters in the compute dtype, modules compute with the
         # shard, and there is no unsharded buffer.
+        unsharded = layout.padded_numel * self.compute_dtype.itemsize
         self.gathered_bytes = unsharded if num_shards > 1 or self.is_cast else 0
-        whole = layout.padded_numel * self.reduce_itemsize * kind.requires_grad
-        self.whole_gradient_bytes, self.crossing_bytes = whole, whole // self.gather_size
-        self.reduced_bytes = trained * self.reduce_itemsize
         self.kept_bytes = 0 if placement.reshard_after_backward else self.gathered_bytes
         self.secondary_bytes = 0
         if placement.over_all:
             self.kept_bytes = self.secondary_bytes = unsharded // self.gather_size
-        if placement.regather_size and ((self.is_freed and unit.name) or self.is_lookup):
+        is_freed = placement.reshard_after_forward and unit.name
+        if placement.regather_size and (is_freed or self.is_lookup):
             self.secondary_bytes = unsharded // placement.regather_size
         self.bucket: Sequence[FlatMemory] = ()
         self.in_place = self.is_stale = False
@@ -137,7 +130,7 @@ class FlatMemory:
         return self.arrived == len(self.params)
 
 
-def plan_units(
+def plan_flats(
     model: nn.Module,
     *,
     world_size: int,
@@ -148,8 +141,12 @@ def plan_units(
     coalesce_bytes: int | None = None,
     boundary: str | int = "element",
     ranks_per_node: int | None = None,
-) -> ModelPlan:
-    """Choose the units of ``model`` as ``ShardedWrapper`` would; for arguments see ``predict``."""
+    optimizer_bytes: float | None = None,
+) -> tuple[ModelPlan, list[FlatMemory]]:
+    """Choose the units of ``model`` as ``ShardedWrapper`` would; for arguments see ``predict``.
+
+    Returns the plan with the units, and the memory of each flat parameter of all units.
+    """
     if world_size < 1:
         raise ValueError(f"predict: world_size must be at least 1, got {world_size}.")
     if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
@@ -166,7 +163,12 @@ def plan_units(
         boundary=as_boundary(boundary),
         policy=auto_wrap_policy,
     )
-    return ModelPlan(model, settings, predicts=True)
+    plan = ModelPlan(model, settings, predicts=True)
+    return plan, [
+        FlatMemory(unit, kind, world_size, optimizer_bytes)
+        for unit in plan.units
+        for kind in unit.lay_out(_group_sizes(unit.settings, world_size)[0])
+    ]
 
 
 def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
@@ -185,18 +187,3 @@ def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
             f"world_size={world_size}, got {per_node}."
         )
     return world_size if placement.over_all else per_node, per_node
-
-
-def flat_memories(
-    plan: ModelPlan, world_size: int, optimizer_bytes: float | None = None
-) -> list[FlatMemory]:
-    """Return the memory of each flat parameter of all units.
-
-    ``optimizer_bytes``: bytes of state per trained element. None: two tensors of the parameter's
-    dtype.
-    """
-    return [
-        FlatMemory(unit, kind, world_size, optimizer_bytes)
-        for unit in plan.units
-        for kind in unit.lay_out(_group_sizes(unit.settings, world_size)[0])
-    ]

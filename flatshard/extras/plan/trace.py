@@ -104,12 +104,16 @@ class StepTrace:
             Parameters and buffers have no block.
         makers: name of the operator that made each block.
         order: units in the order of forward.
+        names: names of the units.
+        buffer_bytes: bytes of the model's buffers.
     """
 
     events: list[Event] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     makers: list[str] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    buffer_bytes: int = 0
 
     def allocate(self, nbytes: int, maker: str) -> int:
         """Add a block, and return its index."""

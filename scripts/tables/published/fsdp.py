@@ -6,7 +6,8 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from flatshard.extras.plan.replay import Schedule
+from flatshard.extras.plan.allocator import Pool
+from flatshard.extras.plan.replay import Replay
 from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Mark, Op
 from published.rows import Run
@@ -24,7 +25,32 @@ SMALL_ROWS = 0.6
 SOFTMAX_READS = {"aten._log_softmax": 2, "aten._log_softmax_backward_data": 1}
 
 
-class Fsdp2Replay(Schedule):
+# Without expandable segments, a segment for small blocks has 2 MiB. A segment for large blocks has
+# 20 MiB, or the size of the block if the block has at least 10 MiB. The allocator splits a large
+# block only if more than 1 MiB would remain.
+SMALL_SEGMENT, LARGE_SEGMENT, MOST_REST = 2 << 20, 20 << 20, 1 << 20
+
+
+class SegmentPool(Pool):
+    """The blocks of one stream in segments that do not expand."""
+
+    def __init__(self, page: int) -> None:
+        super().__init__(page)
+        self._is_large = page > SMALL_SEGMENT
+        self.min_rest = MOST_REST + 1 if self._is_large else 1
+        self._end = 0  # first address that no segment has used
+
+    def grow(self, nbytes: int) -> tuple[int, int]:
+        size = LARGE_SEGMENT if self._is_large else SMALL_SEGMENT
+        if self._is_large and nbytes >= LARGE_SEGMENT // 2:
+            size = -(-nbytes // SMALL_SEGMENT) * SMALL_SEGMENT
+        start = self._end
+        self._end += size + 1  # leave a gap: `free` must not join blocks of two segments
+        self.reserved_bytes += size
+        return start, size
+
+
+class Fsdp2Replay(Replay):
     """Replays a trace under torch's FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
     FSDP2 all-gathers a unit into one buffer on another stream, and copies the parameters out of the
@@ -38,8 +64,9 @@ class Fsdp2Replay(Schedule):
         self._results: dict[FlatMemory, list[Held]] = defaultdict(list)
         # The running reduce-scatter: its buffer, and the time of its end.
         self._reducing: tuple[Held, float] | None = None
-        super().__init__(*args, **keywords, expandable_segments=run.expandable_segments)
-        self._root = len(self.names) - 1
+        self.pool = Pool if run.expandable_segments else SegmentPool
+        super().__init__(*args, **keywords)
+        self._root = len(self.trace.names) - 1
         self._last = [one for one in self.trace.order if one != self._root][-1:]
         # Whether the threads of forward and of backward have allocated their cuBLAS workspace.
         self._has_workspace = [False, False]
@@ -52,7 +79,6 @@ class Fsdp2Replay(Schedule):
         # The buffer of the latest all-gather; freed before the next unit is copied out.
         self._last_gathered: Held | None = None
         self._grads: dict[int, list[Held]] = defaultdict(list)
-        self._is_backward = False
         self.arithmetic_seconds = 0.0
         # Async tensor parallelism: communication that the next matrix products hide, and the time
         # of the latest matrix product, which can hide a reduce-scatter.
@@ -68,10 +94,10 @@ class Fsdp2Replay(Schedule):
             ranks = self.run_of.form.context_ranks
             nbytes = max(nbytes for _, nbytes in (*op.reads, *op.writes))
             return times * self.machine.collective_seconds(nbytes, ranks, self._in_node)
-        if op.kind == "matmul" and not self._has_workspace[self._is_backward]:
+        if op.kind == "matmul" and not self._has_workspace[self.in_backward]:
             # The workspace is never freed, so it lies between the tensors that are allocated now.
             self.allocate(self.run_of.workspace_bytes, "workspace")
-            self._has_workspace[self._is_backward] = True
+            self._has_workspace[self.in_backward] = True
         device, seconds = self.machine.device, super().op_seconds(op)
         if op.flops:
             rate = device.flops
@@ -131,7 +157,7 @@ class Fsdp2Replay(Schedule):
         return [one for flat in self.of_unit[unit] for one in flat.params]
 
     def _itemsize(self, unit: int, param: Any) -> float:
-        is_float8 = self.run_of.gathers_float8 and self.names[unit].startswith("blocks")
+        is_float8 = self.run_of.gathers_float8 and self.trace.names[unit].startswith("blocks")
         return 1 if is_float8 and param.dim() > 1 else 2
 
     def _gathered(self, unit: int) -> int:
@@ -156,7 +182,7 @@ class Fsdp2Replay(Schedule):
         flat = self.of_unit[unit][0]
         return self.send(self._gathered(unit), flat.gather_size, self._in_node)
 
-    def unshard(self, unit: int, *, backward: bool) -> None:
+    def unshard(self, unit: int) -> None:
         self._gather(unit)
         if unit not in self._gathering:
             return
@@ -173,43 +199,45 @@ class Fsdp2Replay(Schedule):
             for one in self._params(unit)
         ]
         self.clock += 2 * buffer.nbytes / self.machine.device.memory_rate
-        if backward:
+        if self.in_backward:
             self.free(buffer)
         else:
             self._last_gathered = buffer
 
-    def prefetch(self, unit: int, *, backward: bool) -> None:
+    def prefetch(self, unit: int) -> None:
         order = [one for one in self.trace.order if one != self._root]
-        if backward:
+        if self.in_backward:
             order = [self._root, *reversed(order)]
         for after in order[order.index(unit) + 1 :][:1] if unit in order else ():
-            if backward:
+            if self.in_backward:
                 self._gather(after)
             elif after not in self._early:
                 # The host is ahead of the GPU, so the all-gather starts early. But its buffer is
                 # allocated only when the host reaches the unit.
                 self._early[after] = self._start(after)
 
-    def reshard(self, unit: int, *, after_backward: bool) -> None:
-        stays = not self.names[unit] or self.run_of.keeps_all
+    def reshard(self, unit: int) -> None:
+        stays = not self.trace.names[unit] or self.run_of.keeps_all
         if self.run_of.keeps_last:
             stays = stays or unit in self._last
-        if after_backward or not stays:
+        if self.in_backward or not stays:
             for held in self._held.pop(unit, ()):
                 self.free(held)
 
-    def pass_mark(self, mark: Mark, in_backward: bool) -> None:
-        super().pass_mark(mark, in_backward)
-        self._is_backward = in_backward or mark.what == "backward"
+    def pass_mark(self, mark: Mark) -> None:
+        super().pass_mark(mark)
         if mark.what == "leave" and mark.unit == self._root and self._last_gathered is not None:
             self.free(self._last_gathered)
             self._last_gathered = None
+
+    def end_unit(self, unit: int) -> None:
+        pass  # `receive` reshards a unit when all its gradients are complete
 
     def receive(self, index: int, block: Held) -> None:
         unit = self.flats[index].unit
         self._grads[unit].append(block)
         if len(self._grads[unit]) == len(self._params(unit)):
-            self.reshard(unit, after_backward=True)
+            self.reshard(unit)
             self._reduce(unit)
 
     def _reduce(self, unit: int) -> None:

@@ -84,7 +84,7 @@ def repeated(
             raise ValueError(
                 "repeated: the second and third layer of the trace allocate different memory"
             )
-    made = StepTrace()
+    made = StepTrace(names=list(deep_names), buffer_bytes=trace.buffer_bytes)
     made.order = [
         number_of[f"blocks.{layer}"] if unit in layer_of else number_of[names[unit]]
         for unit in trace.order
