@@ -69,7 +69,7 @@ def traced(
             found.model = _build(form, stored)
         found.trace = repeated(found.trace, before, _units(found), form.layers // period, period)
     if compiles:
-        found.trace = compiled(found.trace, [i for i, name in enumerate(found.trace.names) if name])
+        found.trace = compiled(found.trace)
     return found
 
 

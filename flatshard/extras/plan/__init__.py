@@ -16,14 +16,5 @@ from flatshard.extras.plan.planning import MemoryPlan, UnitMemory, predict
 from flatshard.extras.plan.report import TrainingPlan, plan
 from flatshard.extras.plan.trace import CannotTraceError, checkpoint_blocks
 
-__all__ = [
-    "CannotTraceError",
-    "Device",
-    "MemoryPlan",
-    "RankPlan",
-    "TrainingPlan",
-    "UnitMemory",
-    "checkpoint_blocks",
-    "plan",
-    "predict",
-]
+__all__ = ["CannotTraceError", "Device", "MemoryPlan", "RankPlan", "TrainingPlan", "UnitMemory"]
+__all__ += ["checkpoint_blocks", "plan", "predict"]

@@ -12,17 +12,30 @@ the smallest free block that is large enough.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
+from dataclasses import dataclass
 
 _ROUND = 512  # the size of each block is a multiple of this number
 _SMALL_BYTES = 1 << 20  # maximum size of a small block
 _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20  # growth of segments is a multiple
 
 
-class Place(NamedTuple):
+@dataclass(eq=False)
+class Held:
+    """A block of memory that is currently allocated.
+
+    Attributes:
+        category: what the memory is for, such as ``activations``.
+        nbytes: number of bytes that were requested.
+        pool: the pool that contains the block.
+        start: address of the block in the pool.
+        size: number of bytes that the block has in the pool.
+    """
+
+    category: str
+    nbytes: int
     pool: Pool
     start: int
-    nbytes: int
+    size: int
 
 
 class Pool:
@@ -38,7 +51,8 @@ class Pool:
         self.reserved_bytes = 0
         self._free: list[tuple[int, int]] = []  # start and size of each free block, by start
 
-    def allocate(self, nbytes: int) -> Place:
+    def allocate(self, nbytes: int) -> tuple[int, int]:
+        """Return start and size of a block."""
         fits = [(size, start) for start, size in self._free if size >= nbytes]
         if fits:
             size, start = min(fits)
@@ -48,7 +62,7 @@ class Pool:
         if size - nbytes >= self.min_rest:
             insort(self._free, (start + nbytes, size - nbytes))
             size = nbytes
-        return Place(self, start, size)
+        return start, size
 
     def grow(self, nbytes: int) -> tuple[int, int]:
         """Reserve memory for a block of ``nbytes``. Returns start and size of a new block."""
@@ -75,13 +89,13 @@ class CachingAllocator:
 
     def __init__(self, pool: type[Pool] = Pool) -> None:
         self._make_pool = pool
-        self._pools: dict[tuple[str, bool], Pool] = {}
+        self._pools: dict[tuple[str, int], Pool] = {}
 
-    def allocate(self, nbytes: int, stream: str) -> Place:
-        key = stream, nbytes <= _SMALL_BYTES
-        if key not in self._pools:
-            self._pools[key] = self._make_pool(_SMALL_PAGE if key[1] else _LARGE_PAGE)
-        return self._pools[key].allocate(max(_ROUND, -(-nbytes // _ROUND) * _ROUND))
+    def allocate(self, nbytes: int, category: str, stream: str) -> Held:
+        page = _SMALL_PAGE if nbytes <= _SMALL_BYTES else _LARGE_PAGE
+        pool = self._pools.setdefault((stream, page), self._make_pool(page))
+        start, size = pool.allocate(max(_ROUND, -(-nbytes // _ROUND) * _ROUND))
+        return Held(category, nbytes, pool, start, size)
 
     @property
     def reserved_bytes(self) -> int:

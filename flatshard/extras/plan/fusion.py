@@ -13,139 +13,131 @@ Three changes by the compiler matter for memory and time:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import replace
 
 from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
 
-
-def compiled(trace: StepTrace, units: Collection[int]) -> StepTrace:
-    """Return ``trace`` as if ``torch.compile`` had compiled each module of ``units`` separately."""
-    regions = _regions(trace, units)
-    ops = [(i, event) for i, event in enumerate(trace.events) if isinstance(event, Op)]
-    backward = next(i for i, event in enumerate(trace.events) if event == Mark("backward"))
-    made_by = {block: i for i, op in reversed(ops) for block, _ in op.writes}
-    # Results of a unit's forward that an operator outside of the unit reads. These results are in
-    # memory anyway, so backward need not compute them again.
-    results = {
-        block
-        for i, op in ops
-        for block, _ in op.reads
-        if i < backward and regions[i] != regions[made_by.get(block, i)]
-    }
-    sources: dict[int, frozenset[int]] = {}
-
-    def origin(block: int) -> frozenset[int]:
-        """The saved blocks from which backward can compute ``block`` again."""
-        if block not in sources:
-            sources[block] = frozenset((block,))
-            maker = made_by.get(block, backward)
-            op = trace.events[maker]
-            if maker < backward and regions[maker] and isinstance(op, Op) and op.kind == "fusible":
-                # Small blocks, such as the statistics of norms, are saved.
-                if block not in results and trace.sizes[block] > 1 << 20:
-                    inputs = [one for one, _ in op.reads if one >= 0 and one != block]
-                    sources[block] = frozenset().union(*map(origin, inputs))
-        return sources[block]
-
-    # Find the operators whose results are used, and the last use of each block.
-    needed_marks = {event.block for event in trace.events if isinstance(event, Mark)}
-    needed = set(needed_marks)
-    last_use: dict[int, int] = {}
-    live: list[tuple[int, Op]] = []
-    for i, op in reversed(ops):
-        written = [block for block, _ in op.writes]
-        if regions[i] and not any(block < 0 or block in needed for block in written):
-            continue
-        live.append((i, op))
-        for block, _ in op.reads:
-            if block >= 0:
-                crosses = i > backward and made_by.get(block, i) < backward
-                # Inputs of backward's matrix products are saved: a matrix product reads its inputs
-                # from memory, so an input that is computed again would need memory again.
-                again = crosses and regions[i] and op.kind == "fusible"
-                for one in origin(block) if again else (block,):
-                    needed.add(one)
-                    last_use.setdefault(one, i)
-    live.reverse()
-    inner = _inner_blocks(live, regions) - needed_marks
-    return _rewrite(trace, regions, dict(live), last_use, inner)
+_SMALL_BYTES = 1 << 20  # small blocks, such as the statistics of norms, are saved for backward
 
 
-def _regions(trace: StepTrace, units: Collection[int]) -> list[int]:
+def compiled(trace: StepTrace) -> StepTrace:
+    """Return ``trace`` as if ``torch.compile`` had compiled each unit but the root separately."""
+    return replace(trace, events=_Compiler(trace).events())
+
+
+def _regions(trace: StepTrace) -> list[int]:
     """For each event, the number of the compiled region that contains the event, or 0 if none.
 
     A region is one forward or one backward of a unit.
     """
-    found, piece, number, owner, in_backward = [], 0, 0, -1, False
+    found, region, number, owner, in_backward = [], 0, 0, -1, False
     for event in trace.events:
         if isinstance(event, Mark) and event.what in ("enter", "enter backward"):
-            if event.unit in units and (event.unit != owner or not piece):
+            if not trace.names[event.unit]:
+                region = 0
+            elif event.unit != owner or not region:
                 number += 1
-                piece, owner = number, event.unit
-            elif event.unit not in units:
-                piece = 0
+                region, owner = number, event.unit
         elif isinstance(event, Mark) and event.what in ("leave", "backward") and not in_backward:
-            piece, in_backward = 0, event.what == "backward"
-        found.append(piece)
+            region, in_backward = 0, event.what == "backward"
+        found.append(region)
     return found
 
 
-def _inner_blocks(live: list[tuple[int, Op]], regions: list[int]) -> set[int]:
-    """Return the blocks that are read and written only inside of one fused kernel."""
-    homes: dict[int, int] = {}
-    outer: set[int] = set()
-    for i, op in live:
-        for block, _ in (*op.reads, *op.writes):
-            fits = op.kind == "fusible" and regions[i] and homes.setdefault(block, i) >= 0
-            if not fits or regions[homes[block]] != regions[i]:
-                outer.add(block)
-    return homes.keys() - outer
+class _Compiler:
+    """Finds which operators and blocks of a trace remain after compilation.
 
+    Attributes:
+        ops: the operators that remain, keyed by the index of the event.
+        fused: for each event, the region if the event is an operator that can be part of a fused
+            kernel, and otherwise 0.
+        made_by: for each block, the index of the operator that makes the block.
+        results: results of a unit's forward that an operator outside of the unit reads. These
+            results are in memory anyway, so backward need not compute them again.
+        gradients: the blocks of parameters' gradients.
+        last_use: for each block that an operator reads, the index of the last operator.
+        inner: blocks that are read and written only inside of one fused kernel.
+    """
 
-def _rewrite(
-    trace: StepTrace,
-    regions: list[int],
-    live: dict[int, Op],
-    last_use: dict[int, int],
-    inner: set[int],
-) -> StepTrace:
-    made: list[Event] = []
-    allocated: set[int] = set()
-    gradients = {e.block for e in trace.events if isinstance(e, Mark) and e.what == "gradient"}
-    in_region = {e.block for i, e in enumerate(trace.events) if isinstance(e, Alloc) and regions[i]}
-    ends: dict[int, list[int]] = defaultdict(list)
-    for block, i in last_use.items():
-        if block in in_region and block not in gradients:
-            ends[i].append(block)
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace, self.regions = trace, _regions(trace)
+        self.ops = {i: event for i, event in enumerate(trace.events) if isinstance(event, Op)}
+        kinds = (getattr(event, "kind", "") for event in trace.events)
+        self.fused = [
+            region * (kind == "fusible") for region, kind in zip(self.regions, kinds, strict=True)
+        ]
+        self.backward = trace.events.index(Mark("backward"))
+        self.made_by = {block: i for i in reversed(self.ops) for block, _ in self.ops[i].writes}
+        self.results = {
+            block
+            for i, op in self.ops.items()
+            for block, _ in op.reads
+            if i < self.backward and self.regions[i] != self.regions[self.made_by.get(block, i)]
+        }
+        self.gradients = {event.block for event in trace.events if isinstance(event, Mark)}
+        self.sources: dict[int, frozenset[int]] = {}
+        self.last_use: dict[int, int] = {}
+        self._find_uses()
+        users: dict[int, set[int]] = defaultdict(set)
+        for i, op in self.ops.items():
+            for block, _ in (*op.reads, *op.writes):
+                users[block].add(self.fused[i])
+        inner = {block for block, found in users.items() if len(found) == 1 and 0 not in found}
+        self.inner = inner - self.gradients
 
-    def free(block: int) -> None:
-        if block in allocated:
-            allocated.remove(block)
-            made.append(Free(block))
+    def _origin(self, block: int) -> frozenset[int]:
+        """The saved blocks from which backward can compute ``block`` again."""
+        if block not in self.sources:
+            self.sources[block] = frozenset((block,))
+            maker, nbytes = self.made_by.get(block, self.backward), self.trace.sizes[block]
+            if self.fused[maker] and block not in self.results and nbytes > _SMALL_BYTES:
+                inputs = [one for one, _ in self.ops[maker].reads if one >= 0 and one != block]
+                self.sources[block] = frozenset().union(*map(self._origin, inputs))
+        return self.sources[block]
 
-    seen: set[int] = set()  # blocks that the current kernel has already read
-    for i, event in enumerate(trace.events):
-        if isinstance(event, Op):
-            op = live.get(i)
-            if op is not None and op.kind == "fusible" and regions[i]:
-                reads = tuple(x for x in op.reads if x[0] not in inner | seen)
-                writes = tuple(x for x in op.writes if x[0] not in inner)
-                seen.update(block for block, _ in reads if block >= 0)
-                if reads or writes:
-                    made.append(op._replace(reads=reads, writes=writes))
-            elif op is not None:
-                seen.clear()
-                made.append(op)
-            for block in ends[i]:
-                free(block)
-        elif isinstance(event, Alloc):
-            is_used = event.block in last_use or event.block in gradients
-            if event.block not in inner and (is_used or not regions[i]):
-                allocated.add(event.block)
+    def _find_uses(self) -> None:
+        """Find the last use of each block, and remove operators whose results are not used."""
+        needed = set(self.gradients)
+        for i in reversed(list(self.ops)):
+            writes = self.ops[i].writes
+            if self.regions[i] and not any(block < 0 or block in needed for block, _ in writes):
+                del self.ops[i]
+                continue
+            for block in (block for block, _ in self.ops[i].reads if block >= 0):
+                # Inputs of backward's matrix products are saved: a matrix product reads its inputs
+                # from memory, so an input that is computed again would need memory again.
+                again = self.fused[i] and i > self.backward > self.made_by.get(block, i)
+                for one in self._origin(block) if again else (block,):
+                    needed.add(one)
+                    self.last_use.setdefault(one, i)
+
+    def events(self) -> list[Event]:
+        """Return the events of the compiled step."""
+        made: list[Event] = []
+        allocated, seen = set[int](), set[int]()  # `seen`: blocks that the kernel has already read
+        ends: dict[int, list[int]] = defaultdict(list)
+        for i, event in enumerate(self.trace.events):
+            frees = ends[i]
+            if isinstance(event, Alloc):
+                block, is_gradient = event.block, event.block in self.gradients
+                is_used = is_gradient or block in self.last_use or not self.regions[i]
+                if is_used and block not in self.inner:
+                    allocated.add(block)
+                    made.append(event)
+                if is_used and self.regions[i] and not is_gradient:
+                    ends[self.last_use[block]].append(block)
+            elif isinstance(event, Free):
+                frees = [event.block]
+            elif isinstance(event, Mark):
                 made.append(event)
-        elif isinstance(event, Free):
-            free(event.block)
-        else:
-            made.append(event)
-    return replace(trace, events=made)
+            elif i in self.ops and self.fused[i]:
+                reads = tuple(one for one in event.reads if one[0] not in self.inner | seen)
+                writes = tuple(one for one in event.writes if one[0] not in self.inner)
+                seen.update(block for block, _ in reads if block >= 0)
+                made += [event._replace(reads=reads, writes=writes)] if reads or writes else []
+            elif i in self.ops:
+                seen.clear()
+                made.append(event)
+            made += [Free(block) for block in frees if block in allocated]
+            allocated.difference_update(frees)
+        return made

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from flatshard.extras.plan.hardware import Machine, device_of, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.extras.plan.trace import emptied
 from flatshard.memory.buffers import storage_bytes
 from flatshard.module.sharding import Sharding, units_in
 from flatshard.module.unit_report import tabulate
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.policies import CustomPolicy
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,8 @@ class RankPlan:
         rows = [("part", "predicted", "measured", "difference")]
         for name, planned in self.predicted.items():
             found = self.measured.get(name)
-            shown, off = ("-", "") if found is None else (show(found), "")
-            if found is not None and planned:
-                off = f"{found / planned - 1:+.1%}"
+            shown = "-" if found is None else show(found)
+            off = f"{found / planned - 1:+.1%}" if planned and found is not None else ""
             rows.append((name, show(planned), shown, off))
         lines = [tabulate(rows, numbers=range(1, 4)), f"The peak is in {self.outcome.peak_at}."]
         if self.differing:
@@ -61,32 +58,32 @@ class RankPlan:
 
 def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) -> RankPlan:
     """Predict the memory of a wrapped model in a step, and measure the model's memory now."""
-    wrapped, settings = sharding.wrapper, sharding.settings
-    units, ranks, kind = units_in(wrapped), settings.ranks, settings.device.type
-    chosen = {id(module) for unit in units if not unit.is_root for module in unit.modules}
-    bare = _Bare()
-    traced = TracedModel.of(
-        lambda: bare.copy(wrapped.module),
-        step,
-        on_gpu=kind == "cuda",
-        device=settings.device,
-        auto_wrap_policy=CustomPolicy(lambda module: bare.originals.get(id(module)) in chosen),
-        mixed_precision=settings.precision,
-    )
+    settings, units = sharding.settings, units_in(sharding.wrapper)
+    ranks, placement, kind = settings.ranks, settings.placement, settings.device.type
+    chosen = {module for unit in units if not unit.is_root for module in unit.modules}
     measured = _measure(sharding, optimizer)
     held = measured.get("optimizer")
     handles = [handle for unit in units for handle in unit.handles]
     trained = sum(h.layout.shard_numel for h in handles if h.params[0].requires_grad)
-    placement = settings.placement
-    flats = traced.flats(
-        ranks.world.size,
-        # The optimizer has no state before its first step. Until then, count two tensors per
-        # parameter: AdamW keeps two.
-        optimizer_bytes=held / trained if held and trained else None,
-        sharding_strategy=settings.strategy.name,
-        ranks_per_node=ranks.ranks_per_node,
-        reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
-    )
+    with _unwrapped(sharding.wrapper):
+        module = sharding.wrapper.module
+        traced = TracedModel.of(
+            lambda: module,
+            step,
+            on_gpu=kind == "cuda",
+            device=str(settings.device),
+            auto_wrap_policy=CustomPolicy(chosen.__contains__),
+            mixed_precision=settings.precision,
+        )
+        flats = traced.flats(
+            ranks.world.size,
+            # The optimizer has no state before its first step. Until then, count two tensors per
+            # parameter: AdamW keeps two.
+            optimizer_bytes=held / trained if held and trained else None,
+            sharding_strategy=settings.strategy.name,
+            ranks_per_node=ranks.ranks_per_node,
+            reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
+        )
     in_background = sharding.unit.topology.intra_group.transport_for().gathers_in_background
     on_cpu = "sockets" if in_background else "native"
     machine = Machine(device_of(kind), transport="nccl" if kind == "cuda" else on_cpu)
@@ -122,31 +119,22 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
     return storage_bytes(one for one in local if isinstance(one, Tensor) and one.dim())
 
 
-class _Bare:
-    """Copies modules without their hooks. The copies' tensors are on the meta device."""
+@contextlib.contextmanager
+def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
+    """In the block, the wrapped module has no hooks and wrappers, and tensors on the meta device.
 
-    def __init__(self) -> None:
-        self._memo: dict[int, Any] = {}  # copies, keyed by the id of the module or tensor
-        self.originals: dict[int, int] = {}  # id of a copy -> id of the module that was copied
-
-    def copy(self, one: Any) -> Any:
-        if isinstance(one, ModuleProxy):
-            one = one.module
-        if one is not None and id(one) not in self._memo:
-            copied = self._tensor(one) if isinstance(one, Tensor) else self._module(one)
-            self._memo[id(one)] = copied
-        return None if one is None else self._memo[id(one)]
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        is_param = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(made, tensor.requires_grad) if is_param else made
-
-    def _module(self, module: nn.Module) -> nn.Module:
-        made = type(module).__new__(type(module))
-        made.__dict__.update(module.__dict__ | {name: OrderedDict() for name in _HOOKS})
-        self.originals[id(made)] = id(module)
-        for place in ("_parameters", "_buffers", "_modules"):
-            copies = {name: self.copy(one) for name, one in module.__dict__[place].items()}
-            made.__dict__[place] = copies
-        return made
+    The module itself changes, not a copy: an attribute of the module may be a method of the module,
+    such as the ``forward`` that ``checkpoint_blocks`` sets, and would still be of the original.
+    """
+    with contextlib.ExitStack() as stack:
+        # Modules inside come first, so that a wrapper's `module` is the module without wrappers.
+        for module in [*wrapper.modules()][::-1]:
+            stack.callback(module.__dict__.update, {**module.__dict__})
+            hooks = [name for name in module.__dict__ if "_hooks" in name]
+            module.__dict__.update({name: OrderedDict() for name in hooks})
+            module.__dict__["_modules"] = {
+                name: one.module if isinstance(one, ModuleProxy) else one
+                for name, one in module._modules.items()
+            }
+        stack.enter_context(emptied(wrapper, {}, "meta"))
+        yield

@@ -8,26 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
-from flatshard.extras.plan.fusion import compiled
+from flatshard.extras.plan.allocator import Held
 from flatshard.extras.plan.hardware import DEVICES, Machine, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.replay import Replay
-from flatshard.extras.plan.shards import FlatMemory, Held, plan_flats
-from flatshard.extras.plan.trace import (
-    Checkpointing,
-    Mark,
-    StepTrace,
-    checkpoint_blocks,
-    faked,
-    trace,
-)
-from flatshard.module.model_plan import PlannedUnit
+from flatshard.extras.plan.shards import FlatMemory, plan_flats
+from flatshard.extras.plan.trace import Checkpointing, Mark, StepTrace, checkpoint_blocks, trace
+from flatshard.module.model_plan import ModelPlan
 from flatshard.module.unit_report import tabulate
 
-_CPU = torch.device("cpu")
 _ROWS = 24  # maximum number of rows in a table; if there are more, the middle is left out
 
 
@@ -55,9 +46,8 @@ class TracedModel:
         step: Step,
         *,
         checkpoint: Checkpointing = "none",
-        compiles: bool = False,
         on_gpu: bool = True,
-        device: torch.device = _CPU,
+        device: str = "cpu",
         **keywords: Any,
     ) -> TracedModel:
         """Build a model on the meta device, and trace one step.
@@ -68,27 +58,9 @@ class TracedModel:
             made = build()
         model, step = made if isinstance(made, tuple) else (made, step)
         plan, flats = plan_flats(model, world_size=1, **keywords)
-        casts = plan.precision
-        dtypes: dict[Tensor, torch.dtype] = {
-            param: flat.compute_dtype for flat in flats for param in flat.params
-        }
-        casts.install()
-        members = [
-            {one.module: casts.of_unit(one.module, unit.settings.precision) for one in unit.members}
-            for unit in plan.units
-        ]
         container, blocks = _blocks(model)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # `step` may use real tensors
         checkpoint_blocks(blocks, checkpoint)
-        with faked(model, mode, dtypes, device) as fakes:
-            flat_index = {
-                fakes[param]: index for index, flat in enumerate(flats) for param in flat.params
-            }
-            found = trace(model, step, members, flat_index, mode, on_gpu=on_gpu)
-        found.names = [unit.name for unit in plan.units]
-        found.buffer_bytes = _buffer_bytes(model)
-        if compiles:
-            found = compiled(found, [i for i, name in enumerate(found.names) if name])
+        found = trace(plan, flats, step, on_gpu=on_gpu, device=device)
         return cls(model, keywords, found, container)
 
     def flats(self, world_size: int, **keywords: Any) -> list[FlatMemory]:
@@ -99,7 +71,7 @@ class TracedModel:
 def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the name of the module with the largest repeated blocks, and the list of the blocks.
 
-    Checkpointing and ``torch.compile`` are applied to these blocks.
+    Checkpointing is applied to these blocks.
     """
     best: tuple[str, list[nn.Module]] = ("", [])
     most = 0
@@ -111,11 +83,6 @@ def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
         if len(same) > 1 and numel > most:
             best, most = (name, same), numel
     return best
-
-
-def _buffer_bytes(model: nn.Module) -> int:
-    # Count a buffer once, even if several modules share the buffer.
-    return sum(one.nbytes for one in {*model.buffers()})
 
 
 # ---------------------------------------------------------------- memory without activations
@@ -227,13 +194,12 @@ def predict(
     """
     plan, flats = plan_flats(model, world_size=world_size, **keywords)
     device = replace(DEVICES["h100"], is_gpu=collectives == "nccl")
-    trace = _empty_trace(plan.units, flats)
-    trace.buffer_bytes = _buffer_bytes(model)
-    replay = _Peaks(trace, flats, Machine(device, transport=collectives))
-    units = [UnitMemory(u.name, [f for f in flats if f.unit == u.number]) for u in plan.units]
+    empty = _empty_trace(plan, flats)
+    replay = _Peaks(empty, flats, Machine(device, transport=collectives))
     step_bytes = replay.run().peak_bytes
+    units = [UnitMemory(u.name, [f for f in flats if f.unit == u.number]) for u in plan.units]
     peaks = replay.gathered_bytes, replay.gradient_bytes, step_bytes
-    return MemoryPlan("total", flats, units, trace.buffer_bytes, *peaks)
+    return MemoryPlan("total", flats, units, empty.buffer_bytes, *peaks)
 
 
 class _Peaks(Replay):
@@ -249,7 +215,7 @@ class _Peaks(Replay):
         return held
 
 
-def _empty_trace(units: Sequence[PlannedUnit], flats: Sequence[FlatMemory]) -> StepTrace:
+def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     """Return the trace of a step without activations: backward computes only parameter gradients.
 
     Modules run in the order of registration. The backward of a unit computes the gradient of the
@@ -257,7 +223,7 @@ def _empty_trace(units: Sequence[PlannedUnit], flats: Sequence[FlatMemory]) -> S
     other gradients. This fits most roots: the last parameter is the head, which forward uses last,
     and the first parameter is the embedding.
     """
-    found = StepTrace(names=[unit.name for unit in units])
+    units, found = plan.units, StepTrace.of(plan)
     # The marks of forward in reverse. `units` has children before parents, so in reverse order a
     # unit precedes the units inside.
     reverse: list[Mark] = []
@@ -271,9 +237,8 @@ def _empty_trace(units: Sequence[PlannedUnit], flats: Sequence[FlatMemory]) -> S
     reverse += [Mark("enter", unit) for unit in around[::-1]]
     for mark in reverse[::-1]:
         found.events.append(mark)
-        if mark.what == "enter":
-            found.order.append(mark.unit)
-            found.events += [Mark("input", mark.unit)] if units[mark.unit].name else []
+        if mark.what == "enter" and units[mark.unit].name:
+            found.events.append(Mark("input", mark.unit))
     found.events.append(Mark("backward"))
     grads: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, flat in enumerate(flats):

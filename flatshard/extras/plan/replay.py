@@ -13,9 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flatshard.extras.plan.allocator import CachingAllocator, Pool
+from flatshard.extras.plan.allocator import CachingAllocator, Held, Pool
 from flatshard.extras.plan.hardware import Machine
-from flatshard.extras.plan.shards import FlatMemory, Held
+from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
 # The same thresholds as in ``engine.grad_buffer``: gradients of at least this size are copied into
@@ -65,13 +65,13 @@ class Outcome:
 class _Reduction:
     """A running reduction: its buffers, and the time of its end.
 
-    ``crosses``: whether the second stage, over the replicas, has not begun yet.
+    ``crossing``: the flat parameters whose second stage, over the replicas, has not begun yet.
     """
 
     bucket: Sequence[FlatMemory]
-    buffers: list[Held]
+    crossing: Sequence[FlatMemory]
     ends: float
-    crosses: bool
+    buffers: list[Held] = field(default_factory=list)
 
 
 class Replay:
@@ -107,26 +107,29 @@ class Replay:
         self._native = machine.transport == "native"
         self._sockets = machine.transport == "sockets"
         self.of_unit: dict[int, list[FlatMemory]] = defaultdict(list)
-        for flat in flats:
+        buckets: dict[tuple[int, int], list[FlatMemory]] = defaultdict(list)
+        for index, flat in enumerate(flats):
             self.of_unit[flat.unit].append(flat)
             self.allocate(flat.parameter_bytes, "parameters")
             if flat.placement.over_all:
                 self.allocate(flat.secondary_bytes, "unsharded")
+            if flat.is_trained:
+                flat.bucket = buckets[flat.unit, index if flat.reduces_alone else -1]
+                flat.bucket.append(flat)
+            least = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.params))
+            is_large = flat.gather_size > 1 and flat.whole_gradient_bytes >= least
+            flat.in_place = self._sockets and is_large
+        self._buckets = list(buckets.values())
         self.allocate(trace.buffer_bytes, "buffers")
         begin = trace.events.index(Mark("backward"))
         made = {event.block for event in trace.events[:begin] if isinstance(event, Alloc)}
         freed = {event.block for event in trace.events[begin:] if isinstance(event, Free)}
         self._kept_for_backward = made & freed
         marks = [event for event in trace.events if isinstance(event, Mark)]
+        # Units in the order of forward.
+        self.order = list(dict.fromkeys(mark.unit for mark in marks if mark.what == "enter"))
         # For each unit: number of inputs that need a gradient.
         self._inputs = Counter(mark.unit for mark in marks if mark.what == "input")
-        for owned in self.of_unit.values():
-            trained = [one for one in owned if one.is_trained]
-            together = tuple(one for one in trained if not one.reduces_alone)
-            for one in trained:
-                one.bucket = (one,) if one.reduces_alone else together
-                one.in_place = self._reads_in_place(one)
-        self._buckets = dict.fromkeys(one.bucket for one in flats if one.bucket)
         # The same limits as in ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, a
         # reduction counts twice: memory to send, and memory to receive.
         on_gpu = machine.device.is_gpu
@@ -134,10 +137,6 @@ class Replay:
         self._max_in_flight = (1 + on_gpu) * max(sums, default=0)
         self._budget = max(map(_gathered_bytes, self.of_unit.values()), default=0)
         self._in_flight: list[_Reduction] = []
-
-    def _reads_in_place(self, flat: FlatMemory) -> bool:
-        least = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.params))
-        return self._sockets and flat.gather_size > 1 and flat.whole_gradient_bytes >= least
 
     # ------------------------------------------------------------ memory and clocks
 
@@ -149,12 +148,18 @@ class Replay:
         if sum(self.totals.values()) > self.outcome.peak_bytes:
             self.outcome.peak = dict(self.totals)
             self.outcome.peak_at = f"{self._now}, {self._place}"
-        return Held(category, nbytes, self._allocator.allocate(nbytes, stream))
+        return self._allocator.allocate(nbytes, category, stream)
 
     def free(self, *blocks: Held | None) -> None:
         for held in filter(None, blocks):
             self.totals[held.category] -= held.nbytes
-            held.place.pool.free(held.place.start, held.place.nbytes)
+            held.pool.free(held.start, held.size)
+
+    def copy(self, held: Held, nbytes: int, category: str) -> Held:
+        """Copy a block into a new block of another size, and free the old block."""
+        made = self.allocate(nbytes, category)
+        self.free(held)
+        return made
 
     def move(self, held: Held, category: str) -> Held:
         """Change the category under which the bytes of ``held`` are counted."""
@@ -256,7 +261,7 @@ class Replay:
         elif mark.what == "leave" and not self.in_backward:
             self.reshard(unit)
             if self._needs_soon(unit):
-                self._start_expected(self.trace.order[-2::-1], backward=True)
+                self._start_expected(self.order[-2::-1], backward=True)
         elif mark.what == "leave backward" and unit in self._outstanding:
             self._outstanding[unit] -= 1
             self.end_unit(unit)
@@ -292,7 +297,7 @@ class Replay:
 
     def prefetch(self, unit: int) -> None:
         """Start the all-gathers of the units that are expected after ``unit``."""
-        order = self.trace.order[::-1] if self.in_backward else self.trace.order
+        order = self.order[::-1] if self.in_backward else self.order
         expected = order[order.index(unit) + 1 :] if unit in order else []
         self._start_expected(expected, backward=self.in_backward)
 
@@ -320,7 +325,7 @@ class Replay:
 
         ``engine.prefetch`` has the same rule for ``BackwardPrefetch.AUTO``.
         """
-        begins = self._sockets and unit == self.trace.order[-1]
+        begins = self._sockets and unit == self.order[-1]
         return begins and all(one.regather_size == one.gather_size for one in self.of_unit[unit])
 
     def reshard(self, unit: int) -> None:
@@ -380,20 +385,17 @@ class Replay:
             self.free(*slots)
             return [buffer]
         sent = []
-        for slot in slots:
-            assert slot is not None, "kept in place"
+        for slot in filter(None, slots):
             nbytes = slot.nbytes // flat.compute_dtype.itemsize * flat.reduce_itemsize
-            if nbytes != slot.nbytes or nbytes < _SMALL_BYTES:
-                sent.append(self.allocate(nbytes, "reduction"))
-                self.free(slot)
-            else:
-                sent.append(slot)
+            is_kept = nbytes == slot.nbytes >= _SMALL_BYTES
+            sent.append(slot if is_kept else self.copy(slot, nbytes, "reduction"))
         return sent
 
     def _reduce(self, bucket: Sequence[FlatMemory]) -> None:
         """Start the reductions of a bucket, and finish earlier reductions that have ended."""
         self.now("reduction of", bucket[0].unit)
-        reduction = _Reduction(bucket, [], self.clock, any(flat.replicas > 1 for flat in bucket))
+        crossing = [flat for flat in bucket if flat.replicas > 1]
+        reduction = _Reduction(bucket, crossing, self.clock)
         for flat in bucket:
             sent = self._fill(flat)
             if flat.gather_size == 1:
@@ -419,13 +421,12 @@ class Replay:
 
     def _cross(self, reduction: _Reduction) -> None:
         """Begin the second stage of a reduction: over the replicas, or over the other nodes."""
-        if not reduction.crosses:
-            return
-        reduction.crosses = False
-        if not self.machine.device.is_gpu:
+        crossing, reduction.crossing = reduction.crossing, ()
+        if crossing and not self.machine.device.is_gpu:
             self.wait(reduction.ends)
-            self._free_buffers(reduction)
-        for flat in reduction.bucket:
+            self.free(*reduction.buffers)
+            reduction.buffers = []
+        for flat in crossing:
             # The second stage is an all-reduce: a reduce-scatter and an all-gather. If each rank
             # keeps only a part of the result, the second stage is only a reduce-scatter.
             steps = 1 if flat.reduced_bytes < flat.crossing_bytes else 2
@@ -454,16 +455,11 @@ class Replay:
         first = self._in_flight.pop(0)
         self._cross(first)
         self.wait(first.ends)
-        self._free_buffers(first)
+        self.free(*first.buffers)
         for flat in first.bucket:
             for place, held in enumerate(flat.results):
                 if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
-                    flat.results[place] = self.allocate(flat.gradient_bytes, "gradients")
-                    self.free(held)
-
-    def _free_buffers(self, reduction: _Reduction) -> None:
-        self.free(*reduction.buffers)
-        reduction.buffers.clear()
+                    flat.results[place] = self.copy(held, flat.gradient_bytes, "gradients")
 
     def end_backward(self) -> None:
         """Finish all reductions, and move the reduced gradients to ``grads``."""

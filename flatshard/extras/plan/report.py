@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from flatshard.extras.plan.fusion import compiled
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
-from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Checkpointing
 from flatshard.module.unit_report import tabulate
 from flatshard.options.precision import MixedPrecision
@@ -31,11 +31,6 @@ DTYPES = {
     "fp32": MixedPrecision(),
 }
 CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
-# Categories of memory in the order of the plot: constant categories are at the bottom.
-_PLOTTED = (
-    *("parameters", "optimizer", "buffers", "gradients", "activations", "reduction"),
-    *("unsharded", "temporary"),
-)
 # Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 
@@ -77,29 +72,26 @@ class Choice:
         del found["timeline"]
         return {**found, "bound": self.bound, "peak_bytes": self.outcome.peak_bytes}
 
-    def row(self) -> tuple[str, ...]:
-        """Return the row of the table, with the columns of ``_HEADER``."""
+    def cells(self) -> dict[str, str]:
+        """Return the row of the table, keyed by the titles of the columns."""
         outcome = self.outcome
-        at_peak = {kind: outcome.peak.get(kind, 0) for kind in _CATEGORIES}
-        rest = outcome.peak_bytes - sum(at_peak.values())
-        sizes = [*(at_peak | outcome.persistent).values(), rest]
-        sizes += [outcome.peak_bytes, outcome.reserved_bytes]
-        return (
-            *(str(self.ranks), self.strategy),
-            *map(show, [*sizes, *outcome.sent_bytes]),
-            *(f"{1000 * outcome.seconds:,.0f} ms", f"{self.samples_per_second:,.2f}"),
-            *(self.bound, "yes" if self.fits else "no"),
-        )
+        sizes: dict[str, float] = {kind: outcome.peak.get(kind, 0) for kind in _CATEGORIES}
+        sizes["temporary"] = outcome.peak_bytes - sum(sizes.values())
+        sizes |= {**outcome.persistent, "peak": outcome.peak_bytes}
+        sizes["reserved"] = outcome.reserved_bytes
+        sizes["sent in node"], sizes["sent across"] = outcome.sent_bytes
+        return {
+            "ranks": str(self.ranks),
+            "strategy": self.strategy,
+            **{title: show(nbytes) for title, nbytes in sizes.items()},
+            "step": f"{1000 * outcome.seconds:,.0f} ms",
+            "samples/s": f"{self.samples_per_second:,.2f}",
+            "bound by": self.bound,
+            "fits": "yes" if self.fits else "no",
+        }
 
-    @property
-    def peak(self) -> str:
-        return f"Its peak of {show(self.outcome.peak_bytes)} is in {self.outcome.peak_at}."
-
-
-_HEADER = (
-    *("ranks", "strategy", *_CATEGORIES, "temporary", "peak", "reserved"),
-    *("sent in node", "sent across", "step", "samples/s", "bound by", "fits"),
-)
+    def __str__(self) -> str:
+        return f"{self.strategy} on {self.ranks} ranks"
 
 
 @dataclass(frozen=True)
@@ -137,11 +129,9 @@ class Target:
 
     @property
     def machine(self) -> Machine:
-        device = self.device
-        if isinstance(device, str):
-            if device not in DEVICES:
-                raise ValueError(f"device: expected {', '.join(DEVICES)}, got {device!r}.")
-            device = DEVICES[device]
+        device = self.device if isinstance(self.device, Device) else DEVICES.get(self.device)
+        if device is None:
+            raise ValueError(f"device: expected {', '.join(DEVICES)}, got {self.device!r}.")
         if self.memory is not None:
             device = replace(device, memory_bytes=amount(self.memory))
         if self.flops is not None:
@@ -159,25 +149,26 @@ class Target:
 
         Raises ValueError if no strategy can be used, or if one unit alone needs too much memory.
         """
-        machine, names = self.machine, self.strategy
-        strategies = (names,) if isinstance(names, str) else names
+        strategies = (self.strategy,) if isinstance(self.strategy, str) else self.strategy
         traced = TracedModel.of(
             self.build,
             self.step or language_step(self.batch, self.seq),
             checkpoint=self.checkpoint,
-            compiles=self.compile,
-            on_gpu=machine.device.is_gpu,
+            on_gpu=self.machine.device.is_gpu,
             auto_wrap_policy=self.auto_wrap_policy,
             mixed_precision=self.precision,
         )
-        self._check_memory(traced, machine.device)
-        found = []
-        for ranks in self.counts:
-            per_node = min(ranks, self.per_node)
-            for strategy in strategies:
-                # A hybrid strategy shards within a node, and needs several nodes.
-                if not strategy.startswith("HYBRID") or (ranks > per_node and not ranks % per_node):
-                    found.append(self._choice(traced, machine, strategy, ranks, per_node))
+        if self.compile:
+            traced.trace = compiled(traced.trace)
+        self._check_memory(traced)
+        node = self.per_node
+        found = [
+            self._choice(traced, strategy, ranks)
+            for ranks in self.counts
+            for strategy in strategies
+            # A hybrid strategy shards within a node, and needs several nodes.
+            if not strategy.startswith("HYBRID") or (ranks > node and ranks % node == 0)
+        ]
         if not found:
             raise ValueError(
                 f"{', '.join(strategies)} needs several nodes: expected numbers of ranks that "
@@ -185,15 +176,13 @@ class Target:
             )
         return found, traced.container
 
-    def _choice(
-        self, traced: TracedModel, machine: Machine, strategy: str, ranks: int, per_node: int
-    ) -> Choice:
-        optimizer = self.optimizer
+    def _choice(self, traced: TracedModel, strategy: str, ranks: int) -> Choice:
+        optimizer, machine = self.optimizer, self.machine
         flats = traced.flats(
             ranks,
             optimizer_bytes=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
             sharding_strategy=strategy,
-            ranks_per_node=per_node,
+            ranks_per_node=min(ranks, self.per_node),
         )
         outcome = Replay(traced.trace, flats, machine, self.accumulate).run()
         memory = machine.device.memory_bytes
@@ -201,44 +190,39 @@ class Target:
         speed = self.accumulate * self.batch / outcome.seconds
         return Choice(strategy, ranks, self.checkpoint, self.batch, outcome, fits, speed)
 
-    def _check_memory(self, traced: TracedModel, device: Device) -> None:
+    def _check_memory(self, traced: TracedModel) -> None:
         """Raise ValueError if the device cannot hold the largest unit, which no strategy divides.
 
         A rank holds all unsharded parameters of a unit, and the gradients of one flat parameter.
         """
-        units: dict[int, list[FlatMemory]] = defaultdict(list)
+        sums, most, memory = Counter[str](), Counter[str](), self.machine.device.memory_bytes
         for flat in traced.flats(max(self.counts)):
-            units[flat.unit].append(flat)
-        needs = {}
-        for unit, own in units.items():
-            unsharded = (
-                max(one.gathered_bytes, one.parameter_bytes) for one in own if not one.is_lookup
-            )
-            needs[unit] = sum(unsharded) + max(one.whole_gradient_bytes for one in own)
-        largest, memory = max(needs, key=needs.__getitem__), device.memory_bytes
-        if memory and needs[largest] + CONTEXT_BYTES > memory:
+            sums[flat.name] += max(flat.gathered_bytes, flat.parameter_bytes) * (not flat.is_lookup)
+            most[flat.name] = max(most[flat.name], flat.whole_gradient_bytes)
+        unit, needs = (sums + most).most_common(1)[0]
+        if memory and needs + CONTEXT_BYTES > memory:
             raise ValueError(
                 f"memory {show(memory)} is too small under every strategy: the unsharded "
-                f"parameters and gradients of {unit_text(traced.trace.names[largest])} need "
-                f"{needs[largest]:,} bytes ({show(needs[largest])}), and CUDA and NCCL need "
-                f"{show(CONTEXT_BYTES)}. Give more memory, or an auto_wrap_policy that makes "
-                "smaller units."
+                f"parameters and gradients of {unit_text(unit)} need {needs:,} bytes "
+                f"({show(needs)}), and CUDA and NCCL need {show(CONTEXT_BYTES)}. Give more "
+                "memory, or an auto_wrap_policy that makes smaller units."
             )
 
     def changes(self) -> dict[str, Choice]:
         """For each change of one setting, return the prediction with the smallest peak."""
-        twice, kinds = 2 * max(self.counts), ("none", "selective", "block")
-        changes: dict[str, dict[str, Any]] = {
-            f"checkpoint={kind!r}": {"checkpoint": kind}
-            for kind in kinds[1 + kinds.index(self.checkpoint) :]
-        }
-        changes[f"twice the ranks ({twice})"] = {"ranks": twice}
+        kinds = ("none", "selective", "block")
+        weaker = kinds.index(self.checkpoint)
+        changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in kinds[weaker + 1 :]]
+        changes.append(("ranks", 2 * max(self.counts)))
         if self.step is None and self.batch > 1:
-            changes[f"batch={self.batch // 2}"] = {"batch": self.batch // 2}
+            changes.append(("batch", self.batch // 2))
         if self.precision.param_dtype is None:
-            changes["dtype='bf16'"] = {"dtype": "bf16"}
-        found = {text: replace(self, **change).choices()[0] for text, change in changes.items()}
-        return {text: min(some, key=_peak_bytes) for text, some in found.items()}
+            changes.append(("dtype", "bf16"))
+        found = {}
+        for name, value in changes:
+            text = f"twice the ranks ({value})" if name == "ranks" else f"{name}={value!r}"
+            found[text] = min(replace(self, **{name: value}).choices()[0], key=_peak_bytes)
+        return found
 
 
 def _peak_bytes(one: Choice) -> int:
@@ -272,6 +256,11 @@ class TrainingPlan:
         fastest = max((one.samples_per_second for one in fitting), default=0)
         return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
 
+    @property
+    def shown(self) -> Choice:
+        """The best choice; if nothing fits, the choice with the smallest peak."""
+        return self.best or min(self.choices, key=_peak_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as a dict for JSON: bytes, seconds, and bytes sent in a step."""
         best = self.best
@@ -289,16 +278,16 @@ class TrainingPlan:
         if best is None:
             return ""
         policy, dtype = self.target.auto_wrap_policy, self.target.precision.param_dtype
-        keywords = [f"auto_wrap_policy={'policy' if policy != 'auto' else policy!r}"]
-        keywords.append(f"sharding_strategy={best.strategy!r}")
+        keywords = f"auto_wrap_policy={policy!r}" if policy == "auto" else "auto_wrap_policy=policy"
+        keywords += f", sharding_strategy={best.strategy!r}"
         if dtype is not None:
-            keywords.append(f"mixed_precision=MixedPrecision({dtype}, torch.float32)")
+            keywords += f", mixed_precision=MixedPrecision({dtype}, torch.float32)"
         lines = ["import torch", "from flatshard import MixedPrecision, ShardedWrapper", ""]
         if best.checkpoint != "none":
             blocks = f"model.get_submodule({self.container!r}).children()"
-            lines[2:] = ["from flatshard.memory_plan import checkpoint_blocks", ""]
+            lines.insert(2, "from flatshard.memory_plan import checkpoint_blocks")
             lines.append(f"checkpoint_blocks({blocks}, {best.checkpoint!r})")
-        return "\n".join([*lines, f"model = ShardedWrapper(model, {', '.join(keywords)})"])
+        return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 
     def plot(self, path: str) -> None:
         """Plot memory over a step of the best choice, and speed against memory of all choices.
@@ -309,13 +298,15 @@ class TrainingPlan:
 
         figure = matplotlib().Figure(figsize=(11, 4), layout="constrained")
         over, frontier = figure.subplots(1, 2)
-        shown = self.best or min(self.choices, key=_peak_bytes)
-        times = [1000 * seconds for seconds, _ in shown.outcome.timeline]
-        held = [totals for _, totals in shown.outcome.timeline]
-        kinds = [kind for kind in _PLOTTED if any(totals.get(kind) for totals in held)]
+        outcome = self.shown.outcome
+        times = [1000 * seconds for seconds, _ in outcome.timeline]
+        held = [totals for _, totals in outcome.timeline]
+        kinds = [kind for kind, most in outcome.peak.items() if most]
+        # Categories that hardly change are at the bottom.
+        kinds.sort(key=lambda kind: -min(totals.get(kind, 0) for totals in held))
         rows = [[totals.get(kind, 0) / 1e9 for totals in held] for kind in kinds]
         over.stackplot(times, rows, labels=kinds, step="post")
-        over.set(title=f"{shown.strategy}, {shown.ranks} ranks", xlabel="ms", ylabel="GB")
+        over.set(title=str(self.shown), xlabel="ms", ylabel="GB")
         over.legend(fontsize=7, loc="upper left")
         for strategy in dict.fromkeys(one.strategy for one in self.choices):
             same = [one for one in self.choices if one.strategy == strategy]
@@ -329,26 +320,20 @@ class TrainingPlan:
         figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
-        best = self.best
+        shown, rows = self.shown, [one.cells() for one in self.choices]
+        peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
         lines = [
             f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
             "bytes between steps. Unsharded, activations, temporary: bytes at the peak.",
-            tabulate([_HEADER, *map(Choice.row, self.choices)], numbers=range(2, 14)),
+            tabulate([[*rows[0]], *([*row.values()] for row in rows)], numbers=range(2, 14)),
         ]
-        if best is not None:
-            what = f"{best.strategy} on {best.ranks} ranks"
-            lines += [f"Cheapest that fits: {what}. {best.peak}", "", self.code()]
-            return "\n".join(lines)
-        closest = min(self.choices, key=_peak_bytes)
+        if shown.fits:
+            return "\n".join([*lines, f"Cheapest that fits: {shown}. {peak}", "", self.code()])
         device = show(self.target.machine.device.memory_bytes)
-        lines.append(
-            f"Nothing fits into {device}. {closest.strategy} on {closest.ranks} ranks needs least. "
-            f"{closest.peak} What to change:"
-        )
+        lines.append(f"Nothing fits into {device}. {shown} needs least. {peak} What to change:")
         for change, one in self.changes.items():
             fits = "fits" if one.fits else "does not fit"
-            peak = show(one.outcome.peak_bytes)
-            lines.append(f"- {change}: {peak} with {one.strategy} on {one.ranks} ranks, {fits}")
+            lines.append(f"- {change}: {show(one.outcome.peak_bytes)} with {one}, {fits}")
         return "\n".join(lines)
 
 
@@ -413,7 +398,8 @@ def plan(
             is a language model, which takes token ids of shape ``(batch, seq)``.
         options: all optional:
 
-            - ``ranks``: numbers of ranks to compare; ``"8..64"`` doubles 8 up to 64. Default 8.
+            - ``ranks``: numbers of ranks to compare, such as ``"8,64"``, or ``"8..64"`` for 8, 16,
+              32, 64. Default 8.
             - ``per_node``: number of ranks in one node. Default 8.
             - ``device``: name of a device, or a ``Device`` with the speeds. Default ``"h100"``.
             - ``memory``: bytes of memory per device, or a text such as ``"80GB"`` (powers of 1000)
@@ -424,8 +410,8 @@ def plan(
               Default ``"50GB/s"``.
             - ``node_link``: bytes per second that one rank sends within a node. Default
               ``"450GB/s"``.
-            - ``batch``, ``seq``: sequences per rank in one forward, and tokens per sequence.
-              Default 1 and 2048.
+            - ``batch``: sequences per rank in one forward. Default 1.
+            - ``seq``: tokens per sequence. Default 2048.
             - ``dtype``: ``"bf16"`` (default), ``"fp16"``, ``"fp32"`` or a ``MixedPrecision``.
             - ``optimizer``: ``"adamw"`` (default), ``"sgd"``, ``"momentum"``, ``"adam"``,
               ``"muon"``, ``"lion"``, or the bytes of state per trained element.

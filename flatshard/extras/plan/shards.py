@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ from torch import nn
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
 from flatshard.engine.unit import LOOKUPS
-from flatshard.extras.plan.allocator import Place
+from flatshard.extras.plan.allocator import Held
 from flatshard.module.model_plan import FlatParamKind, ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
@@ -21,15 +19,6 @@ from flatshard.options.transport_options import TransportOptions, as_coalesce_by
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.boundary import as_boundary
 from flatshard.units.policies import Policy
-
-
-@dataclass(eq=False)
-class Held:
-    """A block of memory that is currently allocated."""
-
-    category: str
-    nbytes: int
-    place: Place
 
 
 class FlatMemory:
@@ -81,7 +70,9 @@ class FlatMemory:
         self, unit: PlannedUnit, kind: FlatParamKind, world_size: int, optimizer_bytes: float | None
     ) -> None:
         layout, placement = unit.layouts[kind], unit.settings.placement
-        num_shards, self.gather_size = _group_sizes(unit.settings, world_size)
+        num_shards, per_node = layout.world_size, unit.settings.ranks.ranks_per_node or 1
+        # With HYBRID strategies, only the ranks of a node take part in an all-gather.
+        self.gather_size = per_node if placement.over_all else num_shards
         self.compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         self.name, self.unit, self.placement = unit.name, unit.number, placement
         self.params = tuple(info.param for info in unit.flat_params[kind])
@@ -114,7 +105,7 @@ class FlatMemory:
         is_freed = placement.reshard_after_forward and unit.name
         if placement.regather_size and (is_freed or self.is_lookup):
             self.secondary_bytes = unsharded // placement.regather_size
-        self.bucket: Sequence[FlatMemory] = ()
+        self.bucket: list[FlatMemory] = []
         self.in_place = self.is_stale = False
         self.unsharded: Held | None = None
         self.source: Held | None = None
@@ -167,23 +158,18 @@ def plan_flats(
     return plan, [
         FlatMemory(unit, kind, world_size, optimizer_bytes)
         for unit in plan.units
-        for kind in unit.lay_out(_group_sizes(unit.settings, world_size)[0])
+        for kind in unit.lay_out(_num_shards(unit.settings, world_size))
     ]
 
 
-def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
-    """Return two numbers: the number of shards of a unit, and the number of ranks in an all-gather.
-
-    With HYBRID strategies, only the ranks of a node take part in an all-gather.
-    """
-    placement, per_node = settings.placement, settings.ranks.ranks_per_node
-    if not placement.sharded:
-        return 1, 1
-    if not placement.hybrid:
-        return world_size, world_size
-    if per_node is None or per_node < 1 or world_size % per_node:
+def _num_shards(settings: Settings, world_size: int) -> int:
+    """Return the number of ranks that split the flat parameters of a unit."""
+    placement, per_node = settings.placement, settings.ranks.ranks_per_node or 0
+    if placement.hybrid and (per_node < 1 or world_size % per_node):
         raise ValueError(
             f"predict: {settings.strategy.name} needs ranks_per_node, a divisor of "
-            f"world_size={world_size}, got {per_node}."
+            f"world_size={world_size}, got {settings.ranks.ranks_per_node}."
         )
-    return world_size if placement.over_all else per_node, per_node
+    if placement.hybrid and not placement.over_all:
+        return per_node
+    return world_size if placement.sharded else 1

@@ -30,6 +30,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from flatshard.extras.plan.shards import FlatMemory
+from flatshard.module.model_plan import ModelPlan
 from flatshard.precision import UnitCasts, tensors_in
 
 _aten = torch.ops.aten
@@ -103,7 +105,6 @@ class StepTrace:
         sizes: bytes of each block. A block is the memory of one tensor and of all its views.
             Parameters and buffers have no block.
         makers: name of the operator that made each block.
-        order: units in the order of forward.
         names: names of the units.
         buffer_bytes: bytes of the model's buffers.
     """
@@ -111,9 +112,15 @@ class StepTrace:
     events: list[Event] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     makers: list[str] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     buffer_bytes: int = 0
+
+    @classmethod
+    def of(cls, plan: ModelPlan) -> StepTrace:
+        """Return a trace without events."""
+        # Count a buffer once, even if several modules share the buffer.
+        nbytes = sum(one.nbytes for one in {*plan.module.buffers()})
+        return cls(names=[unit.name for unit in plan.units], buffer_bytes=nbytes)
 
     def allocate(self, nbytes: int, maker: str) -> int:
         """Add a block, and return its index."""
@@ -220,8 +227,6 @@ class _Recorder(TorchDispatchMode):
             self._mark("enter", unit)
             args, kwargs = casts.cast_inputs(args, kwargs, is_root=is_root) or (args, kwargs)
             if not self.in_backward:
-                if unit not in self._trace.order:
-                    self._trace.order.append(unit)
                 for tensor in _with_gradients((args, kwargs)):
                     self._mark("input", unit)
                     tensor.register_hook(lambda _: self._mark("leave backward", unit))
@@ -358,37 +363,30 @@ def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None
 
 
 @contextlib.contextmanager
-def faked(
-    module: nn.Module,
-    mode: FakeTensorMode,
-    dtypes: Mapping[Tensor, torch.dtype],
-    device: torch.device,
+def emptied(
+    module: nn.Module, dtypes: Mapping[Any, torch.dtype], device: str
 ) -> Iterator[dict[Tensor, Tensor]]:
-    """Replace the tensors of a module by fake tensors. Yields the fake tensor of each tensor.
+    """Replace the tensors of a module by tensors without values, until the block ends.
 
-    ``dtypes``: the new dtypes of parameters that are cast.
+    Yields the new tensor of each tensor. In a ``FakeTensorMode``, the new tensors are fake tensors.
+    ``dtypes``: the dtypes of parameters that are cast.
     """
-    fakes: dict[Tensor, Tensor] = {}
+    made: dict[Tensor, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for inner in module.modules():
             places: list[dict[str, Any]] = [inner._parameters, inner._buffers, inner.__dict__]
             for place in places:
                 for name, tensor in place.items():
                     if isinstance(tensor, Tensor):
-                        if tensor not in fakes:
-                            fakes[tensor] = _fake(tensor, mode, dtypes.get(tensor), device)
+                        if tensor not in made:
+                            made[tensor] = _empty(tensor, dtypes.get(tensor, tensor.dtype), device)
                         stack.callback(place.__setitem__, name, tensor)
-                        place[name] = fakes[tensor]
-        yield fakes
+                        place[name] = made[tensor]
+        yield made
 
 
-def _fake(
-    tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device
-) -> Tensor:
-    with mode:
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
-        )
+def _empty(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
@@ -432,40 +430,44 @@ def _line_of(error: Exception) -> str:
 
 
 def trace(
-    model: nn.Module,
+    plan: ModelPlan,
+    flats: Sequence[FlatMemory],
     step: Callable[[nn.Module], Tensor],
-    units: Sequence[Mapping[nn.Module, UnitCasts]],
-    flat_index: Mapping[Tensor, int],
-    mode: FakeTensorMode,
     *,
     on_gpu: bool,
+    device: str,
 ) -> StepTrace:
-    """Run ``step(model).backward()``, and return the recorded trace.
+    """Run ``step(model).backward()`` on fake tensors, and return the recorded trace.
 
     Args:
-        model: the unwrapped model, with fake tensors of ``mode`` in the compute dtype.
+        plan: the unwrapped model and its units.
+        flats: the flat parameters of the units.
         step: runs the forward and returns the loss, a tensor with one element.
-        units: for each unit, its modules, and the casts of each module's inputs.
-        flat_index: for each parameter, the index of the flat parameter that contains it.
-        mode: the mode of the fake tensors.
         on_gpu: whether to choose the kernels of an NVIDIA GPU.
+        device: device of the fake tensors, such as ``cpu``.
 
     Raises:
         CannotTraceError: an operator needs real values, or has no rule for fake tensors.
         TypeError: ``step`` returns no scalar tensor that requires a gradient.
     """
-    found = StepTrace()
-    tensors = [*model.parameters(), *model.buffers()]
-    recorder = _Recorder(found, {one.untyped_storage()._cdata for one in tensors})
+    model, casts = plan.module, plan.precision
+    casts.install()
+    found = StepTrace.of(plan)
+    dtypes = {param: flat.compute_dtype for flat in flats for param in flat.params}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # `step` may use real tensors
     with contextlib.ExitStack() as stack:
-        for unit, modules in enumerate(units):
-            is_root = unit == len(units) - 1
-            for module, casts in modules.items():
-                for handle in recorder.observe(module, casts, unit, is_root=is_root):
+        with mode:
+            fakes = stack.enter_context(emptied(model, dtypes, device))
+        persistent = {one.untyped_storage()._cdata for one in fakes.values()}
+        recorder = _Recorder(found, persistent)
+        for unit in plan.units:
+            for module in (member.module for member in unit.members):
+                of_unit = casts.of_unit(module, unit.settings.precision)
+                for handle in recorder.observe(module, of_unit, unit.number, is_root=not unit.name):
                     stack.callback(handle.remove)
-        for param in model.parameters():
-            if param.requires_grad:
-                receive = partial(recorder.receive, flat_index[param])
+        for index, flat in enumerate(flats):
+            for param in (fakes[one] for one in flat.params if one.requires_grad):
+                receive = partial(recorder.receive, index)
                 param.register_post_accumulate_grad_hook(receive)
         # transformers reads values to see whether a row holds one sequence. Fake tensors have no
         # values, so transformers would make a mask that it does not make in training.

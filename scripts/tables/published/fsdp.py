@@ -6,9 +6,9 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from flatshard.extras.plan.allocator import Pool
+from flatshard.extras.plan.allocator import Held, Pool
 from flatshard.extras.plan.replay import Replay
-from flatshard.extras.plan.shards import FlatMemory, Held
+from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Mark, Op
 from published.rows import Run
 
@@ -67,7 +67,7 @@ class Fsdp2Replay(Replay):
         self.pool = Pool if run.expandable_segments else SegmentPool
         super().__init__(*args, **keywords)
         self._root = len(self.trace.names) - 1
-        self._last = [one for one in self.trace.order if one != self._root][-1:]
+        self._last = [one for one in self.order if one != self._root][-1:]
         # Whether the threads of forward and of backward have allocated their cuBLAS workspace.
         self._has_workspace = [False, False]
 
@@ -205,7 +205,7 @@ class Fsdp2Replay(Replay):
             self._last_gathered = buffer
 
     def prefetch(self, unit: int) -> None:
-        order = [one for one in self.trace.order if one != self._root]
+        order = [one for one in self.order if one != self._root]
         if self.in_backward:
             order = [self._root, *reversed(order)]
         for after in order[order.index(unit) + 1 :][:1] if unit in order else ():
@@ -273,9 +273,7 @@ class Fsdp2Replay(Replay):
         for flat, results in self._results.items():
             for held in results:
                 if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
-                    made = self.allocate(flat.gradient_bytes, "gradients")
-                    self.free(held)
-                    held = made
+                    held = self.copy(held, flat.gradient_bytes, "gradients")
                 self.grads.append(self.move(held, "gradients"))
         self._results.clear()
         for held, _ in self._gathering.values():

@@ -85,12 +85,6 @@ def repeated(
                 "repeated: the second and third layer of the trace allocate different memory"
             )
     made = StepTrace(names=list(deep_names), buffer_bytes=trace.buffer_bytes)
-    made.order = [
-        number_of[f"blocks.{layer}"] if unit in layer_of else number_of[names[unit]]
-        for unit in trace.order
-        for layer in (range(layers * period) if names[unit] == "blocks.0" else [0])
-        if unit not in layer_of or names[unit] == "blocks.0"
-    ]
     known: dict[_Home, int] = {}
 
     def renumbered(shift: int) -> Callable[[int], int]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper
 from flatshard.extras.plan import hardware, measured
 from flatshard.extras.plan.hardware import DEVICES, Device, device_of
+from flatshard.memory_plan import checkpoint_blocks
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -54,6 +55,28 @@ def _plan(_rank: int, _world_size: int, collectives: str) -> None:
 @pytest.mark.parametrize("collectives", ["native", "sockets"])
 def test_predicted_beside_measured(collectives: str) -> None:
     run_ranks(_plan, 2, collectives)
+
+
+def _plan_checkpointed(_rank: int, _world_size: int) -> None:
+    activations = {}
+    for kind in ("none", "block"):
+        plain = nn.Sequential(*(Block() for _ in range(4)))
+        checkpoint_blocks(list(plain), kind)
+        model = ShardedWrapper(plain, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        before = [{**module.__dict__} for module in model.modules()]
+        found = model.plan(step)
+        moments = [totals.get("activations", 0) for _, totals in found.outcome.timeline]
+        activations[kind] = max(moments)
+        after = [{**module.__dict__} for module in model.modules()]
+        assert after == before  # the same hooks, wrappers and tensors
+        step(model).backward()
+        assert all(param.grad is not None for param in model.parameters())
+    assert activations["block"] < activations["none"]
+
+
+@pytest.mark.uncoalesced  # units as small as a block
+def test_checkpointed_model_is_planned_and_stays_the_same() -> None:
+    run_ranks(_plan_checkpointed, 2)
 
 
 @pytest.mark.parametrize(
