@@ -127,7 +127,7 @@ class ConvBlock(nn.Module):
 
 def llama() -> nn.Module:
     return Llama(
-        layers=4, width=384, heads=8, kv_heads=4, hidden=1024, vocab=VOCABULARY, length=LENGTH
+        layers=4, width=384, heads=8, kv_heads=4, hidden=1024, vocab=VOCABULARY, seq=LENGTH
     )
 
 

@@ -10,37 +10,16 @@ from typing import Any
 
 import torch
 
+from flatshard.extras.plan import report
 from flatshard.extras.plan.hardware import DEVICES, amount, calibrate
-from flatshard.extras.plan.report import (
-    DTYPES,
-    OPTIMIZERS,
-    STRATEGIES,
-    Target,
-    counts,
-    plan,
-    stages,
-)
+from flatshard.extras.plan.report import Target, counts, plan, stages
 
-_HELP = {
-    "ranks": "numbers of ranks to compare: 8, or 8,64, or 8..64 (8, 16, 32, 64)",
-    "per_node": "ranks in one node",
-    "device": "kind of GPU",
-    "memory": "memory per device, such as 80GB (powers of 1000) or 80GiB",
-    "flops": "sustained FLOP/s of matrix products, such as 600T",
-    "link": "bytes per second that one rank sends to other nodes, if all ranks of the node send",
-    "node_link": "bytes per second that one rank sends to ranks of its node",
-    "batch": "sequences per rank",
-    "seq": "tokens per sequence",
-    "dtype": "dtype in which the model computes",
-    "optimizer": "optimizer, which determines the bytes of optimizer state",
-    "checkpoint": "forwards that backward recomputes",
-    "accumulate": "backwards per step; all but the last under no_sync",
-}
 _CHOICES = {
     "device": DEVICES,
-    "dtype": DTYPES,
-    "optimizer": OPTIMIZERS,
+    "dtype": report.DTYPES,
+    "optimizer": report.OPTIMIZERS,
     "checkpoint": ("none", "block", "selective"),
+    "strategy": report.STRATEGIES,
 }
 
 
@@ -48,13 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add: Any = parser.add_argument
     text = "a preset such as llama3-8b, a config.json, or package.module:function"
     add("spec", nargs="?", help=text)
-    defaults = {one.name: one.default for one in fields(Target)}
-    for name, text in _HELP.items():
-        kind = int if name in ("per_node", "batch", "seq", "accumulate") else str
-        more = {"choices": _CHOICES[name]} if name in _CHOICES else {"type": kind}
-        add(f"--{name.replace('_', '-')}", default=defaults[name], help=text, **more)
-    add("--compile", action="store_true", help="compile each block")
-    add("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    # The docstring of `plan` explains each option in an item of a list: "- ``name``: text".
+    items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
+    texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}
+    for one in fields(Target):
+        name, kind = one.name, {"int": int, "bool": bool}.get(str(one.type), str)
+        if name in ("build", "step", "auto_wrap_policy"):
+            continue  # no value of this field can be written on a command line
+        more: Any = {"choices": _CHOICES[name]} if name in _CHOICES else {"type": kind}
+        more |= {"nargs": "+"} if name == "strategy" else {}
+        more = {"action": "store_true"} if kind is bool else more
+        add(f"--{name.replace('_', '-')}", default=one.default, help=texts.get(name), **more)
     add("--plot", metavar="FILE", help="plot memory over a step, and speed against memory")
     add("--json", action="store_true", help="print JSON")
     add("--calibrate", action="store_true", help="measure this machine's speed, and print --flops")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -59,21 +60,14 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self,
-        layers: int,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        hidden: int,
-        vocab: int,
-        length: int,
+        self, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocab: int, seq: int
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         blocks = (LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, vocab, bias=False)
-        rotation = torch.empty(length, 1, width // heads // 2, dtype=torch.complex64)
+        rotation = torch.empty(seq, 1, width // heads // 2, dtype=torch.complex64)
         self.rotation: Tensor
         self.register_buffer("rotation", rotation, persistent=False)
 
@@ -128,16 +122,16 @@ def read_spec(spec: str, seq: int) -> Callable[[], Any]:
         ValueError: ``spec`` names nothing that exists, or transformers lacks the architecture.
     """
     if spec in PRESETS:
-        return partial(Llama, *PRESETS[spec], length=seq)
+        return partial(Llama, *PRESETS[spec], seq=seq)
     if spec.endswith(".json") or Path(spec).is_dir():
         path = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
         return partial(_from_config, path)
-    module, colon, name = spec.partition(":")
-    if not colon:
-        module, _, name = spec.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
+        found = pkgutil.resolve_name(spec)
+        if not callable(found):
+            raise TypeError(f"{spec} is a {type(found).__name__}")
+        return found  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
             f"{spec!r} is neither a preset ({', '.join(PRESETS)}), nor a config.json, nor a "
             f"function such as package.module:build. The import failed: {error}"
