@@ -48,9 +48,8 @@ from flatshard.options.transport_options import as_coalesce_bytes, as_transport
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.tensor.shard_spec import refuse_foreign_wrapper
 from flatshard.units.boundary import as_boundary
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
 from flatshard.units.policies import Policy
 
 

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
 from flatshard.comm.process_groups import (
-    as_bytes,
-    as_real,
     backend_for,
     control_of,
     new_group,
@@ -48,6 +46,7 @@ from flatshard.comm.transports.sockets import SocketTransport
 from flatshard.comm.work import AsyncWork, named
 from flatshard.options.extras import default_extra
 from flatshard.options.transport_options import Collectives, TransportOptions
+from flatshard.units.layout import as_bytes, as_real
 from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()

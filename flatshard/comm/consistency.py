@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.process_groups import as_bytes
-from flatshard.units.layout import memory_order, strides_of
+from flatshard.units.layout import as_bytes, memory_order, strides_of
 
 # Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
 Facts = dict[str, str]

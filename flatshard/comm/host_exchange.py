@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.process_groups import abort, all_gather_single, as_bytes, backend_for
+from flatshard.comm.process_groups import abort, all_gather_single, backend_for
 from flatshard.comm.work import CollectiveError, History, describe_difference, named, watch
+from flatshard.units.layout import as_bytes
 
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 # Newer torch renamed `all_gather_into_tensor` to `all_gather_single`, and some versions warn about
 # the older name.
@@ -173,19 +172,6 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
     if bound is not None and bound.type == "cuda":
         return bound
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers, or a real tensor unchanged.
-
-    Some backends do not support complex tensors.
-    """
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor as bytes, ``(nbytes,)``, dtype uint8."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 # ---------------------------------------------------------------- the end of the program

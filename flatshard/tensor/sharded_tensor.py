@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatshard.comm.process_groups import as_bytes
 from flatshard.options.extras import default_extra
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
-from flatshard.units.layout import Box, boxes_of
+from flatshard.units.layout import Box, as_bytes, boxes_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 # In a flat parameter, every original parameter and every rank's shard begins at a multiple of this
@@ -115,6 +116,19 @@ def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
     copy.
     """
     return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view of a complex tensor as real numbers, or a real tensor unchanged.
+
+    Some backends do not support complex tensors.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor as bytes, ``(nbytes,)``, dtype uint8."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

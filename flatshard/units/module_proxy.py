@@ -1,12 +1,16 @@
-"""``ModuleProxy``: takes the place of a wrapped module in a model, and behaves as this module."""
+"""``ModuleProxy``: takes the place of a wrapped module in a model, and behaves as this module.
+
+``refuse_foreign_wrapper``: an error if another wrapper of torch is applied to the model.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -193,3 +197,55 @@ def _are_alike(one: Any, other: Any) -> bool:
     return one.__code__ is other.__code__ and all(
         _are_alike(a.cell_contents, b.cell_contents) for a, b in cells
     )
+
+
+# ---------------------------------------------------------------- wrappers of torch
+
+# Wrappers of torch that must not be applied to sharded parameters. `refuse_foreign_wrapper` looks
+# for their functions on the call stack. Keys: the module and the name of the function that makes or
+# runs the wrapper. Values: the wrapper's name, for the error.
+_MAKERS = {
+    ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
+    ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
+    # The decorator `contract` of torch makes several wrappers. "" means that the wrapper's name is
+    # the name of the decorated function, such as `fully_shard`.
+    ("torch.distributed._composable.contract", "wrapper"): "",
+    ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
+    ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",
+}
+_NAMES = {name for _, name in _MAKERS}
+
+
+def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
+    """Raise ValueError if another wrapper of torch is being applied to sharded parameters.
+
+    For example, DistributedDataParallel or ``parallelize_module``. The wrapper is found by its
+    functions on the call stack. The search begins at the caller of this function, and ends at the
+    frame that runs the code object ``end``. None: search the whole stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not end:
+        if frame.f_code.co_name in _NAMES:
+            place = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+            made = _MAKERS.get(place) or getattr(frame.f_locals.get("func"), "__name__", "")
+            if place in _MAKERS and made in ("distribute_tensor", "parallelize_module"):
+                raise ValueError(
+                    f"{made}() cannot follow ShardedWrapper: each rank holds only its range of the "
+                    "parameters. First call parallelize_module(model, mesh['tp'], plan) or "
+                    "distribute_module(), then ShardedWrapper(model, device_mesh=mesh['dp'])."
+                )
+            if place in _MAKERS and made in (*_MAKERS.values(), "fully_shard", "replicate"):
+                raise ValueError(
+                    f"{made} cannot wrap a ShardedWrapper: both would shard or average the same "
+                    f"gradients. Either leave {made} out, or use {made} without ShardedWrapper."
+                    + _HINT
+                    * ("accelerate" in sys.modules)
+                )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_HINT = (
+    " Accelerate, Trainer and Lightning add this wrapper themselves: use the classes of "
+    "flatshard.integrations instead."
+)

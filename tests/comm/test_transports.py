@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm import communicator
-from flatshard.comm.process_groups import as_bytes
 from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
+from flatshard.units.layout import as_bytes
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable

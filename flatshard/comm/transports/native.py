@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.process_groups import all_gather_single, as_bytes, as_real, backend_for
+from flatshard.comm.process_groups import all_gather_single, backend_for
 from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
+from flatshard.units.layout import as_bytes, as_real
 
 # Newer torch renamed `reduce_scatter_tensor` to `reduce_scatter_single`, and some versions warn
 # about the older name.

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.comm.process_groups import OUR_THREADS, as_bytes
+from flatshard.comm.process_groups import OUR_THREADS
 from flatshard.comm.transports import (
     BufferRequest,
     FlatChunks,
@@ -43,6 +43,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory, PooledBuffer, allocate, fills_pages
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import Collectives
+from flatshard.units.layout import as_bytes
 
 # Gradients are received and added in pieces of this size. While one piece is added, the next pieces
 # are on their way.

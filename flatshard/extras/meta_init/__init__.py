@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
-from flatshard.comm.process_groups import as_bytes
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.module.initial_values import (
@@ -45,6 +44,7 @@ from flatshard.module.sharding import handles_in, sharding_of, shardings_in
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import attributes_of
 from flatshard.units.ignored import places_in
+from flatshard.units.layout import as_bytes
 from flatshard.units.module_proxy import ModuleProxy
 
 # Maps each module to functions that initialise the module's tensors, such as `reset_parameters`,

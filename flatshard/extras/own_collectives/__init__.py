@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from flatshard.tensor.shard_spec import ShardSpec, refuse_foreign_wrapper
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, first_sharded
+from flatshard.units.module_proxy import refuse_foreign_wrapper
 
 # The reductions that `_all_reduce` supports. They need no communication of values, because all
 # ranks have parts of the same tensor: the SUM of N equal tensors is N times the tensor, and AVG,

@@ -31,7 +31,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flatshard.comm.process_groups import as_bytes, timeout_of
+from flatshard.comm.process_groups import timeout_of
 from flatshard.comm.transports import (
     BufferRequest,
     FlatChunks,
@@ -48,6 +48,7 @@ from flatshard.memory import mapped_files
 from flatshard.memory.buffers import BufferMemory, allocate, fills_pages, own_pages
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import TransportOptions
+from flatshard.units.layout import as_bytes
 
 # An all-gather and a reduce-scatter of the same flat parameter are requested with the same tag. Add
 # this number to the tags of reduce-scatters, which therefore use the second half of a mailbox.

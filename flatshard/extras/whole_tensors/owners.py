@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.process_groups import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.units.layout import as_bytes
 
 # Maximum share of work and memory of a rank, as a multiple of an equal share. With more than 1,
 # more parameters can go to the rank with most of the elements, so less data is sent.
