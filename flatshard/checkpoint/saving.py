@@ -161,10 +161,6 @@ class Snapshot:
                 ) from error
         return _saved(own)
 
-    def staged(self) -> Snapshot:
-        """Return a snapshot with copies of the tensors in host memory, for a save in a thread."""
-        return replace(self, tensors=copied(self.tensors, torch.device("cpu")))
-
     def sharded(self) -> dict[str, str]:
         """Return a text with the shape of each sharded tensor, keyed by name.
 
@@ -304,7 +300,9 @@ class Save:
     def _prepare(self, take: Callable[[], Snapshot], async_: bool) -> tuple[Snapshot, bytes]:
         snapshot = take()
         own = snapshot.own_file(self.ranks.rank)
-        return snapshot.staged() if async_ else snapshot, own
+        if async_:  # training continues, so the thread saves copies in host memory
+            snapshot = replace(snapshot, tensors=copied(snapshot.tensors, torch.device("cpu")))
+        return snapshot, own
 
     def _check_same(self, snapshot: Snapshot) -> None:
         """Raise ValueError, on all ranks, if arguments differ or a rank lacks a sharded tensor.

@@ -211,15 +211,14 @@ class Forward:
         """Raise if the finished forward of ``module`` edited unsharded parameters in place."""
         if unit.phase is not Phase.FORWARD or unit.running:
             return
-        edits = self._state.edits
-        edits.check(unit, module)
+        self._state.edits.check(unit, module)
         for depth, touched in self._touched:
             # Also check the units that operations inside this forward have unsharded. Units with
             # another depth belong to another forward, whose end checks these units.
             is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
             if is_ours and not touched.running:
                 for touched_module in touched.modules:
-                    edits.check(touched, touched_module)
+                    self._state.edits.check(touched, touched_module)
 
     def leave(self, unit: Unit, output: object, *, failed: bool) -> None:
         """End the forward of a module, and reshard the unit if the strategy says so.
