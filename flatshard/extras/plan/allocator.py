@@ -44,7 +44,7 @@ class Pool:
     ``page``: the segment grows by multiples of this number of bytes.
     """
 
-    min_rest = 1  # minimum number of bytes that a block is split off for
+    min_rest = 1  # a free block is split if at least this number of bytes remains
 
     def __init__(self, page: int) -> None:
         self._page = page

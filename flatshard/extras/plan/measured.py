@@ -123,8 +123,8 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
 def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
     """In the block, the wrapped module has no hooks and wrappers, and tensors on the meta device.
 
-    The module itself changes, not a copy: an attribute of the module may be a method of the module,
-    such as the ``forward`` that ``checkpoint_blocks`` sets, and would still be of the original.
+    The block changes the module itself, not a copy. A copy would not work after
+    ``checkpoint_blocks``, which sets ``forward`` to a function that calls the original module.
     """
     with contextlib.ExitStack() as stack:
         # Modules inside come first, so that a wrapper's `module` is the module without wrappers.

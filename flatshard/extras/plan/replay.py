@@ -77,8 +77,8 @@ class _Reduction:
 class Replay:
     """Replays the steps of one rank as flatshard runs them.
 
-    A subclass can replay another implementation of FSDP: it overrides the methods below "a step"
-    that say when units are gathered, resharded and reduced, and what the optimizer needs.
+    A subclass can replay another implementation of FSDP. The subclass overrides the methods that
+    say when units are gathered, resharded and reduced, and what the optimizer needs.
 
     Args:
         trace: the trace of one forward and backward.

@@ -257,7 +257,7 @@ class TrainingPlan:
         return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
 
     @property
-    def shown(self) -> Choice:
+    def _shown(self) -> Choice:
         """The best choice; if nothing fits, the choice with the smallest peak."""
         return self.best or min(self.choices, key=_peak_bytes)
 
@@ -298,7 +298,7 @@ class TrainingPlan:
 
         figure = matplotlib().Figure(figsize=(11, 4), layout="constrained")
         over, frontier = figure.subplots(1, 2)
-        outcome = self.shown.outcome
+        outcome = self._shown.outcome
         times = [1000 * seconds for seconds, _ in outcome.timeline]
         held = [totals for _, totals in outcome.timeline]
         kinds = [kind for kind, most in outcome.peak.items() if most]
@@ -306,7 +306,7 @@ class TrainingPlan:
         kinds.sort(key=lambda kind: -min(totals.get(kind, 0) for totals in held))
         rows = [[totals.get(kind, 0) / 1e9 for totals in held] for kind in kinds]
         over.stackplot(times, rows, labels=kinds, step="post")
-        over.set(title=str(self.shown), xlabel="ms", ylabel="GB")
+        over.set(title=str(self._shown), xlabel="ms", ylabel="GB")
         over.legend(fontsize=7, loc="upper left")
         for strategy in dict.fromkeys(one.strategy for one in self.choices):
             same = [one for one in self.choices if one.strategy == strategy]
@@ -320,7 +320,7 @@ class TrainingPlan:
         figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
-        shown, rows = self.shown, [one.cells() for one in self.choices]
+        shown, rows = self._shown, [one.cells() for one in self.choices]
         peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
         lines = [
             f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "

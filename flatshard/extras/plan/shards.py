@@ -87,10 +87,8 @@ class FlatMemory:
         self.reduce_itemsize = kind.precision.grad_dtypes(kind.dtype).reduce_dtype.itemsize
         self.parameter_bytes = layout.shard_numel * kind.dtype.itemsize
         self.gradient_bytes = self.parameter_bytes * kind.requires_grad
-        state = 2 * self.gradient_bytes
-        if optimizer_bytes is not None:
-            state = math.ceil(layout.shard_numel * kind.requires_grad * optimizer_bytes)
-        self.optimizer_bytes = state
+        each = 2 * kind.dtype.itemsize if optimizer_bytes is None else optimizer_bytes
+        self.optimizer_bytes = math.ceil(layout.shard_numel * kind.requires_grad * each)
         whole = layout.padded_numel * self.reduce_itemsize * kind.requires_grad
         self.whole_gradient_bytes, self.reduced_bytes = whole, whole // num_shards
         self.crossing_bytes = whole // self.gather_size

@@ -458,8 +458,7 @@ def trace(
     with contextlib.ExitStack() as stack:
         with mode:
             fakes = stack.enter_context(emptied(model, dtypes, device))
-        persistent = {one.untyped_storage()._cdata for one in fakes.values()}
-        recorder = _Recorder(found, persistent)
+        recorder = _Recorder(found, {one.untyped_storage()._cdata for one in fakes.values()})
         for unit in plan.units:
             for module in (member.module for member in unit.members):
                 of_unit = casts.of_unit(module, unit.settings.precision)

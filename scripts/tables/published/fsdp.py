@@ -24,7 +24,6 @@ SMALL_ROWS = 0.6
 # block's shared memory, so the kernels find the maximum and the sum in separate passes.
 SOFTMAX_READS = {"aten._log_softmax": 2, "aten._log_softmax_backward_data": 1}
 
-
 # Without expandable segments, a segment for small blocks has 2 MiB. A segment for large blocks has
 # 20 MiB, or the size of the block if the block has at least 10 MiB. The allocator splits a large
 # block only if more than 1 MiB would remain.
