@@ -16,6 +16,7 @@ from itertools import chain, compress, islice
 from zlib import crc32
 
 from flatshard.comm.host_exchange import differ, with_complements
+from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import REMEDY, Begun, first_difference
 from flatshard.engine.events import Kind, Voter
 from flatshard.engine.grad_buffer import Sync
@@ -92,7 +93,7 @@ def agree(
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
     maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
     program, orders, started, waiting, edited, left_over, used = maxima[: len(engine_votes)]
-    _check_program(state.root.name, program)
+    _check_program(state, program)
     _check_order(state, orders)
     for voter, voter_maxima in zip(voters, maxima[len(engine_votes) :], strict=True):
         voter.tally(voter_maxima)
@@ -127,36 +128,63 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 def _program(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    The bytes identify the model, the number of loaded state dicts, and the flat parameters that
-    this backward reduces. Each byte is followed by its complement. The exchange takes the maximum
-    over the ranks, and ``differ`` finds the bytes whose two maxima show a difference between ranks.
+    The bytes identify the model, how often each state was loaded or written, and the flat
+    parameters that this backward reduces. Each byte is followed by its complement. The exchange
+    takes the maximum over the ranks, and ``differ`` finds the bytes whose two maxima show a
+    difference between ranks.
     """
-    num_loads = sum(unit.num_loads for unit in state.units)
+    # Omit units without loads: most programs have no others, and this code runs in every step.
+    loads = [(i, sorted(u.loads.items())) for i, u in enumerate(state.units) if u.loads]
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
-    return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
+    digest = crc32(repr(loads).encode(), crc32(reduced))
+    return with_complements([state.number, *digest.to_bytes(4, "big")])
 
 
-def _check_program(root_name: str, maxima: bytes) -> None:
-    model, loads, *reduced = differ(maxima)
+def _check_program(state: RunState, maxima: bytes) -> None:
+    """Raise RuntimeError on all ranks if ranks run different programs; see ``_program``.
+
+    If the programs differ, this function is collective: before all ranks raise, the ranks exchange
+    what they loaded and wrote.
+    """
+    model, *digest = differ(maxima)
+    if not (model or any(digest)):
+        return
+    backward = f"backward of {unit_text(state.root.name)}"
     if model:
         raise RuntimeError(
-            f"backward of {unit_text(root_name)}: another rank is at the end of the backward of "
-            "another model. If one backward() computes gradients of several ShardedWrappers, all "
-            "ranks must reach the ShardedWrappers in the same order. Call backward() once for each "
-            "ShardedWrapper."
+            f"{backward}: another rank is at the end of the backward of another model. If one "
+            "backward() computes gradients of several ShardedWrappers, all ranks must reach the "
+            "ShardedWrappers in the same order. Call backward() once for each ShardedWrapper."
         )
-    if loads:
+    if different := _different_loads(state):
         raise RuntimeError(
-            f"backward of {unit_text(root_name)}: ranks called load_state_dict(), or wrote to "
-            "tensors of a state_dict(), different numbers of times. The model now mixes shards of "
-            "different states. Load the same state on every rank: torch.load(path, mmap=True) "
-            "reads only the needed values."
+            f"{backward}: ranks called load_state_dict(), or wrote to tensors of a state_dict(), "
+            f"different numbers of times: {different}. The model now mixes shards of "
+            "different states. Load or write the same state on every rank (torch.load(path, "
+            "mmap=True) reads only the needed values). If only one rank edits tensors of a "
+            "state_dict(), clone() the tensors first."
         )
-    if any(reduced):
-        raise RuntimeError(
-            f"backward of {unit_text(root_name)}: ranks reduce the gradients of different "
-            "parameters. Set requires_grad and use no_sync() in the same way on every rank."
-        )
+    raise RuntimeError(
+        f"{backward}: ranks reduce the gradients of different parameters. Set requires_grad and "
+        "use no_sync() in the same way on every rank."
+    )
+
+
+def _different_loads(state: RunState) -> str:
+    """Return the text of a state that was loaded or written more often on some ranks. Collective.
+
+    All ranks of the model call this function, and get the same text. If there are several such
+    states, the text names the last one. "": there is none.
+    """
+    loads = {f"{k} of {unit_text(u.name)}": n for u in state.units for k, n in u.loads.items()}
+    everyone = state.world.host.gather(loads, "what was loaded or written")
+    numbers_of = {what: [one.get(what, 0) for one in everyone] for one in everyone for what in one}
+    for what, numbers in reversed(numbers_of.items()):
+        if len({*numbers}) > 1:
+            ranks = {n: compress(state.world.ranks, map(n.__eq__, numbers)) for n in {*numbers}}
+            counts = (f"{n} on rank {ranks_text(ranks[n])}" for n in sorted(ranks, reverse=True))
+            return f"{what} ({', '.join(counts)})"
+    return ""
 
 
 def _order(state: RunState) -> bytes:
@@ -188,8 +216,7 @@ def _check_order(state: RunState, maxima: bytes) -> None:
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return
-    histories = [group.history for group in state.gather_groups]
-    mine = {history.name: history.recent() for history in histories}
+    mine = {group.history.name: group.history.recent() for group in state.gather_groups}
     of_group: dict[str, dict[int, list[Begun]]] = {}
     said = state.world.host.gather(mine, "what was all-gathered")
     for rank, groups in zip(state.world.ranks, said, strict=True):

@@ -14,6 +14,7 @@ other unit: when no computation can need the parameters any more.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,7 +114,10 @@ class Unit:
         self.is_root, self.is_summoned = True, False
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
-        self.num_loads = 0  # number of state dicts loaded into the unit; must be equal on all ranks
+        # How often each parameter was written through a tensor of a state dict, and how often a
+        # state dict or a checkpoint was loaded into the unit. Keyed by the text that names the
+        # parameter, the state dict or the checkpoint in messages. Must be the same on all ranks.
+        self.loads: Counter[str] = Counter()
         self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
 

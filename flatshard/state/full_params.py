@@ -73,11 +73,14 @@ def shard_of_parts(
     return shard
 
 
-def original_of(handle: FlatParamHandle, tensor: Tensor) -> OriginalParam | None:
-    """Return the original parameter to which ``tensor`` belongs, or None.
+def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
+    """Return the original parameter to which an entry of a state dict belongs, or None.
 
-    ``tensor`` may be the sharded parameter, or a view of the unsharded buffer of ``handle``.
+    ``tensor`` may be the sharded parameter, or a view of the unsharded buffer of ``handle``. An
+    ``nn.Parameter`` belongs to none: the user asked for the modules' parameters (keep_vars=True).
     """
+    if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
+        return None
     if isinstance(tensor, FlatShardTensor):
         return next((param for param in handle.params if param.spec is tensor.spec), None)
     tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, its local tensor
@@ -118,8 +121,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 
 def _check_can_show(handle: FlatParamHandle) -> None:
     """Raise, on all ranks, if the modules cannot hold full parameters in place of shards."""
-    split = first_of_dtensor(param.spec for param in handle.params)
-    if split is not None:
+    if (split := first_of_dtensor(param.spec for param in handle.params)) is not None:
         raise NotImplementedError(
             f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
             "DTensor, and ranks outside of the shard group hold the rest of the parameter. Read "
@@ -144,9 +146,8 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
         facts: Facts = {}
         for handle in handles:
             unreduced = handle.grad_publish.unreduced.is_shown()
-            grads = _grads(handle)
             for param in handle.params:
-                is_there = param in grads
+                is_there = param.sharded.grad is not None
                 facts[f"the gradient of {param.where}"] = "present" if is_there else "None"
                 if is_there and unreduced:
                     raise ValueError(
@@ -306,9 +307,8 @@ class Summoned:
         # If the modules held the sharded parameters themselves, remove the hooks from these
         # parameters. Leave the hooks on copies: a backward that reaches a copy after the context
         # must raise.
-        if not self._holds_copies:
-            for guard in self._guards:
-                guard.remove()
+        for guard in () if self._holds_copies else self._guards:
+            guard.remove()
         replaced = self._replaced() if request.writeback else []
         if self._holds_copies or replaced:
             handle.put_back()
@@ -339,12 +339,11 @@ class Summoned:
 
     def _replaced(self) -> list[str]:
         handle = self._handle
-        held = self.copies or handle.sharded
         return [
             f"{param.where} was replaced by another object, and has its earlier value again. "
             "Assign values with p.copy_(...)"
             for module, attribute, param in handle.places
-            if module._parameters.get(attribute) is not held[param.index]
+            if module._parameters.get(attribute) is not (self.copies or handle.sharded)[param.index]
         ]
 
     def _misfits(self) -> list[str]:
@@ -392,8 +391,7 @@ class Summoned:
         for original in handle.params:
             original.sharded.grad = None
         for original in handle.params:
-            grad = grads[original.index]
-            if grad is None:
+            if (grad := grads[original.index]) is None:
                 continue
             part = grad if handle.is_whole else original.spec.slice(grad)
             part = part.to(handle.flat_param.device, copy=True)

@@ -90,7 +90,8 @@ class ModelShards:
             if not is_sharded and not (is_plain and value.layout == torch.strided):
                 others.append(f"{name!r} ({type(value).__name__})")
                 continue
-            handle = handles.get(_storage(value.local if is_sharded else value))
+            local = value.local if is_sharded else value
+            handle = handles.get(_storage(local))
             replicas = None if handle is None else handle.topology.replicate
             if not is_sharded:
                 order = memory_order(value.shape, value.stride())
@@ -103,11 +104,8 @@ class ModelShards:
             elif handle is None:
                 others.append(f"{name!r} (replaced by a hook)")
             else:
-                spec = value.spec
-                key = id(handle), spec.name
-                entries[name] = EntryShard(
-                    value, value.local, spec.order, spec.offset, replicas, key
-                )
+                spec, key = value.spec, (id(handle), value.spec.name)
+                entries[name] = EntryShard(value, local, spec.order, spec.offset, replicas, key)
         if others:
             raise ValueError(
                 "a safetensors file can contain only tensors of the model, but the state dict also "
@@ -118,7 +116,7 @@ class ModelShards:
     def mark_written(self) -> None:
         """Call after writing into the memory of shards: marks unsharded copies as out of date."""
         for unit in self._units:
-            unit.num_loads += 1
+            unit.loads["a checkpoint"] += 1
         for handle in self._handles:
             # Increase the version counters, so that unsharded buffers and saved views are treated
             # as stale: reading a file directly into memory does not increase the counters.

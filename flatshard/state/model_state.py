@@ -96,8 +96,7 @@ class UnitStateDict:
 
     def requested(self) -> StateDictOptions:
         """Return the unit's own options, or those of torch's ``get_state_dict`` while it runs."""
-        asked = torch_request()
-        if asked is None:
+        if (asked := torch_request()) is None:
             return self.options
         return StateDictOptions(not asked.full, asked.to_cpu, asked.rank0_only)
 
@@ -114,8 +113,7 @@ class UnitStateDict:
                 "load_state_dict(assign=True) would replace shards by full tensors. Load without "
                 "assign: then values are copied into the shards, and cast to the shards' dtype."
             )
-        asked = torch_request()
-        if asked is not None:
+        if (asked := torch_request()) is not None:
             for param in chain.from_iterable(handle.params for handle in self.unit.handles):
                 asked.check_order(param.name, param.span.order)
         for handle in self.unit.handles:
@@ -130,7 +128,7 @@ class UnitStateDict:
 
     def _after_load(self, *_: Any) -> None:
         if self._leave():
-            self.unit.num_loads += 1
+            self.unit.loads["a state dict"] += 1
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
@@ -157,14 +155,8 @@ def _replace_by_full(
     Collective: all ranks of the shard group, even ranks that save nothing. For tensor-parallel
     parameters, all ranks of the mesh.
     """
-    param_of_key: dict[str, OriginalParam] = {}
-    for key, value in state_dict.items():
-        # With keep_vars=True, the user asked for the parameters that the modules hold, so do not
-        # replace parameters.
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            param = original_of(handle, value)
-            if param is not None:
-                param_of_key[key] = param
+    found = {key: original_of(handle, value) for key, value in state_dict.items()}
+    param_of_key = {key: param for key, param in found.items() if param is not None}
     if not param_of_key:
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
@@ -188,8 +180,7 @@ def _keep_sharded(
     The shards share memory with the model, so that a load in place changes the model.
     """
     for key, value in list(state_dict.items()):
-        is_shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if not is_shown or original_of(handle, value) is None:
+        if original_of(handle, value) is None:
             continue
         # If one rank holds the whole flat parameter, the value may be a plain tensor that shares
         # memory with the shard. Such a value is already a valid entry, so keep it.

@@ -225,14 +225,12 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
             "Save ShardedWrapper.optim_state_dict(model, optimizer), and pass the saved state."
         )
     key_of: dict[str, Any] = {}
-    for number, group in enumerate(state_dict["param_groups"]):
+    saved = state_dict["param_groups"]
+    for number, group in enumerate(saved):
         key_of.update(zip(_names(number, group, params), group["params"], strict=True))
     key_of = without_ddp_prefix(key_of, {param.fqn.partition(".")[0] for param in params})
     name_of = {key: unwrapped(name) for name, key in key_of.items()}
-    groups = [
-        {**group, "params": [name_of[key] for key in group["params"]]}
-        for group in state_dict["param_groups"]
-    ]
+    groups = [{**group, "params": [name_of[key] for key in group["params"]]} for group in saved]
     state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
 
@@ -243,10 +241,8 @@ def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
     If the group has no names, the names come from the optimizer's group ``number``, in order.
     """
     keys = group["params"]
-    if "param_names" in group:
-        return group["param_names"]  # type: ignore[no-any-return]
-    if all(isinstance(key, str) for key in keys):
-        return keys  # type: ignore[no-any-return]
+    if "param_names" in group or all(isinstance(key, str) for key in keys):
+        return group.get("param_names", keys)  # type: ignore[return-value]
     fqns = params.fqns(number) if number < len(params.groups) else []
     if len(fqns) != len(keys):
         raise ValueError(
@@ -286,8 +282,7 @@ def _options_of_group(
     groups = [group_of[fqn] for fqn in fqns] or [own]
     options = _options(groups[0])
     for fqn, group in zip(fqns, groups, strict=False):
-        different = [key for key in options if repr(groups[0][key]) != repr(group.get(key))]
-        if different:
+        if different := [k for k in options if repr(groups[0][k]) != repr(group.get(k))]:
             raise ValueError(
                 f"parameters {fqns[0]!r} and {fqn!r} are in one group of the optimizer, but were "
                 f"saved in groups with different {', '.join(different)}. Make the groups as in the "
@@ -306,8 +301,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     Raises:
         ValueError: the value is per element, and its shape differs from the parameter's.
     """
-    original = param.original
-    if original is None:
+    if (original := param.original) is None:
         return copied(value)
     spec, value = original.spec, original.spec.split(value)
     is_number = not isinstance(value, Tensor) or (value.dim() == 0 and spec.shape)
@@ -340,9 +334,8 @@ def _fact(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
         return f"{value.dtype} per element"
     if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return repr(value.item())
-        return f"a tensor of shape {tuple(value.shape)}"
+        is_number = value.numel() == 1
+        return repr(value.item()) if is_number else f"a tensor of shape {tuple(value.shape)}"
     return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
 
 
@@ -413,12 +406,8 @@ def _params_of_units(
         for param in handle.params:
             # A tied parameter has several places. Use the first place inside of the given model,
             # which may be only a part of the sharded model.
-            fqn = next(
-                prefixes[place.module] + place.attribute
-                for place in param.locations
-                if place.module in prefixes
-            )
-            yield id(param.sharded), OptimParam(fqn, param)
+            place = next(place for place in param.locations if place.module in prefixes)
+            yield id(param.sharded), OptimParam(prefixes[place.module] + place.attribute, param)
 
 
 def unwrapped(name: str) -> str:

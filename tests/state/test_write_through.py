@@ -3,7 +3,7 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -145,15 +145,29 @@ def test_written_on_one_rank() -> None:
 
 
 def _on_one_rank(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), auto_wrap_policy=always_wrap_policy
+    def refused(writes: Sequence[tuple[int, str]], text: str) -> None:
+        """A rank writes to a tensor, for each pair; then the next backward raises ``text``."""
+        model = ShardedWrapper(
+            nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), auto_wrap_policy=always_wrap_policy
+        )
+        for writer, name in writes:
+            state = model.state_dict()
+            if rank == writer:
+                state[name].mul_(0.5)
+            del state
+        with pytest.raises(RuntimeError, match=rf"different numbers of times: {text}\. The model"):
+            model(torch.ones(1, 3)).sum().backward()
+
+    refused([(0, "0.weight")], r"parameter '0.weight' of unit .* \(1 on rank 0, 0 on rank 1\)")
+    refused(
+        [(0, "0.weight"), (1, "0.bias"), (1, "0.bias")],
+        r"parameter '0.bias' of unit .* \(2 on rank 1, 0 on rank 0\)",
     )
-    state = model.state_dict()
-    if rank == 0:
-        state["0.weight"].zero_()
-    del state
-    with pytest.raises(RuntimeError, match=r"different numbers of times"):
-        model(torch.ones(1, 3)).sum().backward()
+    # As many writes on both ranks, but to parameters of different units.
+    refused(
+        [(0, "0.weight"), (1, "1.weight")],
+        r"parameter '1.weight' of unit .* \(1 on rank 1, 0 on rank 0\)",
+    )
 
 
 def test_a_state_dict_in_a_global_variable_ends_with_the_program() -> None:
