@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flatshard.optimizer.stepper import all_params, step_unhooked
@@ -43,6 +44,23 @@ _SCALES = (1.0, 1e-3, 1e3)
 _NOT_COPIED = ("state", "param_groups", "step", "profile_hook_step")
 
 
+class _NoCollectives(TorchFunctionMode):
+    """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
+
+    Such an optimizer (distributed Muon, for example) divides the parameters among the ranks by
+    their numbers in the parameter groups, so every rank must step all parameters. On owners, each
+    rank would step other parameters, and the collective would mix values of different parameters.
+
+    flatshard's own collectives are not seen: they run inside operations on sharded tensors, in
+    which torch turns the mode off.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in str(getattr(func, "__module__", "")):
+            raise RuntimeError("the optimizer calls a collective of torch.distributed")
+        return func(*args, **(kwargs or {}))
+
+
 def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
     """Find the ``StepMode`` of an optimizer. The optimizer's state and parameters do not change.
 
@@ -52,16 +70,17 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
     # steps, because compilation takes time.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
-        if _works_on_shards(optimizer):
-            return StepMode.ON_SHARDS
-        # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by averages,
-        # computed from state. So every rank needs the full state.
-        if callable(getattr(optimizer, "eval", None)):
-            return StepMode.ON_EVERY_RANK
-        try:
-            return _try_full_params(optimizer)
-        except Exception:
-            return StepMode.ON_EVERY_RANK  # every rank then steps as if the model were not sharded
+        with _NoCollectives():
+            if _works_on_shards(optimizer):
+                return StepMode.ON_SHARDS
+            # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by
+            # averages, computed from state. So every rank needs the full state.
+            if callable(getattr(optimizer, "eval", None)):
+                return StepMode.ON_EVERY_RANK
+            try:
+                return _try_full_params(optimizer)
+            except Exception:  # every rank then steps as if the model were not sharded
+                return StepMode.ON_EVERY_RANK
 
 
 def copy_with_params(

@@ -72,6 +72,26 @@ class Together(torch.optim.Optimizer):
             param.sub_(param.grad / (1 + flat.norm()), alpha=0.5)
 
 
+class Dividing(torch.optim.Optimizer):
+    """Computes each update on one rank, and sends all updates, as modded-nanogpt's Muon does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        updates = [torch.zeros(param.numel(), dtype=param.dtype) for param in params]
+        for number, param in enumerate(params):
+            if number % dist.get_world_size() == dist.get_rank():
+                rows = param.grad.reshape(len(param), -1)
+                updates[number] += (rows / (1 + rows.norm(dim=1, keepdim=True))).flatten()
+        flat = torch.cat(updates)
+        dist.all_reduce(flat)
+        for param, update in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            param.data.add_(update.view_as(param), alpha=-0.05)
+
+
 def _muon(params: Sequence[nn.Parameter]) -> Optimizers:
     matrices = [param for param in params if param.dim() == 2]
     others = [param for param in params if param.dim() != 2]
@@ -286,6 +306,23 @@ def _continue(rank: int, world_size: int, kind: str, folder: Path) -> None:
 
 
 # ------------------------------------------------------------ what fails
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op"])
+def test_an_optimizer_that_divides_the_work_by_itself(way: str) -> None:
+    """On owners, its all-reduce would add updates of different parameters."""
+    run_ranks(_divides, 2, way)
+
+
+def _divides(rank: int, world_size: int, way: str) -> None:
+    runs = pair(rank, world_size, way)
+    for run in runs:
+        matrices = [param for param in run.model.parameters() if param.dim() == 2]
+        optimizer = Dividing(matrices)
+        _train(run, [optimizer], range(3))
+        if run.is_sharded:
+            assert stepper_of(optimizer).mode is StepMode.ON_EVERY_RANK
+    assert_same_model(*runs)
 
 
 class Failing(RowNorms):
