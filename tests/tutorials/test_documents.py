@@ -18,6 +18,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -643,10 +644,32 @@ LEFT_OUT = {  # for the library itself
 }
 
 
-# ---------------------------------------------------------------- what is not installed
+# ---------------------------------------------------------------- scripts
 
 
 MAIN = 'if __name__ == "__main__":'
+
+
+def test_every_script_has_help() -> None:
+    """``--help`` prints the script's options, does nothing else, and ends with status 0."""
+    scripts = [path for path in (ROOT / "scripts").rglob("*.py") if MAIN in path.read_text()]
+    assert len(scripts) > 25
+    page = (ROOT / "docs" / "api.md").stat().st_mtime_ns
+
+    def run(script: Path) -> str:
+        done = subprocess.run(
+            [forked_python.PYTHON, script, "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        is_help = done.stdout.startswith("usage: ") and not done.returncode and not done.stderr
+        return "" if is_help else f"{script}: status {done.returncode}\n{done.stdout}{done.stderr}"
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not list(filter(None, pool.map(run, scripts)))
+    assert (ROOT / "docs" / "api.md").stat().st_mtime_ns == page
 
 
 @pytest.mark.parametrize("missing", ["torch", "flatshard"])
