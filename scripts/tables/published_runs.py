@@ -24,7 +24,7 @@ import table_cells  # noqa: F401  (import first: may end the script)
 import torch
 from lib.command_line import Parser, stop
 from published.fsdp import Fsdp2Replay
-from published.layers import Units, repeated
+from published.layers import Units, freed_at_last_use, repeated
 from published.models import Block, Decoder, Embedding, Form, Head, step
 from published.rows import COLUMNS, Run, read_row
 
@@ -88,11 +88,12 @@ def _units(found: TracedModel) -> Units:
 @cache
 def predict(run: Run) -> dict[str, Any]:
     found = traced(run.form, run.batch, run.is_compiled, run.stored, run.reduce_dtype)
+    trace = freed_at_last_use(found.trace) if run.compiles_step else found.trace
     flats = found.flats(run.shards)
     if run.replicas > 1:
         for flat in flats:
             flat.replicas = run.replicas
-    played = Fsdp2Replay(run, found.trace, flats, run.machine)
+    played = Fsdp2Replay(run, trace, flats, run.machine)
     outcome = played.run(steps=2)  # all later steps equal the second step
     once = outcome.seconds - played.step_seconds
     backwards = run.accumulate

@@ -9,7 +9,8 @@ from typing import Any
 from flatshard.extras.plan.allocator import Held, Pool
 from flatshard.extras.plan.replay import Replay
 from flatshard.extras.plan.shards import FlatMemory
-from flatshard.extras.plan.trace import Mark, Op
+from flatshard.extras.plan.trace import Mark, Op, StepTrace
+from published.layers import held_by_collectives
 from published.rows import Run
 
 # Seconds of the host per DTensor in a step of AdamW that is not fused. A CPU needs 65 ms for the
@@ -19,6 +20,11 @@ HOST_SECONDS = 65e-3 / 291
 # Speed of small matrix products in float8 with one scale per row, divided by the speed in bfloat16
 # (pytorch/torchtitan#1319: "approx ~40% slowdown").
 SMALL_ROWS = 0.6
+
+# Number of kernels by which the GPU is behind the host, at most: CUDA queues 1024 launches, and
+# events for other streams take about half of them (an estimate). FSDP1 limits the distance to two
+# all-gathers.
+LAUNCHES_AHEAD = 512
 
 # How many additional times torch's CUDA kernels read their input. The vocabulary is too large for a
 # block's shared memory, so the kernels find the maximum and the sum in separate passes.
@@ -58,13 +64,17 @@ class Fsdp2Replay(Replay):
     that no other unit owns, and stays unsharded from forward to backward.
     """
 
-    def __init__(self, run: Run, *args: Any, **keywords: Any) -> None:
+    def __init__(self, run: Run, trace: StepTrace, *args: Any, **keywords: Any) -> None:
         self.run_of = run
+        if run.records_streams and not run.is_fsdp1:
+            trace = held_by_collectives(trace, LAUNCHES_AHEAD)
         self._results: dict[FlatMemory, list[Held]] = defaultdict(list)
         # The running reduce-scatter: its buffer, and the time of its end.
         self._reducing: tuple[Held, float] | None = None
+        # FSDP1: flat parameters that are resharded, but whose memory is not free yet.
+        self._resharded: list[Held] = []
         self.pool = Pool if run.expandable_segments else SegmentPool
-        super().__init__(*args, **keywords)
+        super().__init__(trace, *args, **keywords)
         self._root = len(self.trace.names) - 1
         self._last = [one for one in self.order if one != self._root][-1:]
         # Whether the threads of forward and of backward have allocated their cuBLAS workspace.
@@ -220,7 +230,14 @@ class Fsdp2Replay(Replay):
         if self.run_of.keeps_last:
             stays = stays or unit in self._last
         if self.in_backward or not stays:
-            for held in self._held.pop(unit, ()):
+            freed = self._held.pop(unit, [])
+            if self.run_of.is_fsdp1:
+                # FSDP1 calls `record_stream`, and waits for the memory of a unit only before the
+                # second all-gather after it (`_FreeEventQueue` in torch's _limiter_utils.py).
+                self._resharded += freed
+                freed = self._resharded[:-2]
+                del self._resharded[:-2]
+            for held in freed:
                 self.free(held)
 
     def pass_mark(self, mark: Mark) -> None:
@@ -277,9 +294,10 @@ class Fsdp2Replay(Replay):
         self._results.clear()
         for held, _ in self._gathering.values():
             self.free(held)
+        self.free(*self._resharded)
+        self._resharded = []
         for unit in list(self._held):
-            for held in self._held.pop(unit):
-                self.free(held)
+            self.free(*self._held.pop(unit))
 
     def step(self) -> None:
         each = [one for unit in self.of_unit for one in self._params(unit)]

@@ -8,6 +8,7 @@ seconds, and tracing the deep model takes minutes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
@@ -155,3 +156,53 @@ def _moved(
             moved = event._replace(unit=number(event.unit, shift)) if event.unit >= 0 else event
             found.append(moved._replace(block=block(moved.block)) if moved.block >= 0 else moved)
     return found
+
+
+def held_by_collectives(trace: StepTrace, launches: int) -> StepTrace:
+    """Return the trace with later frees of the memory that tensor-parallel collectives use.
+
+    ``torch.Tensor.record_stream`` delays the reuse of a collective's inputs and outputs until the
+    GPU has run the collective. ``launches``: number of kernels by which the GPU is behind the host.
+    """
+    used = {
+        block
+        for event in trace.events
+        if isinstance(event, Op) and event.name in ("published.gather", "published.scatter")
+        for block, _ in (*event.reads, *event.writes)
+    }
+    made: list[Event] = []
+    waiting: list[tuple[int, Free]] = []
+    launched = 0
+    for event in trace.events:
+        launched += isinstance(event, Op)
+        if isinstance(event, Free) and event.block in used:
+            waiting.append((launched + launches, event))
+        else:
+            made.append(event)
+        while waiting and waiting[0][0] <= launched:
+            made.append(waiting.pop(0)[1])
+    return replace(trace, events=[*made, *(free for _, free in waiting)])
+
+
+def freed_at_last_use(trace: StepTrace) -> StepTrace:
+    """Return the trace with each block freed after the last operator that uses the block.
+
+    A graph of the whole step frees its tensors in this way. Without a graph, Python's variables
+    and activation checkpointing hold tensors that no later operator reads.
+    """
+    last: dict[int, int] = {}
+    for index, event in enumerate(trace.events):
+        if isinstance(event, Op):
+            last.update((block, index) for block, _ in (*event.reads, *event.writes))
+        elif isinstance(event, Mark) and event.block >= 0:
+            last[event.block] = len(trace.events)  # a gradient: stays allocated
+    ends: dict[int, list[int]] = {}
+    for block, index in last.items():
+        if block >= 0:
+            ends.setdefault(index, []).append(block)
+    made: list[Event] = []
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, Free) or event.block not in last:
+            made.append(event)
+        made += [Free(block) for block in ends.get(index, ())]
+    return replace(trace, events=made)

@@ -46,7 +46,7 @@ class Form:
     fuses_norms: bool = True
     tensor_ranks: int = 1
     context_ranks: int = 1
-    checkpoint: str = "none"  # "full", "op", "op without attention" or "layer"
+    checkpoint: str = "none"  # "full", "layer", or a kind of `_selective_contexts`
     checkpoint_every: int = 1  # "layer": each checkpointed block is the first of this many
     float8: bool = False
     # Whether weights are all-gathered in float8, so that layers need not cast the weights.
@@ -489,10 +489,12 @@ def step(form: Form, batch: int, model: nn.Module) -> Tensor:
 # ---------------------------------------------------------------- checkpointing
 
 
-def _selective_contexts(keeps_attention: bool) -> Any:
-    """Return contexts that save attention, every second matrix product and reduce-scatters.
+def _selective_contexts(kind: str) -> Any:
+    """Return contexts that save attention, matrix products and reduce-scatters.
 
     Source: torchtitan's selective activation checkpointing. Backward recomputes the rest.
+    ``kind``: "op": every second matrix product is saved. "op, all products": all are saved.
+    "op without attention": attention is not saved.
     """
     counts: Counter[bool] = Counter()
 
@@ -500,9 +502,10 @@ def _selective_contexts(keeps_attention: bool) -> Any:
         name = func.__name__
         if name.startswith(("mm", "addmm", "float8_mm")):
             counts[context.is_recompute] += 1
-            saves = counts[context.is_recompute] % 2 == 1
+            saves = counts[context.is_recompute] % 2 == 1 or kind == "op, all products"
         else:
-            saves = ("attention" in name and keeps_attention) or name.startswith("scatter.")
+            saves = "attention" in name and kind != "op without attention"
+            saves = saves or name.startswith("scatter.")
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -511,7 +514,7 @@ def _selective_contexts(keeps_attention: bool) -> Any:
 def _checkpoint(blocks: list[nn.Module], kind: str) -> None:
     keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind.startswith("op"):
-        keywords["context_fn"] = partial(_selective_contexts, "without" not in kind)
+        keywords["context_fn"] = partial(_selective_contexts, kind)
     if kind != "none":
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, **keywords)  # type: ignore[method-assign]

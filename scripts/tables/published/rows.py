@@ -18,6 +18,9 @@ from published.models import Form
 # and with one scale per row. The peaks differ by a factor of 2, but kernels reach a smaller
 # fraction of the float8 peak.
 FLOAT8, FLOAT8_ROWS = 1.56, 1.15
+# Speed of cuDNN attention, divided by the speed of FlashAttention-2, for heads of 128 and of 64
+# elements (arXiv 2407.08608, figures 5 and 6, for H100).
+CUDNN, CUDNN_64 = 1.5, 1.28
 COLUMNS = (
     *("source", "url", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gpus"),
     *("gpu_type", "strategy", "tp", "pp", "cp", "local_batch", "seq_len", "ac", "compile"),
@@ -64,16 +67,26 @@ def compiles_loss(date: str) -> bool:
     return "2024-10-22" <= date < "2024-12-18" or date >= "2025-04-02"
 
 
+def runs_cudnn(device: str, date: str) -> bool:
+    """Whether torchtitan's attention was cuDNN's, and not FlashAttention-2.
+
+    torch chose cuDNN attention on Hopper GPUs from 2024-07 to 2024-10. torchtitan has put cuDNN
+    first on Blackwell GPUs since 2025-05-14 (pytorch/torchtitan#1196), and on all NVIDIA GPUs
+    since 2025-10-09 (pytorch/torchtitan#1776).
+    """
+    if device.startswith(("b200", "gb200")):
+        return date >= "2025-05-14"
+    is_hopper = device.startswith("h")
+    return is_hopper and ("2024-07" <= date < "2024-11" or "2025-10-09" <= date < "9999")
+
+
 def keeps_attention(device: str, date: str) -> bool:
     """Whether torchtitan's selective checkpointing kept the output of attention.
 
-    Until 2025-12-01, torchtitan's list of saved operators did not contain cuDNN attention. torch
-    chose cuDNN attention on H100 from 2024-07 to 2024-10. torchtitan has chosen cuDNN attention on
-    B200 since 2025-05.
+    Until 2025-12-01 (pytorch/torchtitan#2095), torchtitan's list of saved operators did not contain
+    cuDNN attention.
     """
-    if device.startswith("h"):
-        return not "2024-07" <= date < "2024-11"
-    return not (device.startswith(("b200", "gb200")) and "2025-05-14" <= date < "2025-12")
+    return not runs_cudnn(device, date) or date >= "2025-12"
 
 
 def fuses_norms(width: int, date: str) -> bool:
@@ -112,6 +125,7 @@ class Run:
     pipeline_stages: int  # stages per rank
     microbatches: int
     is_compiled: bool
+    compiles_step: bool  # whether one graph contains forward and backward
     stored: torch.dtype  # dtype of the shards and of the optimizer's state
     reduce_dtype: torch.dtype
     accumulate: int
@@ -126,6 +140,7 @@ class Run:
     attention_speed: float  # fraction of the speed of FlashAttention-2
     hides_tensor_parallel: bool
     copies_on_reduce_stream: bool
+    records_streams: bool  # whether tensor parallelism calls ``record_stream``
     expandable_segments: bool
     judges_reserved: bool
     workspace_bytes: int
@@ -153,11 +168,10 @@ def read_row(row: dict[str, str]) -> Run | str:
     is_titan = re.match("torch(titan|ao)", row["source"]) is not None
     date = date_of(row)
     is_gpt = re.match("mpt|gpt-?neo|gpt2$|gpt-", row["model"].lower()) is not None
+    # torchtitan's compilers of whole steps do not fuse operators: the default backend is
+    # `aot_eager`, and "regional inductor" compiles only FlexAttention.
     compiles_step = re.search("graph|simple", strategy.lower()) is not None
-    is_compiled = row["compile"].strip().lower() == "true"
-    # Until April 2026, torchtitan's compilers of whole steps did not fuse operators.
-    if compiles_step:
-        is_compiled = date >= "2026-04"
+    is_compiled = row["compile"].strip().lower() == "true" and not compiles_step
     width, heads = int(row["hidden"]), int(row["heads"])
     is_qwen = "qwen3" in row["model"].lower()
     float8 = re.search("float8|fp8", words) is not None
@@ -173,9 +187,11 @@ def read_row(row: dict[str, str]) -> Run | str:
         kind, every = "layer", int(found[0]) if found else 2
     elif re.search("op|sac|selective", ac):
         kind = "op" if keeps_attention(device, date) else "op without attention"
+        if compiles_step and date >= "2026-04-22":  # pytorch/torchtitan#3050
+            kind = "op, all products"
     if "chunked" in words or "computed in chunks" in words or "chunks of sequence" in words:
         loss = "chunked"
-    elif (is_titan and is_compiled and compiles_loss(date)) or compiles_step:
+    elif is_titan and is_compiled and compiles_loss(date):
         loss = "compiled"
     elif is_gpt or (is_compiled and "whole model" in words):  # MPT's loss is one fused kernel
         loss = "compiled"
@@ -238,6 +254,9 @@ def read_row(row: dict[str, str]) -> Run | str:
     # With a pipeline, torchtitan reshards only after the last microbatch.
     keeps_all = "zero-2" in strategy.lower() or pipeline > 1
     keeps_all = keeps_all or re.search(r"after_forward\W*(never|false)", words) is not None
+    # For some days, the graph trainer saved all all-gathers for backward (pytorch/torchtitan#3060
+    # and #3056).
+    keeps_all = keeps_all or (compiles_step and "2026-04-23" <= date < "2026-04-28")
     return Run(
         form,
         number["local_batch"] // microbatches,
@@ -249,6 +268,7 @@ def read_row(row: dict[str, str]) -> Run | str:
         pipeline_stages=2 if "interleaved" in f"{words} {strategy}".lower() else 1,
         microbatches=microbatches,
         is_compiled=is_compiled,
+        compiles_step=compiles_step,
         stored=torch.bfloat16 if pure else torch.float32,
         reduce_dtype=torch.bfloat16 if "bf16" in row["reduce_dtype"] else torch.float32,
         accumulate=int(found[1]) if found else 1,
@@ -265,14 +285,24 @@ def read_row(row: dict[str, str]) -> Run | str:
         scales_rows="rowwise" in words,
         # MPT's tables were made with the first FlashAttention in Triton. FlashAttention-2 is 1.3 to
         # 2.5 times as fast (arXiv 2307.08691).
-        attention_speed=0.5 if row["model"].lower().startswith("mpt") else 1.0,
+        attention_speed=0.5
+        if row["model"].lower().startswith("mpt")
+        else (CUDNN if form.head_size > 64 else CUDNN_64)
+        if is_titan and runs_cudnn(device, date)
+        else 1.0,
         hides_tensor_parallel=re.search("async[- ]?t(p|ensor)", f"{words} {strategy}".lower())
         is not None
         and re.search("(vanilla|no|without) (async|tp)", words) is None,
         copies_on_reduce_stream=date < "2024-07",
+        # torchtitan set TORCH_NCCL_AVOID_RECORD_STREAMS on 2024-04-10, because collectives of
+        # tensor parallelism held memory for too long (docs/composability.md in torchtitan).
+        records_streams=is_titan and date < "2024-04-10",
         # torch for AMD GPUs has expandable segments since March 2026 (pytorch/pytorch#177974).
+        # torchtitan's `run_train.sh` sets expandable segments. Trainy's page quotes its command,
+        # which starts torchrun without this script.
         expandable_segments=(
-            (is_titan and date >= "2024-10-22") or "expandable_segments:true" in words
+            (is_titan and date >= "2024-10-22" and "trainy" not in row["source"].lower())
+            or "expandable_segments:true" in words
         )
         and not (device.startswith("mi") and date < "2026-04"),
         judges_reserved="reserved" in words or not re.search("allocated|active", words),

@@ -10,9 +10,10 @@ from pathlib import Path
 import published_runs
 import pytest
 import torch
-from published.rows import Run
+from published.layers import freed_at_last_use, held_by_collectives
+from published.rows import CUDNN, Run
 
-from flatshard.extras.plan.trace import Alloc, Free, StepTrace
+from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
 
 ROW = {
     "source": "own runs",
@@ -122,6 +123,87 @@ def test_a_pipeline_waits_and_keeps_the_activations_of_its_microbatches() -> Non
 def test_expandable_segments_need_a_torch_that_has_them(gpu: str, expands: bool) -> None:
     row = {**ROW, "gpu_type": gpu, "source": "torchtitan PR 2025-08"}
     assert published_runs.read_row(row).expandable_segments is expands
+
+
+def test_a_published_command_without_the_script_has_no_expandable_segments() -> None:
+    row = {**ROW, "gpu_type": "H200", "source": "torchtitan H200 Trainy 2025-06"}
+    assert not published_runs.read_row(row).expandable_segments
+
+
+@pytest.mark.parametrize(
+    ("gpu", "date", "is_cudnn", "kept"),
+    [
+        ("H100", "2024-08", True, False),
+        ("H100", "2025-06", False, True),
+        ("H100", "2025-10-15", True, False),
+        ("H100", "2026-01", True, True),
+        ("B200", "2025-06", True, False),
+        ("A100-80GB", "2024-08", False, True),
+    ],
+)
+def test_attention_is_the_kernel_of_the_date(
+    gpu: str, date: str, is_cudnn: bool, kept: bool
+) -> None:
+    row = {**ROW, "source": f"torchtitan {date}", "gpu_type": gpu, "ac": "selective op"}
+    run = published_runs.read_row({**row, "heads": "1", "kv_heads": "1", "hidden": "128"})
+    assert run.attention_speed == (CUDNN if is_cudnn else 1.0)
+    assert run.form.checkpoint == ("op" if kept else "op without attention")
+
+
+def _frees(events: list[Event]) -> list[tuple[int, int]]:
+    """Return pairs of a freed block and the number of operators before the free."""
+    return [
+        (event.block, sum(isinstance(one, Op) for one in events[:place]))
+        for place, event in enumerate(events)
+        if isinstance(event, Free)
+    ]
+
+
+def _op(name: str, read: int, written: int) -> Op:
+    return Op(name, 0, ((read, 8),), ((written, 8),), "other")
+
+
+def test_collectives_hold_their_memory_until_the_gpu_has_run_them() -> None:
+    events = [_op("published.gather", 0, 1), Free(0), *[_op("aten.mul", 2, 3)] * 3, Free(2)]
+    assert _frees(events) == [(0, 1), (2, 4)]
+    assert _frees(held_by_collectives(StepTrace(events), 2).events) == [(0, 3), (2, 4)]
+    assert _frees(held_by_collectives(StepTrace(events), 99).events) == [(2, 4), (0, 4)]
+
+
+def test_a_graph_frees_each_block_after_its_last_use() -> None:
+    events = [_op("aten.mul", -1, 0), _op("aten.mul", 0, 1), _op("aten.mul", 1, 2), Free(0)]
+    events += [Free(1), Mark("gradient", 0, 2)]
+    assert _frees(events) == [(0, 3), (1, 3)]
+    assert _frees(freed_at_last_use(StepTrace(events)).events) == [(0, 2), (1, 3)]
+
+
+def test_rows_hold_collectives_and_free_early_as_their_strategies_do() -> None:
+    def active(**change: str) -> float:
+        run = published_runs.read_row({**ROW, "ac": "selective op", **change})
+        return float(published_runs.predict(run)["active_gib"])
+
+    before, after = (active(tp="2", source=f"torchtitan {date}") for date in ("2024-03", "2024-05"))
+    assert before > 1.1 * after
+    eager, graph = (
+        active(source="torchtitan 2026-06", strategy=one, compile="True" if "graph" in one else "")
+        for one in ("FSDP2", "graph trainer")
+    )
+    # The graph saves all matrix products instead of every second one.
+    assert graph > eager
+    kinds = [
+        published_runs.read_row({**ROW, "source": f"torchtitan {date}", "strategy": "graph"})
+        for date in ("2026-03", "2026-04-25", "2026-06")
+    ]
+    assert [one.keeps_all for one in kinds] == [False, True, False]
+
+
+def test_fsdp1_frees_a_unit_two_all_gathers_later() -> None:
+    run = published_runs.read_row({**ROW, "strategy": "FSDP1", "layers": "4"})
+    unit = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)  # bytes of a block in bfloat16
+    root = 2 * (2 * 256 * 64 + 64)
+    found = published_runs.predict(run)["peak"]["unsharded"] * published_runs.GIB
+    # The current unit, the unit that is gathered in advance, and two units that wait.
+    assert found == pytest.approx(root + 4 * unit, rel=0.01)
 
 
 @pytest.mark.parametrize(
