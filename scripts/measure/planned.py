@@ -15,10 +15,16 @@ The script fails if the median error is above 2 %, or if the largest error is ab
 
 With `--links`, the script compares times instead. Two ranks in two network namespaces train over a
 link with a limited rate, under each strategy (this needs root). The plan gets the link's rate, and
-the processor's speed, which `calibrate` measures on both ranks at the same time. The strategy with
+the processor's speeds, which `calibrate` measures on both ranks at the same time. The strategy with
 the shortest predicted step is called chosen. The column `behind` says how much longer the chosen
 strategy's step takes than the step of the fastest strategy, both measured. The script fails if more
 than one training run in ten is behind by more than 3 %.
+
+Each round measures all strategies once, in random order, and divides the times by their mean. So a
+machine that is slower for a while changes no comparison. The measured time is the median over the
+rounds. The column `noise` compares every second round with the other rounds: by how much a strategy
+differs from itself (root mean square over the strategies). The column `ties` counts the strategies
+that are slower than the fastest by at most the noise.
 """
 
 import argparse
@@ -26,6 +32,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -441,7 +448,10 @@ LINKS = [
     ("frozen", 4, 1000),
     ("tied", 4, 4000),
 ]
-ROUNDS = 5
+WARM_UP, LEAST_ROUNDS = 2, 5  # rounds that do not count, and minimum number of rounds that count
+# Seconds of measured steps for each training run. Strategies are close if the times of the fastest
+# two differ by less than 5 %.
+SECONDS, CLOSE_SECONDS, CLOSE = 10.0, 22.0, 0.05
 TCP = 0.94  # fraction of a link's rate that is left for data, without the headers of packets
 LATENCY = 3e-4  # seconds of a message between two processes on this machine
 
@@ -480,24 +490,43 @@ def enter_namespace(name: str) -> None:
 def time_rank(rank: int, names: list[str], cases: list[list[Case]], folder: str) -> None:
     enter_namespace(names[rank])
     measuring.join(rank, 2, folder)
-    dist.barrier()
-    device = asdict(calibrate("cpu", seconds=0.5))
-    seconds = [time_cases(some) for some in cases]
-    Path(folder, f"{rank}.json").write_text(json.dumps({"device": device, "seconds": seconds}))
+    device = asdict(calibrate("cpu", seconds=0.5, collectives="sockets"))
+    rounds = [time_cases(some) for some in cases]
+    Path(folder, f"{rank}.json").write_text(json.dumps({"device": device, "rounds": rounds}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def time_cases(cases: list[Case]) -> list[float]:
-    """Return the seconds of one step of each case.
-
-    The fastest of several rounds counts, because other programs on the machine slow the rest.
-    """
+def time_cases(cases: list[Case]) -> list[list[float]]:
+    """Return the seconds of one step of each case, for each round. The slower rank counts."""
     torch.manual_seed(0)
     made = [make(case) for case in cases]
     step = MODELS[cases[0].model].step(cases[0].batch)
-    rounds = [[time_step(*one, step) for one in made] for _ in range(3 + ROUNDS)]
-    return [min(one) for one in zip(*rounds[3:], strict=True)]
+    shuffled, rounds = random.Random(0), list[list[float]]()
+    while len(rounds) < WARM_UP + LEAST_ROUNDS or not is_enough(rounds[WARM_UP:]):
+        seconds = torch.zeros(len(made), dtype=torch.float64)
+        for index in shuffled.sample(range(len(made)), len(made)):
+            seconds[index] = time_step(*made[index], step)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # ranks then measure the same number of rounds
+        rounds.append(seconds.tolist())
+    return rounds[WARM_UP:]
+
+
+def is_enough(rounds: list[list[float]]) -> bool:
+    first, second, *_ = sorted(relative(rounds))
+    return sum(map(sum, rounds)) > (CLOSE_SECONDS if second / first < 1 + CLOSE else SECONDS)
+
+
+def relative(rounds: list[list[float]]) -> list[float]:
+    """Return each strategy's time as a fraction of the mean time: the median over the rounds."""
+    fractions = [[one / statistics.mean(times) for one in times] for times in rounds]
+    return [statistics.median(some) for some in zip(*fractions, strict=True)]
+
+
+def noise_of(rounds: list[list[float]]) -> float:
+    """Return by how much every second round differs from the others: root mean square."""
+    halves = zip(relative(rounds[::2]), relative(rounds[1::2]), strict=True)
+    return statistics.mean((one / other - 1) ** 2 for one, other in halves) ** 0.5
 
 
 def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> float:
@@ -522,32 +551,40 @@ def compare_links() -> list[dict[str, Any]]:
         with limited_link(rate) as names, tempfile.TemporaryDirectory() as folder:
             spawn(time_rank, (names, cases, folder), 2)
             figures = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
-        speed = {
-            key: statistics.mean(one["device"][key] for one in figures)
-            for key in ("flops", "attention_flops", "memory_rate", "memory_bytes")
-        }
+        speeds = [one["device"] for one in figures]
+        device = Device(**{key: statistics.mean(one[key] for one in speeds) for key in speeds[0]})
         link = TCP * rate * 1e6 / 8
-        machine = Machine(Device(**speed, is_gpu=False), 1, link, link, LATENCY, "sockets")
-        for some, *times in zip(cases, *(one["seconds"] for one in figures), strict=True):
-            measured = [max(pair) for pair in zip(*times, strict=True)]
+        machine = Machine(device, 1, link, link, LATENCY, "sockets")
+        for some, rounds in zip(cases, figures[0]["rounds"], strict=True):
+            mean = statistics.median(map(statistics.mean, rounds))
+            measured = [mean * one for one in relative(rounds)]
             predicted = [predict(case, machine).seconds for case in some]
             chosen = next(i for i, one in enumerate(predicted) if 0.99 * one < min(predicted))
+            noise = noise_of(rounds)
+            ties = sum(one < min(measured) * (1 + noise) for one in measured)
             rows.append(
-                {"name": f"{some[0].model} b{some[0].batch} {rate} Mbit/s"}
+                {
+                    "name": f"{some[0].model} b{some[0].batch} {rate} Mbit/s",
+                    "device": asdict(device),
+                }
                 | {"measured": measured, "predicted": predicted, "chosen": STRATEGIES[chosen]}
-                | {"behind": measured[chosen] / min(measured) - 1}
+                | {"behind": measured[chosen] / min(measured) - 1, "rounds": rounds}
+                | {"noise": noise, "ties": ties}
             )
     return rows
 
 
 def show_links(rows: list[dict[str, Any]]) -> None:
     title = "Seconds of a step, predicted / measured"
-    table = measuring.table(title, "training", *STRATEGIES, "chosen", "behind")
+    table = measuring.table(title, "training", *STRATEGIES, "chosen", "behind", "noise", "ties")
     for row in rows:
         pairs = zip(row["predicted"], row["measured"], strict=True)
         cells = [f"{a:.3f} / {b:.3f}" for a, b in pairs]
-        table.add_row(row["name"], *cells, row["chosen"], f"{row['behind']:.1%}")
+        shares = (f"{row[key]:.1%}" for key in ("behind", "noise"))
+        table.add_row(row["name"], *cells, row["chosen"], *shares, str(row["ties"]))
     rich_print(table)
+    near = sum(row["behind"] <= BEHIND for row in rows)
+    print(f"{near} of {len(rows)} chosen strategies are behind by at most {BEHIND:.0%}")
 
 
 # -------------------------------------------------------------------------------------------- main

@@ -2,20 +2,33 @@
 
 The time of an operator follows the roofline model (Williams, Waterman and Patterson, 2009): the
 duration is the time for the arithmetic or the time for the memory traffic, whichever is longer.
+
+[Note: processor time of collectives]
+On CPUs, the processor that computes also sends, receives, copies and adds. Background threads and
+the kernel do most of this work. If all cores compute, the work delays the computation, also while
+the link is busy. ``calibrate`` measures this processor time per byte and per collective.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import re
+import statistics
 import time
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from flatshard.extras.plan.trace import Op
+from flatshard.units.policies import ModuleWrapPolicy
+from flatshard.wrapper import ShardedWrapper
 
 # Fractions of a data sheet's peaks that large kernels reach: matrix products of cuBLAS, flash
 # attention (0.4 on Hopper, see arXiv 2407.08608; 0.6 on Ampere, see arXiv 2307.08691), and copies.
@@ -53,6 +66,10 @@ class Device:
         memory_rate: bytes per second that kernels read and write.
         memory_bytes: memory of the device.
         is_gpu: whether the device is a GPU, so that operators run as GPU kernels.
+        conv_flops: floating point operations per second in convolutions. 0: the same as ``flops``.
+        byte_seconds: processor time per byte that a rank sends, the work of receiving an equal
+            number of bytes included. See [Note: processor time of collectives].
+        start_seconds: processor time per collective, for any number of bytes.
     """
 
     flops: float
@@ -60,6 +77,9 @@ class Device:
     memory_rate: float
     memory_bytes: float
     is_gpu: bool = True
+    conv_flops: float = 0.0
+    byte_seconds: float = 0.0
+    start_seconds: float = 0.0
 
     @classmethod
     def of_data_sheet(
@@ -70,6 +90,7 @@ class Device:
 
     def seconds(self, op: Op) -> float:
         rate = self.attention_flops if op.kind == "attention" else self.flops
+        rate = self.conv_flops or rate if "convolution" in op.name else rate
         return max(op.flops / rate, op.nbytes / self.memory_rate, _KERNEL_SECONDS * self.is_gpu)
 
 
@@ -130,32 +151,39 @@ class Machine:
         """
         if size == 1:
             return 0.0
-        rate = self.node_link
-        if size > in_node:
-            # A ring enters each node once. With several rings, the links of all ranks of a node
-            # are in use, so the rate is the sum of the rates of these links.
-            rate = min(rate, self.link * in_node)
+        # A ring enters each node once. With several rings, the links of all ranks of a node are in
+        # use, so the rate is the sum of the rates of these links.
+        rate = min(self.node_link, self.link * in_node if size > in_node else math.inf)
         # Several rings or trees run at once, so latency grows slowly with the number of ranks.
         return nbytes * (size - 1) / size / rate + self.latency * (size - 1).bit_length()
 
 
-def calibrate(device: str = "cpu", *, seconds: float = 1.0) -> Device:
-    """Measure the speeds of a device of this machine, in about four times ``seconds``."""
+def calibrate(device: str = "cpu", *, seconds: float = 1.0, collectives: str = "") -> Device:
+    """Measure the speeds of a device of this machine, in about five times ``seconds``.
+
+    Ranks on one machine share its memory and caches. For the speeds that ranks have in training,
+    call ``calibrate`` on all ranks at the same time.
+
+    ``collectives``: transport of the collectives on CPUs, as for ``ShardedWrapper``. ``calibrate``
+    then also measures the processor time of collectives, and is collective: all ranks of the
+    default process group. Empty: leave out this measurement.
+    """
     on_gpu = device != "cpu"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    width = 8192 if on_gpu else 1024
+    dtype, width = (torch.bfloat16, 8192) if on_gpu else (torch.float32, 1024)
     matrix = torch.randn(width, width, device=device, dtype=dtype)
     heads = torch.randn(1, 16, width // 4, 64, device=device, dtype=dtype)
-    # The tensor is larger than the caches of CPUs (tens of megabytes), because the optimizer's
+    # The tensors are larger than the caches of CPUs (tens of megabytes), because the optimizer's
     # state is larger, too.
     source = torch.ones(2**28 if on_gpu else 2**26, device=device)
+    # Write to a second tensor, as most operators do. CPUs read memory before they write to it.
+    out = torch.empty_like(source)
+    images, kernel = torch.randn(16, 128, 16, 16), torch.randn(128, 128, 3, 3)
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0.0
+    # Measure collectives first. Then all ranks begin the other measurements at the same time.
+    size = dist.get_world_size() if collectives else 1
+    added = _processor_seconds(collectives, size) if size > 1 else (0.0, 0.0)
 
-    def attend() -> None:
-        F.scaled_dot_product_attention(heads, heads, heads)
-
-    def rate(run: object, work: float) -> float:
-        assert callable(run)
+    def rate(run: Any, work: float) -> float:
         run()
         count, began = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - began) < seconds:
@@ -167,11 +195,44 @@ def calibrate(device: str = "cpu", *, seconds: float = 1.0) -> Device:
 
     return Device(
         rate(lambda: matrix @ matrix, 2.0 * width**3),
-        rate(attend, 4.0 * 16 * (width // 4) ** 2 * 64),
-        rate(lambda: source.mul_(1.0), 2.0 * source.nbytes),
+        rate(lambda: F.scaled_dot_product_attention(heads, heads, heads), 256.0 * width**2),
+        rate(lambda: torch.mul(source, 1.0, out=out), 2.0 * source.nbytes),
         memory,
         on_gpu,
+        0.0 if on_gpu else rate(lambda: F.conv2d(images, kernel), 2.0 * 16 * 14**2 * 9 * 128**2),
+        *added,
     )
+
+
+def _processor_seconds(collectives: str, size: int, units: int = 4) -> tuple[float, float]:
+    """Measure the processor time of collectives: per byte that a rank sends, and per collective.
+
+    Small models run forward and backward, with and without flatshard. The differences in processor
+    time come from the collectives. Collective: all ranks of the default process group, which has
+    ``size`` ranks.
+    """
+    # If ranks leave cores idle, background threads run there, and do not delay the computation.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) * torch.get_num_threads()
+    clock = time.process_time if here >= (os.cpu_count() or 1) else time.thread_time
+    policy = ModuleWrapPolicy({nn.Linear})
+    keywords: dict[str, Any] = {"auto_wrap_policy": policy, "sharding_strategy": "SHARD_GRAD_OP"}
+    keywords |= {"collectives": collectives, "coalesce_bytes": 0, "sync_module_states": True}
+    sent, costs = [], []
+    for width in (64, 1024):
+        plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
+        model = ShardedWrapper(copy.deepcopy(plain), **keywords)
+        times = []
+        for one in 15 * [plain, model]:
+            began = clock()
+            one(torch.ones(256, width)).sum().backward()
+            one.zero_grad()
+            times.append(clock() - began)
+        # Leave out the first three pairs, which warm up.
+        added = statistics.median(b - a for a, b in zip(times[6::2], times[7::2], strict=True))
+        costs.append(added / (2 * units))
+        sent.append(4 * width**2 * (size - 1) / size)
+    fit = statistics.linear_regression(sent, costs)
+    return max(0.0, fit.slope), max(0.0, fit.intercept)
 
 
 @cache

@@ -33,7 +33,8 @@ class Outcome:
         persistent: bytes of parameters, gradients and optimizer state between steps.
         reserved_bytes: bytes that torch's allocator has reserved at the end of the step.
         seconds: duration of one step.
-        compute_seconds: duration of the step's operators and of the optimizer.
+        compute_seconds: duration of the step's operators and of the optimizer, and on CPUs of the
+            collectives' work that does not overlap with a wait.
         link_seconds: time in which the step's collectives use the link.
         sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
             bytes that this rank sends to other nodes.
@@ -97,7 +98,8 @@ class Replay:
         self.outcome = Outcome()
         self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
         self._now, self._place = "start", ""
-        self.clock = self._link_free = 0.0
+        # `_owed`: processor time of collectives that the device has not spent yet.
+        self.clock = self._link_free = self._owed = 0.0
         self.syncs = True  # whether this backward reduces gradients
         self.in_backward = False
         self.state: list[Held] = []
@@ -171,15 +173,20 @@ class Replay:
     def send(self, nbytes: float, size: int, in_node: int) -> float:
         """Start a collective, and return the time at which the collective ends."""
         seconds = self.machine.collective_seconds(nbytes, size, in_node)
+        device, sent = self.machine.device, nbytes * (size - 1) / size
+        self._owed += sent * device.byte_seconds + (size > 1) * device.start_seconds
         self._link_free = max(self._link_free, self.clock) + seconds
         self.outcome.link_seconds += seconds
-        self.outcome.sent_bytes[size > in_node] += nbytes * (size - 1) / size
+        self.outcome.sent_bytes[size > in_node] += sent
         return self._link_free
 
     def wait(self, ends: float) -> None:
+        # While the device waits, the processor does the collectives' work.
+        self._owed = max(0.0, self._owed - max(0.0, ends - self.clock))
         self.clock = max(self.clock, ends)
 
     def compute(self, seconds: float) -> None:
+        seconds, self._owed = seconds + self._owed, 0.0
         self.clock += seconds
         self.outcome.compute_seconds += seconds
 
@@ -383,6 +390,8 @@ class Replay:
         if not flat.in_place:
             buffer = buffer or self.allocate(flat.whole_gradient_bytes, "reduction")
             self.free(*slots)
+            if not self.machine.device.is_gpu:  # on GPUs, the copies run beside the computation
+                self.compute(2 * flat.whole_gradient_bytes / self.machine.device.memory_rate)
             return [buffer]
         sent = []
         for slot in filter(None, slots):
@@ -482,13 +491,19 @@ class Replay:
         """Step the optimizer."""
         if not self.state:
             self.state += [self.allocate(flat.optimizer_bytes, "optimizer") for flat in self.flats]
-        moved = 2 * sum(flat.parameter_bytes + flat.optimizer_bytes for flat in self.flats)
-        moved += sum(flat.gradient_bytes for flat in self.flats)
         # flatshard steps element-wise optimizers with one fused kernel, which needs no temporary
-        # memory.
+        # memory. But a parameter that one rank holds completely stays a plain parameter. On CPUs,
+        # torch's Adam steps plain parameters by separate operators, which move 13 more tensors.
+        moved = 0
+        for flat in self.flats:
+            is_plain = not (flat.gathered_bytes or self.machine.device.is_gpu)
+            is_adam = flat.optimizer_bytes >= 2 * flat.parameter_bytes
+            moved += 2 * (flat.parameter_bytes + flat.optimizer_bytes)
+            moved += flat.gradient_bytes * (14 if is_plain and is_adam else 1)
         self.compute(moved / self.machine.device.memory_rate)
         for flat in self.flats:
-            flat.is_stale = flat.unsharded is not None
+            # Frozen parameters are not stale, because the optimizer does not change them.
+            flat.is_stale = flat.is_trained and flat.unsharded is not None
 
 
 def _gradient_bytes(flats: Sequence[FlatMemory]) -> int:

@@ -281,7 +281,8 @@ class _Recorder(TorchDispatchMode):
         ins = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if (workspace := _WORKSPACE.get(func)) is not None:
             self._trace.events.append(Free(self._trace.allocate(workspace(*args), name)))
-        count = flop_registry.get(packet)
+        # torch does not count the operations of CPU kernels. They have the arguments of CUDA's.
+        count = flop_registry.get(getattr(_aten, packet.__name__.replace("_for_cpu", ""), packet))
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         kind = "other"
         if flops:

@@ -1,0 +1,118 @@
+"""A plan for CPUs charges the processor time of collectives, copies and optimizers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatshard.extras.plan.hardware import Device, Machine, calibrate
+from flatshard.extras.plan.planning import TracedModel
+from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import run_ranks
+
+WIDTH, UNITS = 64, 4
+NUMEL = UNITS * WIDTH**2
+FAST = 1e30
+
+
+def build(num_frozen: int = 0) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))
+    for module in model[:num_frozen]:
+        module.requires_grad_(False)
+    return model
+
+
+def predict(
+    strategy: str,
+    *,
+    link: float = FAST,
+    num_frozen: int = 0,
+    optimizer_bytes: int = 8,
+    memory_rate: float = FAST,
+    **speeds: float,
+) -> Outcome:
+    traced = TracedModel.of(
+        lambda: build(num_frozen),
+        lambda model: model(torch.ones(32, WIDTH)).sum(),
+        on_gpu=False,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        coalesce_bytes=0,
+    )
+    flats = traced.flats(2, sharding_strategy=strategy, optimizer_bytes=optimizer_bytes)
+    device = Device(FAST, FAST, memory_rate, 0.0, is_gpu=False, **speeds)
+    return Replay(traced.trace, flats, Machine(device, 2, link, link, 0.0, "sockets")).run()
+
+
+# An all-reduce is one collective. FULL_SHARD gathers each unit twice, except the last unit, which
+# stays unsharded between forward and backward.
+@pytest.mark.parametrize(
+    ("strategy", "collectives"),
+    [("NO_SHARD", UNITS), ("SHARD_GRAD_OP", 2 * UNITS), ("FULL_SHARD", 3 * UNITS - 1)],
+)
+def test_each_byte_and_each_collective_takes_processor_time(
+    strategy: str, collectives: int
+) -> None:
+    found = predict(strategy, byte_seconds=1e-6, start_seconds=1.0)
+    assert found.seconds == pytest.approx(collectives + 1e-6 * sum(found.sent_bytes))
+    assert found.exposed_seconds == pytest.approx(0)
+
+
+def test_processor_time_overlaps_with_waits() -> None:
+    sent = sum(predict("FULL_SHARD").sent_bytes)
+    link = sent  # the link needs about a second
+    idle = predict("FULL_SHARD", link=link)
+    busy = predict("FULL_SHARD", link=link, byte_seconds=0.5 / sent)
+    assert idle.seconds <= busy.seconds < idle.seconds + 0.1
+
+
+def test_adam_on_plain_parameters_moves_more_bytes() -> None:
+    adam, momentum = (
+        predict("NO_SHARD", memory_rate=1.0, optimizer_bytes=nbytes).seconds for nbytes in (8, 4)
+    )
+    # Adam's operators move 20 tensors. One kernel for SGD moves 5.
+    assert adam - momentum == pytest.approx((20 - 5) * 4 * NUMEL)
+    adam, momentum = (
+        predict("FULL_SHARD", memory_rate=1.0, optimizer_bytes=nbytes).seconds for nbytes in (8, 4)
+    )
+    assert adam - momentum == pytest.approx((7 - 5) * 4 * NUMEL / 2)
+
+
+def test_frozen_parameters_are_gathered_once() -> None:
+    sent = [sum(predict("SHARD_OP", num_frozen=number).sent_bytes) for number in (0, 2)]
+    assert sent[1] == sent[0] / 2
+
+
+def attend(model: nn.Module) -> Tensor:
+    x = model(torch.ones(2, 16, WIDTH)).unflatten(-1, (4, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(x, x, x).sum()
+
+
+def test_attention_on_cpus_has_operations() -> None:
+    traced = TracedModel.of(build, attend, on_gpu=False)
+    found = [one for one in traced.trace.events if getattr(one, "kind", "") == "attention"]
+    forward = 4 * 2 * 16**2 * WIDTH
+    assert [one.flops for one in found] == [forward, forward * 5 // 2]
+
+
+def test_convolutions_have_their_own_speed() -> None:
+    conv = nn.Conv2d(3, 8, 3)
+    traced = TracedModel.of(
+        lambda: conv, lambda model: model(torch.ones(1, 3, 8, 8)).sum(), on_gpu=False
+    )
+    op = next(one for one in traced.trace.events if getattr(one, "name", "") == "aten.convolution")
+    device = Device(1.0, FAST, FAST, 0.0, is_gpu=False)
+    assert device.seconds(op) == op.flops
+    assert Device(1.0, FAST, FAST, 0.0, False, 4.0).seconds(op) == op.flops / 4
+
+
+def _calibrate(_rank: int, _world_size: int) -> tuple[Device, Device]:
+    return calibrate(seconds=0.02, collectives="sockets"), calibrate(seconds=0.02)
+
+
+def test_ranks_measure_the_processor_time() -> None:
+    for together, single in run_ranks(_calibrate, 2):
+        assert 1e-11 < together.byte_seconds < 1e-7
+        assert 1e-6 < together.start_seconds < 0.1
+        assert single.byte_seconds == single.start_seconds == 0
+        assert min(together.conv_flops, single.conv_flops) > 1e8
