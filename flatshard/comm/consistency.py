@@ -68,7 +68,7 @@ def _describe(tensor: Tensor) -> str:
     if isinstance(tensor, nn.Parameter):
         # Strides of parameters must be the same, because they decide the order of elements in the
         # flat parameter. Strides of buffers may differ.
-        text += f", strides {strides_of(shape, memory_order(shape, tensor.stride()))}"
+        text += f", strides {strides_of(shape, memory_order(tensor))}"
     return text
 
 

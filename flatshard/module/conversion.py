@@ -80,7 +80,7 @@ def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) 
             sizes = (2,) * len(span.order)
             strides = strides_of(sizes, span.order)
             probe = fn(handle.flat_param.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
-            after[span.order] = memory_order(probe.shape, probe.stride())
+            after[span.order] = memory_order(probe)
         asked = strides_of(span.shape, after[span.order])
         if asked != span.strides:
             raise RuntimeError(

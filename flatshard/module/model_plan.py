@@ -24,7 +24,7 @@ from flatshard.options.precision import ParamPrecision
 from flatshard.precision import PrecisionPlan
 from flatshard.units.boundary import check_padding, move
 from flatshard.units.ignored import NOTHING, Ignored
-from flatshard.units.layout import FlatLayout, memory_order
+from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import ParamInfo, find_owners, find_params, name_of
 from flatshard.units.policies import ChosenModule, find_units
 
@@ -73,13 +73,9 @@ class PlannedUnit:
         """
         boundary = self.settings.boundary
         for kind, infos in self.flat_params.items():
-            layout = FlatLayout.build(
-                ((info.name, info.param.shape) for info in infos),
-                world_size=num_shards,
-                itemsize=kind.dtype.itemsize,
-                orders=[memory_order(info.param.shape, info.param.stride()) for info in infos],
-            )
-            layout = move(layout, boundary, kind.dtype.itemsize, self.number)
+            params, itemsize = {info.name: info.param for info in infos}, kind.dtype.itemsize
+            layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
+            layout = move(layout, boundary, itemsize, self.number)
             by_name = {info.name: info for info in infos}
             self.flat_params[kind] = [by_name[span.name] for span in layout.spans]
             self.layouts[kind] = layout

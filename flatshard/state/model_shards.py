@@ -94,7 +94,7 @@ class ModelShards:
             handle = handles.get(_storage(local))
             replicas = None if handle is None else handle.topology.replicate
             if not is_sharded:
-                order = memory_order(value.shape, value.stride())
+                order = memory_order(value)
                 local = value.permute(order).reshape(-1)
                 # Tied entries have the same address, so use the address as the key. A tensor
                 # without elements has no address, so use the id of the tensor object instead.

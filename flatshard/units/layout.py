@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -43,14 +43,15 @@ PAGE_BYTES = max(mmap.PAGESIZE, 4096)
 PAGED_BYTES = 1 << 20
 
 
-def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor, from the outermost in memory to the innermost."""
     # Sort by stride. If several dimensions have equal strides, all except one have size 1. Put
     # dimensions of size 1 further in, so that `strides_of` computes the same strides from the
     # order.
+    shape, strides = tensor.shape, tensor.stride()
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
-    if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
+    if all(shape[d] == 1 or strides[d] == dense[d] for d in order):
         return tuple(order)
     # No order gives the tensor's strides, because the tensor overlaps itself or has gaps. Use the
     # order of a contiguous tensor.
@@ -140,30 +141,21 @@ class FlatLayout:
     shard_numel: int  # elements per rank, padding included
 
     @classmethod
-    def build(
-        cls,
-        named_shapes: Iterable[tuple[str, Sequence[int]]],
-        *,
-        world_size: int,
-        itemsize: int,
-        orders: Sequence[Sequence[int]] | None = None,
-    ) -> FlatLayout:
+    def build(cls, params: Mapping[str, Tensor], *, world_size: int, itemsize: int) -> FlatLayout:
         """Return the layout of parameters in sequence, with padding for alignment.
 
         Args:
-            named_shapes: names and shapes of the parameters.
+            params: the parameters, keyed by name. Only shapes and strides are read.
             world_size: number of ranks that share the flat parameter.
             itemsize: bytes per element.
-            orders: the memory order of each parameter. None: all parameters are contiguous.
         """
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0
-        for index, (name, shape) in enumerate(named_shapes):
+        for name, param in params.items():
             start = _round_up(end, align)
-            end = start + math.prod(shape)
-            order = range(len(shape)) if orders is None else orders[index]
-            spans.append(ParamSpan(name, tuple(shape), start, end, tuple(order)))
+            end = start + param.numel()
+            spans.append(ParamSpan(name, tuple(param.shape), start, end, memory_order(param)))
         shard_numel = _round_up(-(-end // world_size), align)
         if world_size > 1 and shard_numel * itemsize >= PAGED_BYTES:
             shard_numel = _round_up(shard_numel, max(1, PAGE_BYTES // itemsize))

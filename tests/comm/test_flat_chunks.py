@@ -24,11 +24,8 @@ def test_every_element_once(
     step: int | None,
     absent: set[int],
 ) -> None:
-    layout = FlatLayout.build(
-        ((f"p{number}", torch.Size(shape)) for number, shape in enumerate(shapes)),
-        world_size=world_size,
-        itemsize=4,
-    )
+    params = {f"p{number}": torch.empty(shape) for number, shape in enumerate(shapes)}
+    layout = FlatLayout.build(params, world_size=world_size, itemsize=4)
     expected = torch.zeros(layout.padded_numel)
     gradients = {}
     for index, span in enumerate(layout.spans):
@@ -52,11 +49,8 @@ def test_every_element_once(
 
 def test_large_ones_are_not_copied() -> None:
     shapes = [(2,), (100,), (3,), (4,), (200,), (300,), (5,)]
-    layout = FlatLayout.build(
-        ((f"p{number}", torch.Size(shape)) for number, shape in enumerate(shapes)),
-        world_size=2,
-        itemsize=4,
-    )
+    params = {f"p{number}": torch.empty(shape) for number, shape in enumerate(shapes)}
+    layout = FlatLayout.build(params, world_size=2, itemsize=4)
     gradients = {index: torch.rand(shape) for index, shape in enumerate(shapes) if index != 5}
     whole = ChunkPlan(layout, 400, torch.float32).chunks(gradients.copy())
     small, large, joined, larger, missing, last = whole.parts

@@ -67,7 +67,7 @@ import torch
 from flatshard.memory.buffers import fills_pages
 from flatshard.units.layout import FlatLayout
 
-layout = FlatLayout.build([("weight", (1023, 1031))], world_size=3, itemsize=4)
+layout = FlatLayout.build({"weight": torch.empty(1023, 1031)}, world_size=3, itemsize=4)
 print(layout.shard_numel * 4 % mmap.PAGESIZE, fills_pages(layout.shard_numel * 4))
 """
 

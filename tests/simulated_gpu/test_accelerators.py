@@ -324,7 +324,7 @@ def _grad_buffer(layout: FlatLayout, device: str) -> GradientBuffer:
 
 def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
-    layout = FlatLayout.build([("w", (4,))], world_size=1, itemsize=4)
+    layout = FlatLayout.build({"w": torch.empty(4)}, world_size=1, itemsize=4)
     buffer = _grad_buffer(layout, "meta")
     published = GradPublish([], buffer, HostMemory(pinned=False), RunLink("unit"))
     with (
@@ -346,8 +346,9 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
 
 def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
     """Each copy is a kernel, which takes longer to begin than to run."""
-    shapes = [("w", (800, 800)), ("b", (3,)), ("c", (5,)), ("left_out", (2,)), ("d", ())]
-    layout = FlatLayout.build(shapes, world_size=1, itemsize=4)
+    shapes = {"w": (800, 800), "b": (3,), "c": (5,), "left_out": (2,), "d": ()}
+    params = {name: torch.empty(shape) for name, shape in shapes.items()}
+    layout = FlatLayout.build(params, world_size=1, itemsize=4)
     gradients = _grad_buffer(layout, "cpu")  # where copies are made at the same moments
     # One comes in two parts, and one not at all.
     came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]

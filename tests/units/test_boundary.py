@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,13 @@ from flatshard.units.boundary import (
     check_padding,
     move,
 )
-from flatshard.units.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout
+from flatshard.units.layout import (
+    ALIGNMENT_BYTES,
+    PAGE_BYTES,
+    PAGED_BYTES,
+    FlatLayout,
+    strides_of,
+)
 
 PARAMS = st.lists(
     st.lists(st.integers(0, 9), max_size=4).flatmap(
@@ -31,12 +38,11 @@ Param = tuple[tuple[int, ...], list[int]]
 
 
 def _plain(params: list[Param], world_size: int, itemsize: int) -> FlatLayout:
-    return FlatLayout.build(
-        [(f"p{index}", shape) for index, (shape, _) in enumerate(params)],
-        world_size=world_size,
-        itemsize=itemsize,
-        orders=[order for _, order in params],
-    )
+    tensors = {
+        f"p{index}": torch.empty_strided(shape, strides_of(shape, order), device="meta")
+        for index, (shape, order) in enumerate(params)
+    }
+    return FlatLayout.build(tensors, world_size=world_size, itemsize=itemsize)
 
 
 def _cuts(layout: FlatLayout, index: int) -> list[int]:
@@ -58,7 +64,8 @@ def test_every_element_in_one_place_and_no_forbidden_cut(
     assert len(layout.spans) == len(params)
     for index, (shape, order) in enumerate(params):
         span = spans[f"p{index}"]
-        assert (span.shape, span.order, span.numel) == (shape, tuple(order), math.prod(shape))
+        assert (span.shape, span.numel) == (shape, math.prod(shape))
+        assert span.strides == strides_of(shape, order)
     # Ascending, disjoint, aligned, and filled up by the gaps.
     position = 0
     for start, end in sorted([*((s.start, s.end) for s in layout.spans if s.numel), *layout.gaps]):
@@ -104,8 +111,12 @@ def _shapes_of_blocks(blocks: int, dim: int, world_size: int) -> FlatLayout:
         *((dim,), (dim,), (3 * dim, dim), (3 * dim,), (dim, dim), (dim,)),
         *((dim,), (dim,), (4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,)),
     ]
-    named = [(f"{block}.{n}", shape) for block in range(blocks) for n, shape in enumerate(shapes)]
-    return FlatLayout.build(named, world_size=world_size, itemsize=4)
+    params = {
+        f"{block}.{n}": torch.empty(shape, device="meta")
+        for block in range(blocks)
+        for n, shape in enumerate(shapes)
+    }
+    return FlatLayout.build(params, world_size=world_size, itemsize=4)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +138,8 @@ def test_padding_of_transformers(
 
 def test_units_take_turns() -> None:
     """The largest parameter of each is on another rank."""
-    plain = FlatLayout.build([("a", (400, 100)), ("b", (300, 100))], world_size=2, itemsize=4)
+    params = {"a": torch.empty(400, 100), "b": torch.empty(300, 100)}
+    plain = FlatLayout.build(params, world_size=2, itemsize=4)
     held = [
         [layout.local_span(0, rank).numel for rank in range(2)]
         for layout in (move(plain, "tensor", 4, first) for first in range(3))
@@ -137,19 +149,20 @@ def test_units_take_turns() -> None:
 
 def test_rows_are_those_in_memory() -> None:
     """Of channels_last images, and of transposed matrices."""
-    layout = FlatLayout.build(
-        [("conv", (8, 4, 3, 3)), ("transposed", (6, 5)), ("number", ()), ("bias", (7,))],
-        world_size=1,
-        itemsize=4,
-        orders=[(0, 2, 3, 1), (1, 0), (), (0,)],
-    )
+    params = {
+        "conv": torch.empty(8, 4, 3, 3).to(memory_format=torch.channels_last),
+        "transposed": torch.empty(5, 6).T,
+        "number": torch.empty(()),
+        "bias": torch.empty(7),
+    }
+    layout = FlatLayout.build(params, world_size=1, itemsize=4)
     assert [block_numel(span, "row") for span in layout.spans] == [36, 6, 1, 1]
     assert [block_numel(span, "tensor") for span in layout.spans] == [288, 30, 1, 7]
 
 
 def test_too_much_padding_is_refused() -> None:
-    named = [("head.bias", (10,)), ("head.weight", (2048, 512))]
-    plain = FlatLayout.build(named, world_size=4, itemsize=4)
+    params = {"head.bias": torch.empty(10), "head.weight": torch.empty(2048, 512)}
+    plain = FlatLayout.build(params, world_size=4, itemsize=4)
     check_padding("head", [move(plain, "row", 4)], "row")
     layout = move(plain, "tensor", 4)
     assert layout.padding_numel > max(FREE_PADDING, MAX_PADDING * layout.numel)
@@ -160,7 +173,7 @@ def test_too_much_padding_is_refused() -> None:
     ):
         check_padding("head", [layout, plain], "tensor")
     # Small units may: it costs nothing.
-    tiny = FlatLayout.build([("weight", (10, 10))], world_size=8, itemsize=4)
+    tiny = FlatLayout.build({"weight": torch.empty(10, 10)}, world_size=8, itemsize=4)
     check_padding("", [move(tiny, "tensor", 4)], "tensor")
 
 

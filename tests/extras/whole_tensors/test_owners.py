@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +13,8 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 
 
 def _held(shapes: list[tuple[int, ...]], world_size: int) -> list[dict[int, int]]:
-    named = [(str(number), shape) for number, shape in enumerate(shapes)]
-    layout = FlatLayout.build(named, world_size=world_size, itemsize=4)
+    params = {str(number): torch.empty(shape) for number, shape in enumerate(shapes)}
+    layout = FlatLayout.build(params, world_size=world_size, itemsize=4)
     numels = [
         {rank: layout.local_span(index, rank).numel for rank in range(world_size)}
         for index in range(len(shapes))
