@@ -234,6 +234,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, given["device_mesh"], mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
+        device = find_device(module, ignored, given["device_id"], ranks.world.group)
         settings = Settings(
             ranks=ranks,
             strategy=strategy,
@@ -244,7 +245,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             forward_prefetch=flags["forward_prefetch"] is not False,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=flags["broadcast_buffers"] is not False,
-            device=find_device(module, ignored.ids(), given["device_id"], ranks.world.group),
+            device=device,
             boundary=as_boundary(boundary),
             policy=auto_wrap_policy,
             allow_divergence=allow_divergence,

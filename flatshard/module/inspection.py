@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.module.sharding import Sharding, sharded_ids, shardings_in
-from flatshard.units.ignored import Ignored, find_ignored
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.ignored import Ignored, places_in
 from flatshard.units.policies import Policy, check_policy
 
 
@@ -26,11 +26,120 @@ def read_ignored(
         check_policy(policy)
     shardings = shardings_in(module)
     _check_wrappers(module, policy, shardings)
-    nested: dict[nn.Module, Ignored] = {
-        sharding.wrapper: sharding.ignored for sharding in shardings
-    }
-    sharded = sharded_ids(shardings)
-    return find_ignored(module, ignored_modules, ignored_states, nested=nested, sharded=sharded)
+    return _find_ignored(module, ignored_modules, ignored_states, shardings)
+
+
+def _find_ignored(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter | nn.Module] | None,
+    shardings: Sequence[Sharding],
+) -> Ignored:
+    """Return the modules and tensors to be ignored by the wrapper of ``module``.
+
+    The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
+    ``_ddp_params_and_buffers_to_ignore``, as for DistributedDataParallel.
+
+    Args:
+        module: the module to wrap.
+        ignored_modules: modules from the user's keyword of this name, or None.
+        ignored_states: modules and parameters from the user's keyword of this name, or None.
+        shardings: the states of the ShardedWrappers inside ``module``.
+
+    Raises:
+        TypeError: a keyword is not an iterable of modules (or parameters).
+        ValueError: both keywords are given, or a parameter to ignore is already sharded.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
+            "ignored_states takes modules and parameters."
+        )
+    chosen = [
+        *_read("ignored_modules", ignored_modules, (nn.Module,)),
+        *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
+    ]
+    tops = {top for top in chosen if isinstance(top, nn.Module)}
+    names = []
+    for name, inner in module.named_modules():
+        if inner in tops:
+            _check_apart(name, inner, shardings)
+            names.append(name)
+    sharded, tensors = sharded_ids(shardings), list(places_in(module))
+    # Do not raise if some objects are not in `module`: a user may pass the same list to several
+    # wrappers, each of which contains only some of the objects.
+    present = {*map(id, module.modules()), *(id(tensor) for _, _, _, tensor in tensors)}
+    is_elsewhere = bool(chosen) and present.isdisjoint(map(id, chosen))
+    # Compare tensors by id, because `==` of tensors compares their elements. A tensor that the
+    # module lists for DDP to ignore is ignored only if all names of the tensor are listed.
+    listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    single = {id(tensor) for name, _, _, tensor in tensors if name in listed}
+    single -= {id(tensor) for name, _, _, tensor in tensors if name not in listed}
+    single |= {id(tensor) for tensor in chosen if isinstance(tensor, Tensor)}
+    first_names: dict[int, str] = {}  # keyed by the tensor's id; a tied tensor has several names
+    places = set()
+    for name, inner, attribute, tensor in tensors:
+        first_names.setdefault(id(tensor), name)
+        if id(tensor) in single:
+            places.add((inner, attribute))
+    ignored = Ignored(
+        frozenset[nn.Module]().union(
+            *(inner.modules() for inner in tops),
+            *(sharding.ignored.modules for sharding in shardings),
+        ),
+        frozenset(places).union(*(sharding.ignored.places for sharding in shardings)),
+        (*names, *(name for key, name in first_names.items() if key in single)),
+        is_elsewhere,
+    )
+    # Raise if a wrapper inside the module has sharded an ignored tensor. A tensor that the inner
+    # wrapper ignores is not sharded, and may be ignored here, too.
+    sharded &= ignored.ids()
+    for key, name in first_names.items():
+        if key in sharded:
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} cannot be ignored, because a unit inside the "
+                "model has sharded it already. Let the inner ShardedWrapper ignore the parameter."
+            )
+    return ignored
+
+
+def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Return the ``values`` that the user passed in ``keyword``, as a list.
+
+    Raises:
+        TypeError: ``values`` is not an iterable, or contains an object of another kind.
+    """
+    expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
+    try:
+        found = [] if values is None else list(values)
+    except TypeError:
+        raise TypeError(f"{keyword}: {expected}, got a {type(values).__name__}.") from None
+    for position, value in enumerate(found):
+        if not isinstance(value, kinds):
+            name = type(value).__name__
+            raise TypeError(f"{keyword}: {expected}, got a {name} at position {position}.")
+    return found
+
+
+def _check_apart(name: str, module: nn.Module, shardings: Iterable[Sharding]) -> None:
+    """Raise ValueError if an inner ShardedWrapper shards parameters of an ignored module.
+
+    ``module`` must not be a ShardedWrapper or contain a ShardedWrapper. ``module`` may lie inside a
+    ShardedWrapper only if the ShardedWrapper ignores the module, too. ``shardings``: the states of
+    all ShardedWrappers in the model.
+    """
+    below = set(module.modules())
+    for sharding in shardings:
+        if sharding.wrapper in below:
+            raise ValueError(
+                f"ShardedWrapper: module {name!r} cannot be ignored, because it is or contains a "
+                "ShardedWrapper. Ignore only modules that contain no ShardedWrapper."
+            )
+        if module in set(sharding.wrapper.modules()) - sharding.ignored.modules:
+            raise ValueError(
+                f"ShardedWrapper: module {name!r} cannot be ignored, because it is in a "
+                "ShardedWrapper inside the model. Let the inner ShardedWrapper ignore the module."
+            )
 
 
 def check_tensors(
@@ -113,7 +222,7 @@ def _check_memory(where: str, tensor: Tensor) -> None:
 
 def _extent(tensor: Tensor) -> int:
     """Return how many elements fit into the memory between a tensor's first and last element."""
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum((tensor.size(d) - 1) * tensor.stride(d) for d in range(tensor.dim()))
 
 
 def _share_elements(param: Tensor, other: Tensor) -> bool:
@@ -147,13 +256,14 @@ def _check_wrappers(
                     f"ShardedWrapper: {extension.name}() was called on a part of the module. First "
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
-    for name, inner in module.named_modules():
-        if policy is not None and isinstance(inner, ModuleProxy):
-            where = f"already contains, at {name!r}," if name else "is already"
-            raise ValueError(
-                f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
-                f"ShardedWrapper (around a {inner.__class__.__name__}; "
-                f"{len(shardings)} ShardedWrappers in all). "
-                "Leave out the policy: then the outer wrapper takes all parameters that are not in "
-                "a unit. Or wrap the model once, with the policy."
-            )
+    if policy is not None and shardings:
+        wrapper = shardings[0].wrapper
+        name = next(name for name, inner in module.named_modules() if inner is wrapper)
+        where = f"already contains, at {name!r}," if name else "is already"
+        raise ValueError(
+            f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
+            f"ShardedWrapper (around a {wrapper.__class__.__name__}; "
+            f"{len(shardings)} ShardedWrappers in all). "
+            "Leave out the policy: then the outer wrapper takes all parameters that are not in "
+            "a unit. Or wrap the model once, with the policy."
+        )

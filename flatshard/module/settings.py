@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from flatshard.options.strategy import (
 )
 from flatshard.options.transport_options import TransportOptions, check_launch_without_group
 from flatshard.units.boundary import Boundary, as_boundary
+from flatshard.units.ignored import Ignored
 from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import ChosenModule, Policy
 
@@ -47,7 +48,7 @@ def as_flags(**given: Any) -> dict[str, bool | None]:
 
 def find_device(
     module: nn.Module,
-    ignored: Collection[int],  # ids of tensors
+    ignored: Ignored,
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
@@ -58,16 +59,16 @@ def find_device(
     """
     if device_id is not None:
         return _read_device(device_id)
-    present = [param for param in module.parameters() if id(param) not in ignored]
+    left_alone = ignored.ids()
+    present = [param for param in module.parameters() if id(param) not in left_alone]
     # Skip tensors on the meta device: all ranks must find the same device, even if only some ranks
     # have their tensors on the meta device.
-    devices = [param.device for param in present if not param.is_meta]
-    first = devices[0] if devices else torch.device("cpu")
-    if first.type == "cpu" and torch.cuda.is_available():
+    device = next((param.device for param in present if not param.is_meta), None)
+    if (device is None or device.type == "cpu") and torch.cuda.is_available():
         types = {"cpu"} if group is None else {str(device) for device in group._device_types}
-        if "cpu" not in types or (present and not devices):
+        if "cpu" not in types or (present and device is None):
             return current_cuda(group)
-    return first
+    return device or torch.device("cpu")
 
 
 def _read_device(device_id: int | str | torch.device) -> torch.device:

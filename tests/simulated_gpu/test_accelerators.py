@@ -303,7 +303,7 @@ def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
 def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
     group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        found = find_device(torch.nn.Linear(1, 1), NOTHING.ids(), None, group)
+        found = find_device(torch.nn.Linear(1, 1), NOTHING, None, group)
     assert found == torch.device("cuda", 1)
 
 
