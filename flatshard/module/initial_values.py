@@ -18,6 +18,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.module.model_plan import ModelPlan
+from flatshard.module.settings import Settings
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.units.layout import part_of
 
@@ -45,8 +46,7 @@ def leave_empty(module: nn.Module) -> None:
 class InitialValues:
     """Which values parameters and buffers start with. All ranks have made the same decision."""
 
-    world: Communicator
-    sync: bool | None  # `sync_module_states`
+    settings: Settings
     sends: bool  # whether every rank takes rank 0's values
 
     # Ids of the tensors that are on the meta device: on rank 0 if `sends`, otherwise on this rank.
@@ -55,9 +55,8 @@ class InitialValues:
     different: list[str]  # names of the tensors that differ between ranks
 
     @property
-    def source(self) -> Communicator | None:
-        """The ranks to which rank 0 broadcasts values; None if each rank keeps its own values."""
-        return self.world if self.sends else None
+    def world(self) -> Communicator:
+        return self.settings.ranks.world
 
     def shard(self, plan: FlatParamPlan, params: Sequence[OriginalParam]) -> Tensor:
         """Return this rank's shard of a flat parameter, with the values of ``params``.
@@ -70,19 +69,59 @@ class InitialValues:
             shard = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device=plan.device)
             for param in params:
                 if id(param.sharded) not in self.missing:
-                    take_part(shard, param, param.sharded, self.source)
+                    self.take_part(shard, param, param.sharded)
         return shard
 
+    def take_part(self, shard: Tensor, param: OriginalParam, value: Tensor | None) -> None:
+        """Copy this rank's part of ``value``, the full tensor of ``param``, into ``shard``.
+
+        If all ranks take rank 0's values, rank 0 broadcasts its ``value``, and the other ranks may
+        pass None. Then the call is collective: all ranks.
+        """
+        span, local = param.span, param.local
+        part = shard[local.start : local.end]
+        if self.sends:
+            # Broadcast one parameter at a time, and copy the parameter on rank 0 only if necessary.
+            # Otherwise a unit that just fits in memory could not be wrapped.
+            if self.world.rank == 0:
+                assert value is not None, "rank 0 has the values"
+                whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
+            else:
+                whole = torch.empty(span.numel, dtype=part.dtype, device=part.device)
+            self.world.broadcast(whole, op_name=span.name)
+            part.copy_(whole[local.offset : local.offset + local.numel])
+        else:
+            assert value is not None, "every rank has the values"
+            part.copy_(part_of(value, span, local))
+
+    def take_buffer(self, buffer: Tensor, name: str) -> Tensor:
+        """Broadcast rank 0's values of ``buffer``, and return a buffer with these values.
+
+        A buffer on the meta device is replaced by a new buffer. Collective: all ranks.
+        """
+        if buffer.is_meta:
+            buffer = torch.empty_like(buffer, device=self.settings.device)
+        contiguous = buffer.detach().contiguous()
+        self.world.broadcast(contiguous, op_name=name)
+        # If the buffer is not contiguous, the broadcast wrote into a contiguous copy of the buffer,
+        # not into the buffer. Then copy the values back.
+        if contiguous.data_ptr() != buffer.data_ptr():
+            buffer.detach().copy_(contiguous)
+        return buffer
+
     def warnings(self) -> list[str]:
-        """Return a warning that names the tensors that differ between ranks; empty if all agree."""
-        if not self.different:
+        """Return a warning, on rank 0, that names the tensors that differ between ranks.
+
+        The list is empty on the other ranks, and if no tensor differs.
+        """
+        if self.world.rank != 0 or not self.different or self.settings.sync_module_states:
             return []
         first, *others = self.different
         listed = f"{first!r} and {len(others)} more" if others else repr(first)
         outcome = (
             "Every rank now takes the weights of rank 0. Call torch.manual_seed() with one seed on "
             "all ranks before making the model, or pass sync_module_states=True."
-            if self.sync is None
+            if self.settings.sync_module_states is None
             else "With sync_module_states=False each rank keeps its own part, so the weights are a "
             "mixture. Pass sync_module_states=True, or load the same weights on all ranks."
         )
@@ -102,45 +141,18 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     # With ``sync_module_states=True``, all ranks take rank 0's values in any case. Then save the
     # time for checksums, and compare only which tensors are on the meta device.
     mine = [
-        None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor.detach())
+        None if tensor.is_meta else (0, 0) if sync else checksum(tensor.detach())
         for tensor in tensors.values()
     ]
     different = names_of_different(tensors, mine, world)
-    sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
+    sends = world.size > 1 and (bool(different) if sync is None else sync)
     marks = bytes(value is None for value in mine)
     # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, only the
     # marks of rank 0 count. So the other ranks send zeros, and the maxima are rank 0's marks.
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
-    marks = everywhere if sends else marks
-    missing = {id(tensor) for tensor in compress(tensors.values(), marks)}
-    different = [] if sync is True else different
-    return InitialValues(world, sync, sends, missing, any(everywhere), different)
-
-
-def take_part(
-    shard: Tensor, param: OriginalParam, value: Tensor | None, source: Communicator | None
-) -> None:
-    """Copy this rank's part of ``value``, the full tensor of ``param``, into ``shard``.
-
-    With ``source``, rank 0 of ``source`` broadcasts its ``value``, and the other ranks may pass
-    None. Collective if ``source`` is given: all ranks of ``source``.
-    """
-    span, local = param.span, param.local
-    part = shard[local.start : local.end]
-    if source is not None:
-        # Broadcast one parameter at a time, and copy the parameter on rank 0 only if necessary.
-        # Otherwise a unit that just fits in memory could not be wrapped.
-        if source.rank == 0:
-            assert value is not None, "rank 0 has the values"
-            whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
-        else:
-            whole = torch.empty(span.numel, dtype=part.dtype, device=part.device)
-        source.broadcast(whole, op_name=span.name)
-        part.copy_(whole[local.offset : local.offset + local.numel])
-    else:
-        assert value is not None, "every rank has the values"
-        part.copy_(part_of(value, span, local))
+    missing = {id(tensor) for tensor in compress(tensors.values(), everywhere if sends else marks)}
+    return InitialValues(plan.settings, sends, missing, any(everywhere), different)
 
 
 def names_of_different(
@@ -171,26 +183,8 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
         if not buffer.is_meta and buffer.device != device:
             buffer.data = buffer.data.to(device)
         if start.sends and id(buffer) not in start.missing:
-            received[id(buffer)] = take_from_rank_0(buffer, name, start.world, device)
+            received[id(buffer)] = start.take_buffer(buffer, name)
     for inner in plan.module.modules() if received else ():
         inner._buffers.update(
             {name: received.get(id(buffer), buffer) for name, buffer in inner._buffers.items()}
         )
-
-
-def take_from_rank_0(
-    buffer: Tensor, name: str, world: Communicator, device: torch.device
-) -> Tensor:
-    """Broadcast rank 0's values of ``buffer``, and return a buffer with these values.
-
-    A buffer on the meta device is replaced by a new buffer on ``device``. Collective: all ranks.
-    """
-    if buffer.is_meta:
-        buffer = torch.empty_like(buffer, device=device)
-    contiguous = buffer.detach().contiguous()
-    world.broadcast(contiguous, op_name=name)
-    # If the buffer is not contiguous, the broadcast wrote into a contiguous copy of the buffer, not
-    # into the buffer. Then copy the values back.
-    if contiguous.data_ptr() != buffer.data_ptr():
-        buffer.detach().copy_(contiguous)
-    return buffer

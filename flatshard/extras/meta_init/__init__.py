@@ -36,8 +36,6 @@ from flatshard.module.initial_values import (
     LEFT_EMPTY,
     InitialValues,
     names_of_different,
-    take_from_rank_0,
-    take_part,
 )
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import handles_in, sharding_of, shardings_in
@@ -274,7 +272,7 @@ class MetaInit:
             sums = self._make_all(groups)
             if not start.sends and world.size > 1:
                 start.different = names_of_different(sums, sums.values(), world)
-                start.sends = bool(start.different) and start.sync is None
+                start.sends = bool(start.different) and start.settings.sync_module_states is None
                 if start.sends:
                     # Rank 0 has kept only shards. Restore the random state, so rank 0 creates the
                     # same full tensors again, to send the tensors.
@@ -454,11 +452,10 @@ class MetaInit:
                 if handle is None or param is None:
                     if start.sends:
                         assert slot.tensor is not None, "it is on all ranks"
-                        slot.module._buffers[slot.attribute] = take_from_rank_0(
-                            slot.tensor, slot.name, start.world, self._device
-                        )
+                        buffer = start.take_buffer(slot.tensor, slot.name)
+                        slot.module._buffers[slot.attribute] = buffer
                 elif slot.is_first and (value is not None or start.sends):
-                    take_part(handle.flat_param, param, value, start.source)
+                    start.take_part(handle.flat_param, param, value)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
             # Release the memory pages of shards on disk after each group. Otherwise the shards of
