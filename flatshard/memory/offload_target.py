@@ -142,14 +142,13 @@ class OffloadTargets:
 
         Raises ValueError or NotImplementedError if the policy's disk cannot be used.
         """
-        is_apart = device.type != "cpu"
-        if not offload.is_on or (not is_apart and offload.path is None):
+        if not offload.is_on or (device.type == "cpu" and offload.path is None):
             return cls()
         if offload.path is None:
             host = HostMemory(pinned=offload.pin_memory)
             return cls(host, host, keeps_copy=not offload.takes_params)
         disk = extra("disk", "CPUOffload(path=...)").DiskMemory(offload.path)
-        if offload.takes_params or is_apart:
+        if offload.takes_params or device.type != "cpu":
             return cls(disk, disk, disk, keeps_copy=not offload.takes_params)
         return cls(state=disk)
 

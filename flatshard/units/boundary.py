@@ -59,10 +59,10 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
         return boundary
     if boundary == "element" or not span.numel:
         return 1
-    # Rows are slices along the dimension that is outermost in memory. A 0-D parameter has no such
-    # dimension, and is kept whole.
-    is_cut = boundary == "row" and span.order
-    return span.numel // span.shape[span.order[0]] if is_cut else span.numel
+    if boundary == "row" and span.order:
+        # Rows are slices along the dimension that is outermost in memory.
+        return span.numel // span.shape[span.order[0]]
+    return span.numel  # "tensor", or a 0-D parameter, which has no rows
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
@@ -183,8 +183,8 @@ def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | 
     return start
 
 
-def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) -> None:
-    """Raise ValueError if the flat parameters of a unit have more padding than is allowed."""
+def check_padding(name: str, layouts: Iterable[FlatLayout], boundary: Boundary) -> None:
+    """Raise ValueError if the flat parameters of unit ``name`` have too much padding."""
     layouts = list(layouts)
     numel = sum(layout.numel for layout in layouts)
     padding = sum(layout.padding_numel for layout in layouts)
@@ -194,7 +194,7 @@ def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) 
     span = max(worst.spans, key=lambda span: block_numel(span, boundary))
     block = min(block_numel(span, boundary), span.numel)
     raise ValueError(
-        f"boundary={boundary!r}: {unit_text(unit)} would have {padding:,} elements of padding, "
+        f"boundary={boundary!r}: {unit_text(name)} would have {padding:,} elements of padding, "
         f"{padding / numel:.0%} of its {numel:,} elements. At most {MAX_PADDING:.0%} are allowed. "
         f"In parameter {span.name!r} of shape {span.shape}, blocks of {block:,} elements must not "
         f"be cut ({worst.world_size} ranks). Make the unit larger (coarser policy, coalesce_bytes) "

@@ -179,14 +179,14 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
         proxy.__dict__["forward"] = MethodType(forward, proxy)
 
 
-def replace_children(root: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Replace each module by the module's proxy, in every parent of the module."""
-    for module in list(root.modules()):
-        if isinstance(module, ModuleProxy):
+def replace_children(module: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
+    """Replace each module inside ``module`` by its proxy, in every parent of that module."""
+    for inner in list(module.modules()):
+        if isinstance(inner, ModuleProxy):
             continue
-        for name, child in module._modules.items():
+        for name, child in inner._modules.items():
             if child is not None and child in proxies:
-                module._modules[name] = proxies[child]
+                inner._modules[name] = proxies[child]
 
 
 def _are_alike(one: Any, other: Any) -> bool:
