@@ -205,18 +205,20 @@ def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
 
 def _check_memory(where: str, tensor: Tensor) -> None:
     """Raise TypeError unless a tensor is dense, and its storage has memory for all elements."""
-    kind = next((kind for kind in ("nested", "quantized") if getattr(tensor, f"is_{kind}")), None)
-    if kind is None and tensor.layout is not torch.strided:
-        kind = f"of layout {tensor.layout}"
-    elif kind is None and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+    problem = None
+    if tensor.is_nested or tensor.is_quantized:
+        problem = "nested" if tensor.is_nested else "quantized"
+    elif tensor.layout is not torch.strided:
+        problem = f"of layout {tensor.layout}"
+    elif type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
         last = tensor.storage_offset() + _extent(tensor)
         if tensor.untyped_storage().nbytes() < last * tensor.element_size():
-            kind = "freed"  # reading the freed memory would crash the process
-    if kind is not None:
+            problem = "freed"  # reading the freed memory would crash the process
+    if problem is not None:
         raise TypeError(
-            f"ShardedWrapper: {where} is {kind}, but only dense tensors with memory can be sharded "
-            "or synchronised. Convert the tensor (to_dense(), dequantize()), or pass its module in "
-            "ignored_modules."
+            f"ShardedWrapper: {where} is {problem}, but only dense tensors with memory can be "
+            "sharded or synchronised. Convert the tensor (to_dense(), dequantize()), or pass its "
+            "module in ignored_modules."
         )
 
 
@@ -257,12 +259,12 @@ def _check_wrappers(
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
     if policy is not None and shardings:
-        wrapper = shardings[0].wrapper
-        name = next(name for name, inner in module.named_modules() if inner is wrapper)
+        names = {inner: name for name, inner in module.named_modules()}
+        name = names[shardings[0].wrapper]
         where = f"already contains, at {name!r}," if name else "is already"
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
-            f"ShardedWrapper (around a {wrapper.__class__.__name__}; "
+            f"ShardedWrapper (around a {shardings[0].wrapper.__class__.__name__}; "
             f"{len(shardings)} ShardedWrappers in all). "
             "Leave out the policy: then the outer wrapper takes all parameters that are not in "
             "a unit. Or wrap the model once, with the policy."
