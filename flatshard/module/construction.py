@@ -71,28 +71,28 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
             fit a strategy, or no function initialises a tensor on the meta device.
     """
     _compare(plan)
-    offload = _reserve_offload(plan)
+    targets = _reserve_offload(plan)
     initial_values = compare_values(plan)
     meta_init = None
     if initial_values.any_missing:
         meta_init = extra("meta_init", _ON_META).MetaInit(plan, initial_values)
     move_buffers(plan, initial_values)
-    is_first = plan.settings.ranks.world.rank == 0
     # Collect the warnings before units change the module: the checks read the user's own module.
-    messages = [*notes, *unit_report.plan_warnings(plan)] if is_first else []
-    units = _make_units(plan, root, kind, initial_values, offload)
+    ranks = plan.settings.ranks
+    messages = [*notes, *unit_report.plan_warnings(plan)] if ranks.world.rank == 0 else []
+    units = _make_units(plan, root, kind, initial_values, targets)
     handles = [handle for unit in units for handle in unit.handles]
     if meta_init is not None:
         meta_init.run(root, handles)
     for handle in handles:
         handle.page_out()
-    offload.trim()
+    targets.trim()
     # `connect` is collective, so all ranks must make the same calls in the same order. `sorted`
     # gives all ranks the same order of the values of `fixed_order` (False, True).
     for unit in units:
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
-    plan.precision.install()
+    plan.precision_plan.install()
     for sharding in shardings_in(root):
         if sharding.wrapper.module in plan.divergent:  # includes modules that were wrapped earlier
             sharding.unit.placement = sharding.unit.placement.diverging()
@@ -100,7 +100,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     optimizer_step.install()
     # Warn after the last collective. If the user turns warnings into errors, `warnings.warn` raises
     # on rank 0. If a collective followed, the other ranks would wait there for rank 0.
-    for message in [*initial_values.warnings(), *messages] if is_first else []:
+    for message in [*initial_values.warnings(), *messages]:
         warnings.warn(message, stacklevel=3)
 
 
@@ -110,7 +110,7 @@ def _compare(plan: ModelPlan) -> None:
     # Compare plans before any other collective: ranks with different plans would call different
     # collectives and deadlock.
     if ranks.world.size > 1:
-        described = f"{plan.settings.describe()}{plan.precision.describe()}"
+        described = f"{plan.settings.describe()}{plan.precision_plan.describe()}"
         units = [
             f"{member.name}: {plan.settings_of[member.module].describe()}" for member in plan.chosen
         ]
@@ -159,7 +159,7 @@ def _make_units(
     root: ModuleProxy,
     kind: type[ModuleProxy],
     initial_values: InitialValues,
-    offload: OffloadTargets,
+    targets: OffloadTargets,
 ) -> list[Unit]:
     """Make the units, the root last, and wrap their modules. Returns the units, the root first.
 
@@ -172,7 +172,7 @@ def _make_units(
             if member.module is not plan.module:
                 wrappers[member.module] = wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
-        units.append(_make_unit(plan, planned, wrappers, initial_values, offload))
+        units.append(_make_unit(plan, planned, wrappers, initial_values, targets))
     replace_children(plan.module, wrappers)
     return [units[-1], *units[:-1]]
 
@@ -182,13 +182,13 @@ def _make_unit(
     planned: PlannedUnit,
     wrappers: Mapping[nn.Module, ModuleProxy],
     initial_values: InitialValues,
-    offload: OffloadTargets,
+    targets: OffloadTargets,
 ) -> Unit:
     """Make one unit, and put the unit's modules into wrappers. Collective: all ranks.
 
     ``wrappers`` maps each module to its wrapper, which has no module yet.
     """
-    settings, precision = planned.settings, plan.precision
+    settings = planned.settings
     handles = []
     for kind, infos in planned.flat_params.items():
         flat_plan = FlatParamPlan(
@@ -197,16 +197,18 @@ def _make_unit(
             kind.dtype,
             settings.device,
             settings.topology,
-            offload,
+            targets,
             kind.precision,
             reduces_alone=kind.apart != 0,
         )
-        params = [OriginalParam(info, index, flat_plan) for index, info in enumerate(infos)]
+        params = [
+            OriginalParam(info, index, flat_plan) for index, info in enumerate(infos.values())
+        ]
         shard = initial_values.shard(flat_plan, params)
         handles.append(FlatParamHandle(flat_plan, params, shard))
     unit = Unit(
         {
-            member.module: precision.of_unit(member.module, settings.precision)
+            member.module: plan.precision_plan.of_unit(member.module, settings.precision)
             for member in planned.members
         },
         planned.names,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from flatshard.precision import PrecisionPlan
 from flatshard.units.boundary import check_padding, move
 from flatshard.units.ignored import NOTHING, Ignored
 from flatshard.units.layout import FlatLayout
-from flatshard.units.module_tree import ParamInfo, find_owners, find_params, name_of
+from flatshard.units.module_tree import ModuleTree, ParamInfo, find_params, name_of
 from flatshard.units.policies import ChosenModule, find_units
 
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency. Joining a
@@ -50,11 +52,11 @@ class PlannedUnit:
 
     members: Sequence[ChosenModule]
     settings: Settings
-    owned: Sequence[ParamInfo]
     number: int  # index of the unit in `ModelPlan.units`
 
-    # The parameters of each flat parameter. `lay_out` puts the parameters in the layout's order.
-    flat_params: dict[FlatParamKind, list[ParamInfo]] = field(default_factory=dict)
+    # The parameters of each flat parameter, by name. `flatten` divides the parameters; `lay_out`
+    # puts them in the layout's order.
+    flat_params: dict[FlatParamKind, dict[str, ParamInfo]] = field(default_factory=dict)
     layouts: dict[FlatParamKind, FlatLayout] = field(default_factory=dict)  # set by `lay_out`
 
     @property
@@ -66,6 +68,28 @@ class PlannedUnit:
         """The unit's name in messages; empty for the root."""
         return name_of(self.names)
 
+    def flatten(self, precision_plan: PrecisionPlan) -> None:
+        """Divide the unit's parameters into flat parameters, one for each kind."""
+        # If the model has other units, give each large parameter of the root a separate flat
+        # parameter, so that the gradient of the parameter can be reduced while the other units
+        # compute. The root's remaining gradients are complete only at the end of backward. With
+        # boundary="tensor", keep parameters together: each parameter is whole on one rank, and
+        # only parameters of one flat parameter are balanced over the ranks.
+        splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
+        for info in (info for member in self.members for info in member.infos):
+            param = info.param
+            # The root often owns an embedding and a head. In backward, the head's gradient is
+            # complete first and the embedding's last. In one flat parameter, the head's gradient
+            # would have to wait for the embedding's.
+            is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
+            kind = FlatParamKind(
+                param.dtype,
+                param.requires_grad,
+                precision_plan.of_param(param, self.settings.precision),
+                id(param) if is_apart else 0,
+            )
+            self.flat_params.setdefault(kind, {})[info.name] = info
+
     def lay_out(self, num_shards: int) -> dict[FlatParamKind, FlatLayout]:
         """Lay out the flat parameters over ``num_shards`` ranks, and return the layouts.
 
@@ -73,11 +97,13 @@ class PlannedUnit:
         """
         boundary = self.settings.boundary
         for kind, infos in self.flat_params.items():
-            params, itemsize = {info.name: info.param for info in infos}, kind.dtype.itemsize
-            layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
-            layout = move(layout, boundary, itemsize, self.number)
-            by_name = {info.name: info for info in infos}
-            self.flat_params[kind] = [by_name[span.name] for span in layout.spans]
+            layout = FlatLayout.build(
+                {name: info.param for name, info in infos.items()},
+                world_size=num_shards,
+                itemsize=kind.dtype.itemsize,
+            )
+            layout = move(layout, boundary, kind.dtype.itemsize, self.number)
+            self.flat_params[kind] = {span.name: infos[span.name] for span in layout.spans}
             self.layouts[kind] = layout
         if boundary != "element":
             check_padding(self.name, self.layouts.values(), boundary)
@@ -129,28 +155,40 @@ class ModelPlan:
             self.divergent = divergence.find_divergent(module, settings.allow_divergence)
         self._choose_units(infos)
 
+    @cached_property
+    def tree(self) -> ModuleTree:
+        """The modules that a policy may choose. Made on demand, for policies and warnings."""
+        return ModuleTree(self.module, self.ignored)
+
     def _choose_units(self, infos: Sequence[ParamInfo]) -> None:
-        module, settings, root = self.module, self.settings, ChosenModule("", self.module)
+        root = ChosenModule("", self.module)
         self.chosen: list[ChosenModule] = []  # modules that the policy chose, in order
-        if settings.policy is not None:
-            self.chosen = find_units(module, settings.policy, self.ignored)
+        if self.settings.policy is not None:
+            self.chosen = find_units(self.tree, self.settings.policy)
         # For each module that becomes a unit, its settings. The root comes first.
+        members = {member.module: member for member in (root, *self.chosen)}
         self.settings_of = {
-            member.module: settings.override(member, may_diverge=member.module in self.divergent)
-            for member in (root, *self.chosen)
+            module: self.settings.override(member, self.divergent)
+            for module, member in members.items()
         }
-        policies = {inner: settings.precision for inner, settings in self.settings_of.items()}
-        precision_plan = PrecisionPlan
-        if any(policy.overrides for policy in policies.values()):
-            precision_plan = extra("overrides", "MixedPrecision(overrides=...)").OverridesPlan
-        self.precision = precision_plan(module, policies, self.left_alone)
-        owned = find_owners(infos, self.settings_of)
+        plan_class = PrecisionPlan
+        if any(settings.precision.overrides for settings in self.settings_of.values()):
+            plan_class = extra("overrides", "MixedPrecision(overrides=...)").OverridesPlan
+        self.precision_plan = plan_class(
+            self.module,
+            {module: settings.precision for module, settings in self.settings_of.items()},
+            self.left_alone,
+        )
+        for info in infos:
+            members[info.owner(members)].infos.append(info)
         # The units in registration order, the root last.
         self.units: list[PlannedUnit] = []
-        for members in [*self._coalesce(owned), [root]]:
-            self._plan_unit(members, [info for member in members for info in owned[member.module]])
+        for group in [*self._coalesce(), [root]]:
+            unit = PlannedUnit(group, self.settings_of[group[0].module], len(self.units))
+            unit.flatten(self.precision_plan)
+            self.units.append(unit)
 
-    def _coalesce(self, owned: dict[nn.Module, list[ParamInfo]]) -> list[list[ChosenModule]]:
+    def _coalesce(self) -> list[list[ChosenModule]]:
         """Join small neighbouring modules with the same settings and kinds of parameters.
 
         Small all-gathers are latency-bound. Neighbours in a policy's plan mostly run one after the
@@ -158,50 +196,30 @@ class ModelPlan:
         rank needs only a little more memory. Modules that own no parameter do not become units.
         Source: DeepSpeed's ``stage3_module_granularity_threshold`` has the same purpose.
         """
-        found = [member for member in self.chosen if owned[member.module]]
-        modules = {member.module for member in found}
-        groups: list[list[ChosenModule]] = []
-        total, last = 0, None
-        for member in found:
-            module, params = member.module, [info.param for info in owned[member.module]]
-            nbytes = sum(param.nbytes for param in params)
-            # A unit needs one collective per kind of parameter. So joining two modules would save
-            # no collective if their parameters are of different kinds.
-            kinds = {(param.dtype, param.requires_grad) for param in params}
+        members = {member.module: member for member in self.chosen if member.infos}
+
+        def key_of(member: ChosenModule) -> tuple[Settings, set[tuple[torch.dtype, bool]]] | None:
+            """Return the properties that joined modules have in common; None: never join."""
             # Do not join a module that contains other units. Joined modules should run one after
             # the other, but the module runs while the units inside the module run.
-            is_around = any(inner in modules for inner in module.modules() if inner != module)
-            this = None if is_around else (self.settings_of[module], kinds)
-            fits = total + nbytes <= self.settings.coalesce_bytes
-            if this is not None and this == last and fits:
-                groups[-1].append(member)
-                total += nbytes
-            else:
-                groups.append([member])
-                total, last = nbytes, this
-        return groups
+            module = member.module
+            if any(inner in members for inner in module.modules() if inner != module):
+                return None
+            # A unit needs one collective per kind of parameter. So joining two modules would save
+            # no collective if their parameters are of different kinds.
+            return self.settings_of[module], {
+                (info.param.dtype, info.param.requires_grad) for info in member.infos
+            }
 
-    def _plan_unit(self, members: list[ChosenModule], owned: list[ParamInfo]) -> None:
-        settings = self.settings_of[members[0].module]
-        unit = PlannedUnit(members, settings, owned, len(self.units))
-        # If the model has other units, give each large parameter of the root a separate flat
-        # parameter, so that the gradient of the parameter can be reduced while the other units
-        # compute. The root's remaining gradients are complete only at the end of backward. With
-        # boundary="tensor", keep parameters together: each parameter is whole on one rank, and
-        # only parameters of one flat parameter are balanced over the ranks.
-        is_root = members[0].module is self.module
-        splits = is_root and bool(self.units) and settings.boundary != "tensor"
-        for info in owned:
-            param = info.param
-            # The root often owns an embedding and a head. In backward, the head's gradient is
-            # complete first and the embedding's last. In one flat parameter, the head's gradient
-            # would have to wait for the embedding's.
-            is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
-            kind = FlatParamKind(
-                param.dtype,
-                param.requires_grad,
-                self.precision.of_param(param, settings.precision),
-                id(param) if is_apart else 0,
-            )
-            unit.flat_params.setdefault(kind, []).append(info)
-        self.units.append(unit)
+        groups: list[list[ChosenModule]] = []
+        for key, neighbours in groupby(members.values(), key_of):
+            groups.append([])
+            total = 0
+            for member in neighbours:
+                nbytes = sum(info.param.nbytes for info in member.infos)
+                total += nbytes
+                if groups[-1] and (key is None or total > self.settings.coalesce_bytes):
+                    groups.append([])
+                    total = nbytes
+                groups[-1].append(member)
+        return groups

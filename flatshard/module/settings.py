@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,11 +131,11 @@ class Settings:
             f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )
 
-    def override(self, member: ChosenModule, *, may_diverge: bool) -> Settings:
+    def override(self, member: ChosenModule, divergent: Set[nn.Module]) -> Settings:
         """Return these settings, changed by the keywords that the policy gives for a module.
 
-        ``may_diverge``: whether ranks may skip the module, unless the policy's keywords contain
-        ``allow_divergence``.
+        ``divergent``: the modules that ranks may skip. If the policy's keywords for a module
+        contain ``allow_divergence``, this keyword decides instead.
 
         Raises:
             ValueError: the policy sets a keyword that must be the same for all units of a model.
@@ -152,7 +152,7 @@ class Settings:
         if "mixed_precision" in keywords:
             precision = as_mixed_precision(keywords.pop("mixed_precision"))
         boundary = as_boundary(keywords.pop("boundary", self.boundary))
-        if keywords.pop("allow_divergence", may_diverge):
+        if keywords.pop("allow_divergence", member.module in divergent):
             placement = placement.diverging()
         if keywords:
             raise ValueError(

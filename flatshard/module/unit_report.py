@@ -102,18 +102,17 @@ def show_bytes(count: int) -> str:
 def plan_warnings(plan: ModelPlan) -> list[str]:
     """Return warnings for rank 0: settings without effect, and units that are slow or large."""
     module, settings, ignored = plan.module, plan.settings, plan.ignored
-    found = plan.precision.warnings()
+    found = plan.precision_plan.warnings()
     # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
     if settings.policy not in (None, "auto") and not plan.chosen:
-        found.append(explain_no_match(module, settings.policy, ignored))
+        found.append(explain_no_match(plan.tree, settings.policy))
     if module in ignored.modules:
         found.append(
             "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
             "Leave the module out of ignored_modules and ignored_states."
         )
-    units = {module, *(member.module for member in plan.chosen)}
-    units.update(sharding.wrapper.module for sharding in plan.shardings)
-    if plan.divergent and plan.divergent.isdisjoint(units):
+    modules = {*plan.settings_of, *(sharding.wrapper.module for sharding in plan.shardings)}
+    if plan.divergent and plan.divergent.isdisjoint(modules):
         found.append(
             "allow_divergence has no effect, because none of the given modules is a unit: outer "
             "units all-gather their parameters. Make the modules units (auto_wrap_policy)."
@@ -139,5 +138,5 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
     # function runs only on rank 0, so rank 0 would wait forever.
     num_shards = plan.units[-1].settings.topology.shard.size
     if settings.policy is None and num_shards > 1 and not plan.shardings:
-        found += one_unit_warning(module, ignored)
+        found += one_unit_warning(plan.tree)
     return found

@@ -1,7 +1,7 @@
 """Mixed precision: casts of inputs, outputs and buffers, and gradients in another dtype.
 
-Each unit has a precision policy (a ``MixedPrecision``). ``PrecisionPlan`` decides, before anything
-is sharded, which parameters and modules inside a unit have another dtype than the policy says:
+Each unit has a precision (a ``MixedPrecision``). ``PrecisionPlan`` decides, before anything is
+sharded, which parameters and modules inside a unit have another dtype than the precision says:
 modules of the classes in ``module_classes_to_ignore``, and with the extra ``overrides`` also
 modules and parameters chosen by name or by a function. Such parameters are flattened into a
 separate flat parameter. Such modules get hooks to cast inputs and outputs.
@@ -20,7 +20,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
+from flatshard.options.precision import MixedPrecision, ParamPrecision
 from flatshard.units.module_proxy import ModuleProxy
 
 # Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
@@ -283,7 +283,7 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """A dtype for modules or parameters, in place of ``param_dtype`` of the unit's policy.
+    """A dtype for modules or parameters, in place of ``param_dtype`` of the unit's precision.
 
     If ``dtype`` is None, each parameter keeps its own dtype when the parameter is unsharded.
     """
@@ -303,10 +303,10 @@ class PrecisionPlan:
 
     def __init__(
         self,
-        root: nn.Module,
-        # The policy of every planned unit, including the root. If an inner unit has another policy
-        # than the outer unit, no override of the outer unit's policy applies to the inner unit.
-        policies: Mapping[nn.Module, MixedPrecision],
+        module: nn.Module,
+        # The user's precision for every planned unit, including the root. If an inner unit has
+        # another precision than the outer unit, no override of the outer unit applies to the inner.
+        precisions: Mapping[nn.Module, MixedPrecision],
         # Ids of parameters and buffers that are ignored, or belong to units wrapped earlier.
         left_alone: Collection[int],
     ) -> None:
@@ -315,41 +315,41 @@ class PrecisionPlan:
         Raises:
             TypeError: a function in ``overrides`` returns a value that is not a floating point
                 dtype.
-            ValueError: the policies ask for two dtypes of one tied parameter.
+            ValueError: the precisions ask for two dtypes of one tied parameter.
         """
-        self._root, self._policies, self._left_alone = root, policies, left_alone
-        self._policy_of: dict[nn.Module, MixedPrecision] = {}
+        self._module, self._precisions, self._left_alone = module, precisions, left_alone
+        self._precision_of: dict[nn.Module, MixedPrecision] = {}
         self._override_of: dict[nn.Module, Override | None] = {}
         self._casts: dict[nn.Module, ModuleCasts] = {}
         self._override_of_param: dict[int, Override | None] = {}  # keyed by the parameter's id
         self._not_linear: set[int] = set()  # ids of parameters that are not a weight of nn.Linear
-        if not all(policy.changes_nothing for policy in policies.values()):
-            self._plan_module(root, policies[root], None)
+        if not all(precision.changes_nothing for precision in precisions.values()):
+            self._plan_module(module, precisions[module], None)
 
     def _plan_module(
-        self, module: nn.Module, policy: MixedPrecision, around: Override | None
+        self, module: nn.Module, precision: MixedPrecision, around: Override | None
     ) -> None:
         """Choose the dtypes of ``module``, of its parameters, and of the modules below it.
 
         Args:
             module: the module.
-            policy: the policy that applies to the module's parent.
+            precision: the precision that applies to the module's parent.
             around: the override that applies to the module's parent.
         """
-        if module in self._policy_of or isinstance(module, ModuleProxy):
+        if module in self._precision_of or isinstance(module, ModuleProxy):
             return
-        if (own_policy := self._policies.get(module, policy)) != policy:
-            policy, around = own_policy, None
-        override = self.choose_for_module(module, policy, around)
-        self._policy_of[module], self._override_of[module] = policy, override
-        outside = _dtype_of(policy, around)
+        if (own := self._precisions.get(module, precision)) != precision:
+            precision, around = own, None
+        override = self.choose_for_module(module, precision, around)
+        self._precision_of[module], self._override_of[module] = precision, override
+        outside = _dtype_of(precision, around)
         if override is not None and override.dtype != outside:
             self._casts[module] = ModuleCasts(override.dtype, outside)
         for attribute, param in module._parameters.items():
             if param is not None and id(param) not in self._left_alone:
                 self._plan_param(module, attribute, param)
         for child in module.children():
-            self._plan_module(child, policy, override)
+            self._plan_module(child, precision, override)
 
     def _plan_param(self, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
         if not param.is_floating_point():
@@ -359,7 +359,7 @@ class PrecisionPlan:
         override = self.choose_for_param(module, attribute, param)
         before = self._override_of_param.setdefault(id(param), override)
         if before != override:
-            named = self._root.named_parameters(remove_duplicate=False)
+            named = self._module.named_parameters(remove_duplicate=False)
             names = [repr(name) for name, tied in named if tied is param]
             raise ValueError(
                 f"mixed_precision: parameters {' and '.join(names)} are tied, but are to be "
@@ -368,19 +368,19 @@ class PrecisionPlan:
             )
 
     def choose_for_module(
-        self, module: nn.Module, policy: MixedPrecision, around: Override | None
+        self, module: nn.Module, precision: MixedPrecision, around: Override | None
     ) -> Override | None:
-        """Return the ``Override`` of ``module``, or None if the policy's dtypes apply to it.
+        """Return the ``Override`` of ``module``, or None if the precision's dtypes apply to it.
 
         ``around`` is the override of the parent module.
         """
-        is_ignored = isinstance(module, tuple(policy.module_classes_to_ignore))
+        is_ignored = isinstance(module, tuple(precision.module_classes_to_ignore))
         return Override(None) if is_ignored else around
 
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
-        """Return the ``Override`` of ``param``, or None if the policy's dtypes apply to it."""
+        """Return the ``Override`` of ``param``, or None if the precision's dtypes apply to it."""
         return self._override_of[module]
 
     def describe(self) -> str:
@@ -389,7 +389,7 @@ class PrecisionPlan:
 
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect."""
-        casts = any(policy.param_dtype or policy.buffer_dtype for policy in self._policies.values())
+        casts = any(one.param_dtype or one.buffer_dtype for one in self._precisions.values())
         if not casts or os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") != "1":
             return []
         return [
@@ -398,41 +398,38 @@ class PrecisionPlan:
             "wrap without these dtypes, and train under torch.autocast."
         ]
 
-    def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:
-        """Return the dtypes of ``param`` and its gradient. ``policy`` is the policy of the unit."""
-        own = ParamPrecision(
-            keeps_reduce_dtype=policy.keep_low_precision_grads,
-            fixed_order=policy.reduce_mode is ReduceMode.FIXED_ORDER,
-        )
+    def of_param(self, param: nn.Parameter, precision: MixedPrecision) -> ParamPrecision:
+        """Return the dtypes of ``param`` and its gradient.
+
+        ``precision`` is the precision of the unit that owns ``param``.
+        """
         if not param.is_floating_point():
-            return own
+            return ParamPrecision.of(precision)
         override = self._override_of_param.get(id(param))
         if override is None:
-            return replace(
-                own,
-                compute_dtype=policy.param_dtype,
-                reduce_dtype=policy.reduce_dtype,
-                gather_dtype=None if id(param) in self._not_linear else policy.gather_dtype,
+            gather_dtype = None if id(param) in self._not_linear else precision.gather_dtype
+            return ParamPrecision.of(
+                precision, precision.param_dtype, precision.reduce_dtype, gather_dtype
             )
-        computed, reduce_dtype = override.dtype or param.dtype, None
-        if policy.reduce_dtype is not None:
+        compute_dtype, reduce_dtype = override.dtype or param.dtype, None
+        if precision.reduce_dtype is not None:
             # Reduce in the wider of the two dtypes. For example, if an override keeps a parameter
             # in fp32, its gradient must not be rounded to a `reduce_dtype` of bf16, because the
             # user asked for more precision.
-            wider = torch.promote_types(computed, policy.reduce_dtype)
-            reduce_dtype = None if wider == computed else wider
-        return replace(own, compute_dtype=override.dtype, reduce_dtype=reduce_dtype)
+            wider = torch.promote_types(compute_dtype, precision.reduce_dtype)
+            reduce_dtype = None if wider == compute_dtype else wider
+        return ParamPrecision.of(precision, override.dtype, reduce_dtype)
 
-    def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
+    def of_unit(self, module: nn.Module, precision: MixedPrecision) -> UnitCasts:
         """Return the dtypes to which the unit of ``module`` casts inputs and outputs."""
         # If the module has the hooks of `ModuleCasts`, the unit must not cast the inputs first: the
         # hooks cast outputs back to the dtype of the caller's inputs, so they must see that dtype.
         override = self._override_of.get(module)
-        inputs = None if module in self._casts else _dtype_of(policy, override)
+        inputs = None if module in self._casts else _dtype_of(precision, override)
         return UnitCasts(
-            as_root=inputs if policy.cast_root_forward_inputs else None,
-            below_root=inputs if policy.cast_forward_inputs else None,
-            outputs=policy.output_dtype,
+            as_root=inputs if precision.cast_root_forward_inputs else None,
+            below_root=inputs if precision.cast_forward_inputs else None,
+            outputs=precision.output_dtype,
         )
 
     def install(self) -> None:
@@ -440,13 +437,13 @@ class PrecisionPlan:
         for module, casts in self._casts.items():
             casts.install(module)
         wanted = {
-            module: policy.buffer_dtype
-            for module, policy in self._policy_of.items()
-            if policy.buffer_dtype is not None and self._override_of[module] is None
+            module: precision.buffer_dtype
+            for module, precision in self._precision_of.items()
+            if precision.buffer_dtype is not None and self._override_of[module] is None
         }
         cast_buffers(wanted, self._left_alone)
 
 
-def _dtype_of(policy: MixedPrecision, override: Override | None) -> torch.dtype | None:
+def _dtype_of(precision: MixedPrecision, override: Override | None) -> torch.dtype | None:
     """Return the dtype of unsharded parameters. None means each parameter's own dtype."""
-    return policy.param_dtype if override is None else override.dtype
+    return precision.param_dtype if override is None else override.dtype

@@ -55,7 +55,7 @@ class AutoUnits:
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
-        params = find_params(tree.root, {id(param) for param in tree.ignored_params})
+        params = find_params(tree.module, {id(param) for param in tree.ignored_params})
         self._containers = {one.param: one.containers for one in params}
         self._numel: Counter[nn.Module] = Counter()
         for param, containers in self._containers.items():
@@ -66,10 +66,10 @@ class AutoUnits:
         self._held: dict[nn.Module, int] = {}
         self._taken: set[nn.Parameter] = set()
         self._too_small: list[nn.Module] = []
-        self._opened = {tree.root}
+        self._opened = {tree.module}
         self._seen: set[nn.Module] = set()
-        self._counts = self._count_kinds(tree.root)
-        self._visit(tree.root)
+        self._counts = self._count_kinds(tree.module)
+        self._visit(tree.module)
         self._take_small_blocks()
         self._fill_root()
 
@@ -95,7 +95,7 @@ class AutoUnits:
             return True
         if self._numel[module] < DIVISIBLE_NUMEL:
             return False
-        is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.root]
+        is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.module]
         if self._is_block(module, self._counts):
             # A large block that consists of smaller blocks (a stage or a tower of the model) is
             # opened. Any other block becomes a unit.
@@ -123,7 +123,7 @@ class AutoUnits:
 
     def _fill_root(self) -> None:
         """If the root has too few elements, dissolve small units, so that the root owns them."""
-        root = self._tree.root
+        root = self._tree.module
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
             # There is only one unit, with nearly all elements of the model. A tiny root beside the
             # unit would cost a second all-gather. So drop the unit, and let the root own

@@ -17,7 +17,7 @@ three kinds of modules are never units:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -41,16 +41,16 @@ _READS_CHILDREN = frozenset(
 class ModuleTree:
     """The modules of a model that a policy may choose as units."""
 
-    def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
-        self.root = root
-        self._closed = ignored.modules | _read_by_others(root)
+    def __init__(self, module: nn.Module, ignored: Ignored = NOTHING) -> None:
+        self.module, self.ignored = module, ignored
+        self._closed = ignored.modules | _read_by_others(module)
         self.ignored_params = {
             tensor for tensor in ignored.tensors() if isinstance(tensor, nn.Parameter)
         }
 
     def candidates(self) -> Iterator[nn.Module]:
         """Yield the modules that can be units, each module once, children before parents."""
-        seen = {self.root}
+        seen = {self.module}
 
         def visit(module: nn.Module) -> Iterator[nn.Module]:
             for _, child in self.open_children(module):
@@ -60,7 +60,7 @@ class ModuleTree:
                     if has_forward(child):
                         yield child
 
-        return visit(self.root)
+        return visit(self.module)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the children that may contain units, with their attribute names.
@@ -98,15 +98,15 @@ def paths(
 
     A shared module has several paths. The last module on the path is the inner module.
     """
-    chain = (*above, module)
-    yield name, chain
+    modules = (*above, module)
+    yield name, modules
     # A `ModuleProxy` takes the place of the wrapped module. So names do not contain the proxy's
     # attribute `module`.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
-        if child is not None and child not in chain:
+        if child is not None and child not in modules:
             below = name if hidden else f"{name}.{attribute}" if name else attribute
-            yield from paths(child, below, chain)
+            yield from paths(child, below, modules)
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,10 @@ class ParamInfo:
     def name(self) -> str:
         return self.locations[0].name
 
+    def owner(self, units: Container[nn.Module]) -> nn.Module:
+        """Return the innermost of ``units`` that contains all users of the parameter."""
+        return next(module for module in reversed(self.containers) if module in units)
+
 
 def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
     """Return the parameters of a model in registration order.
@@ -139,14 +143,14 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
     Parameters whose ids are in ``left_alone`` are left out.
     """
     found: dict[int, ParamInfo] = {}
-    for path, chain in paths(module):
-        inner = chain[-1]
+    for path, modules in paths(module):
+        inner = modules[-1]
         for attribute, param in inner._parameters.items():
             if param is None or id(param) in left_alone:
                 continue
             # Identify parameters by id, so that a weight with several users is stored once.
-            info = found.setdefault(id(param), ParamInfo(param, [], chain))
-            info.containers = [module for module in info.containers if module in chain]
+            info = found.setdefault(id(param), ParamInfo(param, [], modules))
+            info.containers = [module for module in info.containers if module in modules]
             # A shared module has several paths, but all paths lead to the same module and
             # attribute, so record the place only once.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
@@ -155,32 +159,15 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
     return list(found.values())
 
 
-def find_owners(
-    infos: Iterable[ParamInfo], unit_modules: Iterable[nn.Module]
-) -> dict[nn.Module, list[ParamInfo]]:
-    """Return the parameters of each unit: a unit owns a parameter if all users are inside.
-
-    If several nested units contain all users of a parameter, the innermost unit owns the parameter.
-
-    Returns:
-        A dict from each of ``unit_modules`` to the list of parameters that the unit owns, in
-        registration order. A list may be empty.
-    """
-    owned: dict[nn.Module, list[ParamInfo]] = {inner: [] for inner in unit_modules}
-    for info in infos:
-        owned[next(inner for inner in reversed(info.containers) if inner in owned)].append(info)
-    return owned
-
-
-def _read_by_others(root: nn.Module) -> set[nn.Module]:
+def _read_by_others(module: nn.Module) -> set[nn.Module]:
     """Return the modules whose parameters other code may read without calling the module."""
     closed: set[nn.Module] = set()
-    for module in root.modules():
-        classes = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).mro()}
-        if isinstance(module, ParametrizationList):
-            closed.update(module.modules())
+    for inner in module.modules():
+        classes = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(inner).mro()}
+        if isinstance(inner, ParametrizationList):
+            closed.update(inner.modules())
         elif classes & _READS_CHILDREN:
-            closed.update(inner for inner in module.modules() if inner is not module)
+            closed.update({*inner.modules()} - {inner})
     return closed
 
 

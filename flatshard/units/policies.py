@@ -29,8 +29,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import nn
 
 from flatshard.units.auto_wrap import AutoUnits
-from flatshard.units.ignored import NOTHING, Ignored
-from flatshard.units.module_tree import ModuleTree, has_forward, numel
+from flatshard.units.module_tree import ModuleTree, ParamInfo, has_forward, numel
 
 Keywords: TypeAlias = dict[str, Any]
 
@@ -59,6 +58,8 @@ class ChosenModule:
 
     # Text with the name of the policy and the reason for the choice.
     reason: str = field(default="", compare=False, repr=False)
+    # The parameters that the module owns, in registration order. Filled by `ModelPlan`.
+    infos: list[ParamInfo] = field(default_factory=list, compare=False, repr=False)
 
 
 def size_based_auto_wrap_policy(
@@ -239,8 +240,8 @@ class CustomPolicy:
         return chosen
 
 
-def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[ChosenModule]:
-    """Return the modules below ``root`` that become units, children before parents.
+def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
+    """Return the modules below ``tree.module`` that become units, children before parents.
 
     Only a module with parameters that are not ignored can be a unit. Some modules are never units,
     see the note in ``flatshard.units.module_tree``.
@@ -250,17 +251,16 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
         ValueError: ``policy`` has an invalid setting or returned an invalid value.
     """
     check_policy(policy)
-    tree = ModuleTree(root, ignored)
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
         reasons = AutoUnits(tree).reasons()
         chosen = {module: {} for module in reasons}
     elif hasattr(policy, "_run_policy"):
-        chosen = policy._run_policy(root, set(ignored.modules), {})
+        chosen = policy._run_policy(tree.module, set(tree.ignored.modules), {})
     else:
         chosen = _ask(tree, policy)
-    names = {module: name for name, module in root.named_modules()}
+    names = {module: name for name, module in tree.module.named_modules()}
     # `torch.compile(block)` returns an outer module that calls the block. If a policy chose the
     # block, make the outer module the unit instead. Then the unit's hooks run outside of the
     # compiled graph.
@@ -296,14 +296,14 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
             # in no unit inside it.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
-            can_be_unit = module is not tree.root and has_forward(module)
+            can_be_unit = module is not tree.module and has_forward(module)
             if can_be_unit and policy(module=module, recurse=False, nonwrapped_numel=left):
                 chosen[module] = {}
                 held = params
         held_in[module] = held
         return held
 
-    visit(tree.root)
+    visit(tree.module)
     return chosen
 
 
@@ -398,36 +398,34 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
     return found
 
 
-def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
+def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
     """Return the text of a warning that the policy chose no module.
 
     The text lists classes that a policy could choose.
     """
-    tree = ModuleTree(root, ignored)
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
         by_class[type(module).__name__] += numel(tree.params(module))
     options = [f"{name} ({count:,} elements)" for name, count in by_class.most_common(5)]
     return (
-        f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all "
-        f"{numel(tree.params(root)):,} elements of the model are one unit and are unsharded "
-        "together. A policy could choose these classes, largest first: "
+        f"auto_wrap_policy: {_show(policy)} chose no module of {type(tree.module).__name__}, so "
+        f"all {numel(tree.params(tree.module)):,} elements of the model are one unit and are "
+        "unsharded together. A policy could choose these classes, largest first: "
         f"{', '.join(options) or 'none'}."
     )
 
 
-def one_unit_warning(root: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
+def one_unit_warning(tree: ModuleTree) -> list[str]:
     """Return a list with a warning if a large model with repeated blocks is a single unit."""
     # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
-    tree = ModuleTree(root, ignored)
-    size = numel(tree.params(root))
+    size = numel(tree.params(tree.module))
     blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:
         return []
     return [
-        f"ShardedWrapper: all {size:,} elements of {type(root).__name__} are one unit, so every "
-        f'rank holds the full model during a step. auto_wrap_policy="auto" makes a unit of each '
-        f"of {blocks} repeated blocks, so that about two blocks at a time are unsharded. "
+        f"ShardedWrapper: all {size:,} elements of {type(tree.module).__name__} are one unit, so "
+        'every rank holds the full model during a step. auto_wrap_policy="auto" makes a unit of '
+        f"each of {blocks} repeated blocks, so that about two blocks at a time are unsharded. "
         "[FS-ONE-UNIT]"
     ]
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from flatshard.units.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
 from flatshard.units.ignored import Ignored
-from flatshard.units.policies import ChosenModule, find_units
+from flatshard.units.policies import ChosenModule
 from tests.models import CASES
+from tests.units.choosing import find_units
 
 REPEATED = "policy 'auto': one of {} repeated {}"
 

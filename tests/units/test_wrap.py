@@ -15,6 +15,7 @@ from torch import nn
 
 from flatshard.units import policies
 from flatshard.units.ignored import Ignored
+from flatshard.units.module_tree import ModuleTree
 from flatshard.units.policies import (
     ChosenModule,
     CustomPolicy,
@@ -22,11 +23,11 @@ from flatshard.units.policies import (
     always_wrap_policy,
     check_policy,
     explain_no_match,
-    find_units,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from tests.units.choosing import find_units
 
 
 class Block(nn.Module):
@@ -530,10 +531,12 @@ def test_good_policies(policy: Any) -> None:
 def test_explain_no_match() -> None:
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=9999)
     root = nn.Sequential(nn.ModuleList([Block(), Block(4, 9)]), nn.LayerNorm(4), nn.ReLU())
-    assert explain_no_match(root, policy) == (
+    assert explain_no_match(ModuleTree(root), policy) == (
         "auto_wrap_policy: size_based_auto_wrap_policy(min_num_params=9999) chose no module of "
         "Sequential, so all 169 elements of the model are one unit and are unsharded together. "
         "A policy could choose these classes, largest first: Linear (161 elements), "
         "Block (161 elements), LayerNorm (8 elements)."
     )
-    assert "first: none." in explain_no_match(nn.Linear(2, 2), ModuleWrapPolicy({Block}))
+    assert "first: none." in explain_no_match(
+        ModuleTree(nn.Linear(2, 2)), ModuleWrapPolicy({Block})
+    )

@@ -46,8 +46,8 @@ class OverridesPlan(PrecisionPlan):
 
     def __init__(
         self,
-        root: nn.Module,
-        policies: Mapping[nn.Module, MixedPrecision],
+        module: nn.Module,
+        precisions: Mapping[nn.Module, MixedPrecision],
         left_alone: Collection[int],
     ) -> None:
         """Choose dtypes for all modules and parameters. Raises as ``PrecisionPlan`` does."""
@@ -57,49 +57,49 @@ class OverridesPlan(PrecisionPlan):
         # A module in several places of the model has several names, and a pattern may match any
         # name. So collect all names before the first dtype is chosen.
         self._names: dict[nn.Module, list[str]] = {}
-        for name, ancestry in paths(root):
-            if not any(isinstance(module, ModuleProxy) for module in ancestry):
-                self._names.setdefault(ancestry[-1], []).append(name)
-        super().__init__(root, policies, left_alone)
+        for name, modules in paths(module):
+            if not any(isinstance(outer, ModuleProxy) for outer in modules):
+                self._names.setdefault(modules[-1], []).append(name)
+        super().__init__(module, precisions, left_alone)
 
     def choose_for_module(
-        self, module: nn.Module, policy: MixedPrecision, around: Override | None
+        self, module: nn.Module, precision: MixedPrecision, around: Override | None
     ) -> Override | None:
         """Return the ``Override`` (other dtype) of ``module``, by class, otherwise by name.
 
         If neither the class nor a name has an override, returns ``around``, the parent's override.
         """
-        override = super().choose_for_module(module, policy, None)
-        override = override or self._by_name(self._names[module], policy, module.parameters())
+        override = super().choose_for_module(module, precision, None)
+        override = override or self._by_name(self._names[module], precision, module.parameters())
         return override or around
 
     def choose_for_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter
     ) -> Override | None:
         """Return the ``Override`` of ``param``: by name, otherwise by a function or its module."""
-        policy = self._policy_of[module]
+        precision = self._precision_of[module]
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
-        override = self._by_name(names, policy, [param])
-        override = override or self._by_function(names[0], param, policy)
+        override = self._by_name(names, precision, [param])
+        override = override or self._by_function(names[0], param, precision)
         return override or super().choose_for_param(module, attribute, param)
 
     def _by_name(
-        self, names: list[str], policy: MixedPrecision, params: Iterable[nn.Parameter]
+        self, names: list[str], precision: MixedPrecision, params: Iterable[nn.Parameter]
     ) -> Override | None:
-        if isinstance(policy.overrides, Mapping):
-            for pattern, dtype in policy.overrides.items():
+        if isinstance(precision.overrides, Mapping):
+            for pattern, dtype in precision.overrides.items():
                 if any(fnmatchcase(name, pattern) for name in names):
                     self._matched_patterns.add(pattern)
                     return _override(dtype, params)
         return None
 
     def _by_function(
-        self, name: str, param: nn.Parameter, policy: MixedPrecision
+        self, name: str, param: nn.Parameter, precision: MixedPrecision
     ) -> Override | None:
-        if policy.overrides is None or isinstance(policy.overrides, Mapping):
+        if precision.overrides is None or isinstance(precision.overrides, Mapping):
             return None
-        dtype = policy.overrides(param)
-        if dtype is None or dtype == policy.param_dtype:
+        dtype = precision.overrides(param)
+        if dtype is None or dtype == precision.param_dtype:
             return None
         if not is_float_dtype(dtype):
             raise TypeError(
@@ -116,8 +116,12 @@ class OverridesPlan(PrecisionPlan):
 
     def warnings(self) -> list[str]:
         """Return warnings about settings without an effect, such as patterns without a match."""
-        given = [policy.overrides for policy in self._policies.values()]
-        patterns = set[str]().union(*(one for one in given if isinstance(one, Mapping)))
+        patterns = {
+            pattern
+            for precision in self._precisions.values()
+            if isinstance(precision.overrides, Mapping)
+            for pattern in precision.overrides
+        }
         return super().warnings() + [
             f"mixed_precision: overrides names {pattern!r}, which matches no module or parameter. "
             "Use names as in named_parameters() before wrapping."

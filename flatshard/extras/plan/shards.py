@@ -75,11 +75,11 @@ class FlatMemory:
         self.gather_size = per_node if placement.over_all else num_shards
         self.compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         self.name, self.unit, self.placement = unit.name, unit.number, placement
-        self.params = tuple(info.param for info in unit.flat_params[kind])
+        self.params = tuple(info.param for info in unit.flat_params[kind].values())
         self.numel = layout.numel
         self.is_trained, self.reduces_alone = kind.requires_grad, kind.apart != 0
         self.is_cast = self.compute_dtype != kind.dtype
-        places = [place for info in unit.flat_params[kind] for place in info.locations]
+        places = [place for info in unit.flat_params[kind].values() for place in info.locations]
         self.is_lookup = all(type(place.module) in LOOKUPS for place in places)
         self.is_freed_after = placement.reshard_after_backward or num_shards == 1
         self.regather_size = placement.regather_size or self.gather_size

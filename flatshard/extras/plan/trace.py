@@ -451,7 +451,7 @@ def trace(
         CannotTraceError: an operator needs real values, or has no rule for fake tensors.
         TypeError: ``step`` returns no scalar tensor that requires a gradient.
     """
-    model, casts = plan.module, plan.precision
+    model, casts = plan.module, plan.precision_plan
     casts.install()
     found = StepTrace.of(plan)
     dtypes = {param: flat.compute_dtype for flat in flats for param in flat.params}

@@ -193,8 +193,10 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     """Raise NotImplementedError if a setting of a unit is not supported for the unit's DTensors."""
     for unit in units:
         settings = unit.settings
-        for kind, owned in unit.flat_params.items():
-            first = next((one for one in owned if hasattr(one.param, "tensor_parallel")), None)
+        for kind, infos in unit.flat_params.items():
+            first = next(
+                (one for one in infos.values() if hasattr(one.param, "tensor_parallel")), None
+            )
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",
                 f"gather_dtype={kind.precision.gather_dtype}": kind.precision.gather_dtype,

@@ -1,0 +1,12 @@
+"""``find_units`` of a module, for tests that need its tree only once."""
+
+from torch import nn
+
+from flatshard.units import policies
+from flatshard.units.ignored import NOTHING, Ignored
+from flatshard.units.module_tree import ModuleTree
+from flatshard.units.policies import ChosenModule, Policy
+
+
+def find_units(module: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[ChosenModule]:
+    return policies.find_units(ModuleTree(module, ignored), policy)
