@@ -510,6 +510,15 @@ class FlatShardTensor(torch.Tensor):
         if handler is None and is_collective(func):
             handler = collective
         if handler is None or (kwargs and func._schema.is_mutable and _has_out(kwargs)):
+            # Programs call `torch.nan_to_num(p.grad, out=p.grad)`. Handlers write only to the first
+            # argument, so compute the result in another tensor, and copy the result to `out`.
+            out = kwargs.get("out")
+            is_elementwise = handler is HANDLERS["nan_to_num"] and torch.Tag.pointwise in func.tags
+            if is_elementwise and isinstance(out, FlatShardTensor):
+                rest = {name: value for name, value in kwargs.items() if name != "out"}
+                result = func.overloadpacket(*args, **rest)
+                if result.shape == out.shape:  # otherwise the operator would resize `out`
+                    return out.copy_(result)
             first_sharded(args, kwargs).refuse(func._schema.name)
         return handler(func, args, kwargs)
 
@@ -517,7 +526,7 @@ class FlatShardTensor(torch.Tensor):
 def _has_out(given: dict[str, Any]) -> bool:
     """Whether the keyword arguments of an operator that writes may contain the tensor to write.
 
-    Handlers write only to the first argument, so such an operator must be refused.
+    Handlers write only to the first argument, so they cannot run such an operator.
     """
     # Do not use ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None

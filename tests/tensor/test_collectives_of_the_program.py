@@ -522,6 +522,25 @@ def _written_on_one(rank: int, world_size: int) -> None:
         dist.all_reduce(weight.data)
 
 
+def test_out_of_an_operation_is_a_gradient() -> None:
+    """StyleGAN2 and EDM make gradients finite by ``torch.nan_to_num(p.grad, out=p.grad)``."""
+    run_ranks(_finite, 2)
+
+
+def _finite(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(nn.Linear(8, 8))
+    (model(torch.arange(8.0)[None]).sum() * torch.tensor(torch.inf)).backward()
+    for param in model.parameters():
+        expected = torch.nan_to_num(param.grad.full_tensor(), nan=0.5, posinf=1e5)
+        version = param.grad._version
+        result = torch.nan_to_num(param.grad, nan=0.5, posinf=1e5, out=param.grad)
+        assert result is param.grad
+        assert param.grad._version > version
+        assert torch.equal(param.grad.full_tensor(), expected)
+        with pytest.raises(RuntimeError, match="is sharded"):
+            torch.nan_to_num(param.grad, out=expected)
+
+
 def test_operators_that_write() -> None:
     """In place or with ``out=``: what the plain tensor then has, or a named error."""
     operators, num_right = _operators(_writes), 0
