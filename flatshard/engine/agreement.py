@@ -171,10 +171,11 @@ def _check_program(state: RunState, maxima: bytes) -> None:
 
 
 def _different_loads(state: RunState) -> str:
-    """Return the text of a state that was loaded or written more often on some ranks. Collective.
+    """Return a text that names a state that some ranks loaded or wrote more often than others.
 
-    All ranks of the model call this function, and get the same text. If there are several such
-    states, the text names the last one. "": there is none.
+    The text contains the number of times on each rank. If there are several such states, the text
+    names the last state. If there is none, the text is empty. Collective: all ranks of the model,
+    which get the same text.
     """
     loads = {f"{k} of {unit_text(u.name)}": n for u in state.units for k, n in u.loads.items()}
     everyone = state.world.host.gather(loads, "what was loaded or written")

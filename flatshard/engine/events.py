@@ -206,7 +206,8 @@ class StepExtension(Voter):
     def end_forward(self, output: object, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
-    # Flat parameters of a unit are reduced: all that are reduced together.
+    # The gradients of one bucket of `unit` are reduced. A bucket is the flat parameters of a unit
+    # that are reduced together; a unit may have several buckets.
     def reduced(self, unit: Unit) -> None: ...
     # Backward has started all collectives that can start now. Work of an extension at this moment
     # overlaps with these collectives.

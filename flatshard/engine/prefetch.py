@@ -128,7 +128,8 @@ class Prefetch:
         """Start all-gathers of units whose backward is expected after the backward of ``unit``.
 
         ``is_over``: whether the backward of ``unit`` is over. With ``BACKWARD_POST``, only the next
-        unit's all-gather starts, and only then. With other settings, all-gathers start before.
+        unit's all-gather starts, after the backward of ``unit``. With other settings, all-gathers
+        start before the backward of ``unit``.
         """
         is_post = self._backward is BackwardPrefetch.BACKWARD_POST
         if self._backward is not None and is_post is is_over:

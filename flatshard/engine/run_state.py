@@ -49,7 +49,7 @@ class RunState:
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
-        self.edits = ForwardEdits()  # an extra may replace it by a subclass
+        self.edits = ForwardEdits()  # the extra `device_checks` puts a `DeviceChecks` here
         self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
         self.observers = Observers()
         # Device of the unsharded buffers. None: the model trains on a single rank, without
@@ -82,8 +82,8 @@ class RunState:
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.sync = sync
             if sync is Sync.INTRA:
-                # If there is no other group to reduce across, this is the same as `ALL`. If the
-                # intra group has one rank, this is the same as `NONE`.
+                # `INTRA` is the same as `ALL` if there is no other group to reduce across, and the
+                # same as `NONE` if the intra group has one rank.
                 if unit.topology.across.size == 1:
                     unit.sync = Sync.ALL
                 elif unit.topology.intra_group.size == 1:

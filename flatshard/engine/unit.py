@@ -402,7 +402,9 @@ class Unit:
                 handle.check_places()
             handle.grad_buffer.arrived.clear()
             unreduced = handle.grad_publish.unreduced
-            if unreduced.shown:  # the gradients stay in the buffer, which adds new gradients
+            # Remove unreduced gradients from `.grad`. They stay in the buffer, to which backward
+            # adds new gradients.
+            if unreduced.shown:
                 unreduced.take_all_back()
             if handle.is_aliased:
                 handle.grad_publish.hold_earlier()

@@ -110,9 +110,9 @@ class InitialValues:
         return buffer
 
     def warnings(self) -> list[str]:
-        """Return a warning, on rank 0, that names the tensors that differ between ranks.
+        """Return a list of at most one warning, which names tensors that differ between ranks.
 
-        The list is empty on the other ranks, and if no tensor differs.
+        The list is empty on all ranks but rank 0, and if no tensor differs.
         """
         if self.world.rank != 0 or not self.different or self.settings.sync_module_states:
             return []

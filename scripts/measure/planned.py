@@ -524,7 +524,10 @@ def relative(rounds: list[list[float]]) -> list[float]:
 
 
 def noise_of(rounds: list[list[float]]) -> float:
-    """Return by how much every second round differs from the others: root mean square."""
+    """Return how much strategies' times differ between even and odd rounds, as a fraction.
+
+    This is the root mean square over the strategies.
+    """
     halves = zip(relative(rounds[::2]), relative(rounds[1::2]), strict=True)
     return statistics.mean((one / other - 1) ** 2 for one, other in halves) ** 0.5
 
@@ -584,7 +587,10 @@ def show_links(rows: list[dict[str, Any]]) -> None:
         table.add_row(row["name"], *cells, row["chosen"], *shares, str(row["ties"]))
     rich_print(table)
     near = sum(row["behind"] <= BEHIND for row in rows)
-    print(f"{near} of {len(rows)} chosen strategies are behind by at most {BEHIND:.0%}")
+    print(
+        f"In {near} of {len(rows)} training runs, a step of the chosen strategy takes at most "
+        f"{BEHIND:.0%} longer than a step of the fastest strategy."
+    )
 
 
 # -------------------------------------------------------------------------------------------- main

@@ -1,4 +1,4 @@
-"""``find_units`` of a module, for tests that need its tree only once."""
+"""``find_units`` for tests that have a module, and do not need the module's ``ModuleTree``."""
 
 from torch import nn
 

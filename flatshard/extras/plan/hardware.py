@@ -212,6 +212,7 @@ def _processor_seconds(collectives: str, size: int, units: int = 4) -> tuple[flo
     ``size`` ranks.
     """
     # If ranks leave cores idle, background threads run there, and do not delay the computation.
+    # Then measure only this thread.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) * torch.get_num_threads()
     clock = time.process_time if here >= (os.cpu_count() or 1) else time.thread_time
     policy = ModuleWrapPolicy({nn.Linear})
@@ -227,7 +228,7 @@ def _processor_seconds(collectives: str, size: int, units: int = 4) -> tuple[flo
             one(torch.ones(256, width)).sum().backward()
             one.zero_grad()
             times.append(clock() - began)
-        # Leave out the first three pairs, which warm up.
+        # Leave out the first three steps of each model, which are slower because they warm up.
         added = statistics.median(b - a for a, b in zip(times[6::2], times[7::2], strict=True))
         costs.append(added / (2 * units))
         sent.append(4 * width**2 * (size - 1) / size)

@@ -98,7 +98,8 @@ class Replay:
         self.outcome = Outcome()
         self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
         self._now, self._place = "start", ""
-        # `_owed`: processor time of collectives that the device has not spent yet.
+        # `_owed`: seconds of work for collectives that a CPU still has to do. See hardware.py,
+        # [Note: processor time of collectives].
         self.clock = self._link_free = self._owed = 0.0
         self.syncs = True  # whether this backward reduces gradients
         self.in_backward = False
@@ -181,7 +182,8 @@ class Replay:
         return self._link_free
 
     def wait(self, ends: float) -> None:
-        # While the device waits, the processor does the collectives' work.
+        # On a CPU, the processor does the work of collectives while the computation waits. Only the
+        # rest of this work delays the computation.
         self._owed = max(0.0, self._owed - max(0.0, ends - self.clock))
         self.clock = max(self.clock, ends)
 
@@ -451,7 +453,7 @@ class Replay:
         """Finish reductions that have ended, and wait if reductions hold too much memory."""
         while self._in_flight:
             first = self._in_flight[0]
-            # gloo reports the end of a reduce-scatter only to a wait.
+            # With gloo, only a wait finds out that a reduce-scatter has ended.
             reports_end = not self._native or all(flat.gather_size == 1 for flat in first.bucket)
             if reports_end and first.ends <= self.clock:
                 self._cross(first)

@@ -281,7 +281,8 @@ class _Recorder(TorchDispatchMode):
         ins = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if (workspace := _WORKSPACE.get(func)) is not None:
             self._trace.events.append(Free(self._trace.allocate(workspace(*args), name)))
-        # torch does not count the operations of CPU kernels. They have the arguments of CUDA's.
+        # torch's FLOP counter does not know attention kernels for CPUs. Such a kernel has the same
+        # arguments as the CUDA kernel, so use the formula of the CUDA kernel.
         count = flop_registry.get(getattr(_aten, packet.__name__.replace("_for_cpu", ""), packet))
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         kind = "other"
@@ -369,8 +370,8 @@ def emptied(
 ) -> Iterator[dict[Tensor, Tensor]]:
     """Replace the tensors of a module by tensors without values, until the block ends.
 
-    Yields the new tensor of each tensor. In a ``FakeTensorMode``, the new tensors are fake tensors.
-    ``dtypes``: the dtypes of parameters that are cast.
+    Yields the new tensors, keyed by the tensors that they replace. In a ``FakeTensorMode``, the new
+    tensors are fake tensors. ``dtypes``: the dtypes of parameters that are cast.
     """
     made: dict[Tensor, Tensor] = {}
     with contextlib.ExitStack() as stack:
@@ -455,7 +456,8 @@ def trace(
     casts.install()
     found = StepTrace.of(plan)
     dtypes = {param: flat.compute_dtype for flat in flats for param in flat.params}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # `step` may use real tensors
+    # Accept real tensors, too: `step` may use inputs that were made before the trace.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         with mode:
             fakes = stack.enter_context(emptied(model, dtypes, device))

@@ -85,7 +85,8 @@ class SteppedInBackward(StepExtension):
         self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
-        # Units with reduced gradients that are not stepped yet, perhaps not all reduced.
+        # Units with reduced gradients, not stepped yet. Other gradients of such a unit may still be
+        # unreduced.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward

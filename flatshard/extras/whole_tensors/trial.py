@@ -48,8 +48,9 @@ class _NoCollectives(TorchFunctionMode):
     """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
 
     Such an optimizer (distributed Muon, for example) divides the parameters among the ranks by
-    their numbers in the parameter groups, so every rank must step all parameters. On owners, each
-    rank would step other parameters, and the collective would mix values of different parameters.
+    their numbers in the parameter groups, so every rank must step all parameters. If each rank
+    stepped only the parameters that it owns, the collective would mix values of different
+    parameters.
 
     flatshard's own collectives are not seen: they run inside operations on sharded tensors, in
     which torch turns the mode off.

@@ -232,8 +232,9 @@ class Fsdp2Replay(Replay):
         if self.in_backward or not stays:
             freed = self._held.pop(unit, [])
             if self.run_of.is_fsdp1:
-                # FSDP1 calls `record_stream`, and waits for the memory of a unit only before the
-                # second all-gather after it (`_FreeEventQueue` in torch's _limiter_utils.py).
+                # FSDP1 calls `record_stream` on unsharded parameters, so a reshard does not free
+                # their memory at once. FSDP1 waits for this memory only just before the second
+                # all-gather after the reshard (`_FreeEventQueue` in torch's _limiter_utils.py).
                 self._resharded += freed
                 freed = self._resharded[:-2]
                 del self._resharded[:-2]

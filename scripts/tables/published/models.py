@@ -46,8 +46,10 @@ class Form:
     fuses_norms: bool = True
     tensor_ranks: int = 1
     context_ranks: int = 1
-    checkpoint: str = "none"  # "full", "layer", or a kind of `_selective_contexts`
-    checkpoint_every: int = 1  # "layer": each checkpointed block is the first of this many
+    # Activation checkpointing: "none", "full", "layer", or a `kind` of `_selective_contexts`.
+    checkpoint: str = "none"
+    # With "layer": number of blocks in a group. The first block of each group is checkpointed.
+    checkpoint_every: int = 1
     float8: bool = False
     # Whether weights are all-gathered in float8, so that layers need not cast the weights.
     gathers_float8: bool = False

@@ -298,8 +298,8 @@ def read_row(row: dict[str, str]) -> Run | str:
         # tensor parallelism held memory for too long (docs/composability.md in torchtitan).
         records_streams=is_titan and date < "2024-04-10",
         # torch for AMD GPUs has expandable segments since March 2026 (pytorch/pytorch#177974).
-        # torchtitan's `run_train.sh` sets expandable segments. Trainy's page quotes its command,
-        # which starts torchrun without this script.
+        # torchtitan's `run_train.sh` sets expandable segments. Trainy's runs did not use them: the
+        # command on Trainy's page starts torchrun without `run_train.sh`.
         expandable_segments=(
             (is_titan and date >= "2024-10-22" and "trainy" not in row["source"].lower())
             or "expandable_segments:true" in words

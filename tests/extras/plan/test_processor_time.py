@@ -60,7 +60,7 @@ def test_each_byte_and_each_collective_takes_processor_time(
 
 def test_processor_time_overlaps_with_waits() -> None:
     sent = sum(predict("FULL_SHARD").sent_bytes)
-    link = sent  # the link needs about a second
+    link = sent  # bytes per second: the link needs one second to send all bytes of a step
     idle = predict("FULL_SHARD", link=link)
     busy = predict("FULL_SHARD", link=link, byte_seconds=0.5 / sent)
     assert idle.seconds <= busy.seconds < idle.seconds + 0.1
