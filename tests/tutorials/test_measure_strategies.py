@@ -126,8 +126,8 @@ def test_traffic(figures: dict[str, Any], name: str) -> None:
 
 
 def test_control_messages(figures: dict[str, Any]) -> None:
-    """One a backward that reduces: twelve bytes, four per unit, and one per parameter."""
-    num_bytes = 12 + 4 * 5 + (5 + 4 * 11)
+    """One a backward that reduces: ten bytes, four per unit, and one per parameter."""
+    num_bytes = 10 + 4 * 5 + (5 + 4 * 11)
     for one in figures["strategies"]:
         for step in one["steps"]:
             messages = 1 if step["mode"] == "last" else step["micro_batches"]
