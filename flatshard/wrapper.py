@@ -140,7 +140,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         broadcast_buffers: broadcast rank 0's buffers before a forward, as in
             DistributedDataParallel: before the first forward, and before every forward that follows
             a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
-            ranks are not broadcast.
+            ranks are not broadcast. False: each rank keeps its own buffers, unless
+            ``sync_module_states=True``.
         allow_divergence: units that some ranks skip in a step, or run in another order: experts
             that a rank chooses, layers that are dropped at random, an image tower that only some
             batches need. Pass a list of classes, of names in the unwrapped model, or of modules:

@@ -48,6 +48,7 @@ class InitialValues:
 
     settings: Settings
     sends: bool  # whether every rank takes rank 0's values
+    sends_buffers: bool  # whether every rank takes rank 0's buffers, too
 
     # Ids of the tensors that are on the meta device: on rank 0 if `sends`, otherwise on this rank.
     missing: set[int]
@@ -135,14 +136,18 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
     values differ between ranks (by checksums). Otherwise, each rank keeps its own values. Tensors
     on the meta device have no values, and must be initialised. Collective: all ranks.
+
+    With ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own
+    buffers, as in DistributedDataParallel.
     """
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     tensors = plan.params | plan.buffers
+    kept = {} if sync is not None or plan.settings.broadcast_buffers else plan.buffers
     # With ``sync_module_states=True``, all ranks take rank 0's values in any case. Then save the
     # time for checksums, and compare only which tensors are on the meta device.
     mine = [
-        None if tensor.is_meta else (0, 0) if sync else checksum(tensor.detach())
-        for tensor in tensors.values()
+        None if tensor.is_meta else (0, 0) if sync or name in kept else checksum(tensor.detach())
+        for name, tensor in tensors.items()
     ]
     different = names_of_different(tensors, mine, world)
     sends = world.size > 1 and (bool(different) if sync is None else sync)
@@ -152,7 +157,9 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     missing = {id(tensor) for tensor in compress(tensors.values(), everywhere if sends else marks)}
-    return InitialValues(plan.settings, sends, missing, any(everywhere), different)
+    # A rank whose buffers are on the meta device needs rank 0's buffers.
+    sends_buffers = sends and (not kept or not kept.keys().isdisjoint(different))
+    return InitialValues(plan.settings, sends, sends_buffers, missing, any(everywhere), different)
 
 
 def names_of_different(
@@ -172,9 +179,9 @@ def names_of_different(
 
 
 def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
-    """Move buffers to the device. If ``start.sends``, also broadcast rank 0's buffers.
+    """Move buffers to the device. If ``start.sends_buffers``, also broadcast rank 0's buffers.
 
-    Collective if ``start.sends``: all ranks.
+    Collective if ``start.sends_buffers``: all ranks.
     """
     device = plan.settings.device
     # New buffers, keyed by the id of the old buffer: several modules may share a buffer.
@@ -182,7 +189,7 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
     for name, buffer in plan.buffers.items():
         if not buffer.is_meta and buffer.device != device:
             buffer.data = buffer.data.to(device)
-        if start.sends and id(buffer) not in start.missing:
+        if start.sends_buffers and id(buffer) not in start.missing:
             received[id(buffer)] = start.take_buffer(buffer, name)
     for inner in plan.module.modules() if received else ():
         inner._buffers.update(

@@ -172,6 +172,25 @@ def _buffers(rank: int, world_size: int, broadcast: bool) -> None:
     assert count.item() == 10 * source
 
 
+@pytest.mark.parametrize("sync", [None, True])
+def test_first_buffers_without_broadcast(sync: bool | None) -> None:
+    """Ranks keep the buffers with which they start, unless ``sync_module_states=True``.
+
+    DistributedDataParallel with ``broadcast_buffers=False`` does the same: torch's DDP passes that
+    option to ``_sync_module_states``.
+    """
+    run_ranks(_first_buffers, 2, sync)
+
+
+def _first_buffers(rank: int, world_size: int, sync: bool | None) -> None:
+    case = CASES["batch-norm"]
+    plain = case.model()
+    plain.norm.running_mean.fill_(rank)
+    expected = torch.full_like(plain.norm.running_mean, 0 if sync else rank)
+    model = case.wrap(plain, broadcast_buffers=False, sync_module_states=sync)
+    assert torch.equal(model.norm.running_mean, expected)
+
+
 def test_prefetched_gathers_see_the_optimizer_step() -> None:
     """Nothing that was gathered early may outlive a step; many units, in changing order."""
     run_ranks(_changing_order, 2)

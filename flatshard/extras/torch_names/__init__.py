@@ -62,7 +62,12 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
     # For DistributedDataParallel, an empty list means the same as None: a module on the CPU.
     "device_ids": lambda value: {"device_id": _only(value)} if value else {},
     "output_device": lambda value: {"device_id": value},
-    "forward_sync_buffers": lambda value: {"broadcast_buffers": value},
+    # Unlike ``broadcast_buffers=False``, torch's ``forward_sync_buffers=False`` sends rank 0's
+    # buffers to all ranks when the model is wrapped.
+    "forward_sync_buffers": lambda value: (
+        {"broadcast_buffers": value}
+        | ({} if value in (True, None) else {"sync_module_states": True})
+    ),
     "init_sync": lambda value: {} if value else {"sync_module_states": False},
     "mesh": lambda value: {"device_mesh": value},
     "mp_policy": lambda value: {"mixed_precision": value},

@@ -155,12 +155,13 @@ def test_devices_as_the_second_argument() -> None:
 
 def test_other_names() -> None:
     names = {"device_ids": [1], "output_device": "cuda:1", "forward_sync_buffers": False}
-    names["init_sync"] = False
     own = {"device_id": None, "broadcast_buffers": False, "sync_module_states": None}
-    expected = {"device_id": 1, "broadcast_buffers": False, "sync_module_states": False}
+    expected = {"device_id": 1, "broadcast_buffers": False, "sync_module_states": True}
     assert torch_names.read_keywords(names, own, OURS) == (expected, [])
     with pytest.raises(ValueError, match="contradicts another keyword, which"):
         torch_names.read_keywords(names, own | {"broadcast_buffers": True}, OURS)
+    own_values = torch_names.read_keywords({"init_sync": False}, own, OURS)
+    assert own_values == (own | {"sync_module_states": False}, [])
 
 
 def test_attributes_and_refused_methods() -> None:
