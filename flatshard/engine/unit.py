@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
+from zlib import crc32
 
 from torch import nn
 
@@ -118,6 +119,9 @@ class Unit:
         # state dict or a checkpoint was loaded into the unit. Keyed by the text that names the
         # parameter, the state dict or the checkpoint in messages. Must be the same on all ranks.
         self.loads: Counter[str] = Counter()
+        # Sum of a checksum for each of these loads and writes, in any order. Each backward compares
+        # this sum between ranks. Only if the sums differ, the ranks exchange ``loads``.
+        self.loads_sum = 0
         self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
 
@@ -148,6 +152,14 @@ class Unit:
         # create_graph.
         self._sticky_version = -1
 
+    def count_load(self, what: str) -> None:
+        """Count that this rank loaded or wrote ``what``, a key of ``loads``.
+
+        The next backward raises an error on all ranks if the ranks have counted differently.
+        """
+        self.loads[what] += 1
+        self.loads_sum += crc32(f"{self.name}: {what}".encode())
+
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
         """Make ``twin`` a copy of this unit. ``memo`` maps ids of modules to copied modules.
 
@@ -155,7 +167,7 @@ class Unit:
         """
         twin.__dict__.update(self.__dict__)
         twin.casts = {memo[id(module)]: casts for module, casts in self.casts.items()}
-        twin.names = list(self.names)
+        twin.names, twin.loads = list(self.names), self.loads.copy()
         twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
         twin.running, twin._outstanding_inputs, twin.places_in = [], {}, {}
 

@@ -116,7 +116,7 @@ class ModelShards:
     def mark_written(self) -> None:
         """Call after writing into the memory of shards: marks unsharded copies as out of date."""
         for unit in self._units:
-            unit.loads["a checkpoint"] += 1
+            unit.count_load("a checkpoint")
         for handle in self._handles:
             # Increase the version counters, so that unsharded buffers and saved views are treated
             # as stale: reading a file directly into memory does not increase the counters.

@@ -128,7 +128,7 @@ class UnitStateDict:
 
     def _after_load(self, *_: Any) -> None:
         if self._leave():
-            self.unit.loads["a state dict"] += 1
+            self.unit.count_load("a state dict")
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:

@@ -101,8 +101,7 @@ class WriteThrough:
             with torch.inference_mode(False), torch.no_grad():
                 param.sharded.copy_(param.spec.split(given.copy))
             handle.page_out()
-            # The next backward raises if this count differs between ranks.
-            given.unit.loads[f"parameter {param.name!r}"] += 1
+            given.unit.count_load(f"parameter {param.name!r}")
             given.shard = after = identity(handle)
             for other in self.given.values():
                 if other.handle is handle and other.shard == before:

@@ -512,12 +512,12 @@ class FlatShardTensor(torch.Tensor):
         if handler is None or (kwargs and func._schema.is_mutable and _has_out(kwargs)):
             # Programs call `torch.nan_to_num(p.grad, out=p.grad)`. Handlers write only to the first
             # argument, so compute the result in another tensor, and copy the result to `out`.
-            out = kwargs.get("out")
-            is_elementwise = handler is HANDLERS["nan_to_num"] and torch.Tag.pointwise in func.tags
-            if is_elementwise and isinstance(out, FlatShardTensor):
+            out, is_elementwise = kwargs.get("out"), torch.Tag.pointwise in func.tags
+            if handler is not None and is_elementwise and isinstance(out, FlatShardTensor):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 result = func.overloadpacket(*args, **rest)
-                if result.shape == out.shape:  # otherwise the operator would resize `out`
+                # For another shape, torch resizes `out`; for some dtypes, torch raises an error.
+                if result.shape == out.shape and torch.can_cast(result.dtype, out.dtype):
                     return out.copy_(result)
             first_sharded(args, kwargs).refuse(func._schema.name)
         return handler(func, args, kwargs)

@@ -168,6 +168,13 @@ def _on_one_rank(rank: int, world_size: int) -> None:
         [(0, "0.weight"), (1, "1.weight")],
         r"parameter '1.weight' of unit .* \(1 on rank 1, 0 on rank 0\)",
     )
+    model = ShardedWrapper(nn.Linear(3, 3))
+    average = copy.deepcopy(model)
+    state = average.state_dict()
+    if rank == 0:
+        state["weight"].mul_(0.5)
+    del state
+    model(torch.ones(1, 3)).sum().backward()  # no rank wrote to this model
 
 
 def test_a_state_dict_in_a_global_variable_ends_with_the_program() -> None:

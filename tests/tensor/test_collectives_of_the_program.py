@@ -539,6 +539,8 @@ def _finite(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.full_tensor(), expected)
         with pytest.raises(RuntimeError, match="is sharded"):
             torch.nan_to_num(param.grad, out=expected)
+        with pytest.raises(RuntimeError, match="is sharded"):
+            torch.add(param.grad, 0.5, out=torch.zeros_like(param.grad, dtype=torch.int32))
 
 
 def test_operators_that_write() -> None:
