@@ -114,7 +114,8 @@ def _start() -> str:
 
 def _end(server: subprocess.Popen[bytes], folder: str, owner: int) -> None:
     if os.getpid() == owner:
-        server.kill()  # the kernel then ends the programs, which have set PR_SET_PDEATHSIG
+        # All forked programs have set PR_SET_PDEATHSIG, so the kernel kills them with the server.
+        server.kill()
         server.wait()
         shutil.rmtree(folder)
 

@@ -40,7 +40,10 @@ def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request. Returns only in the process: the request and its files."""
+    """Fork a process for each request. Only a forked process returns, with its request and files.
+
+    The server itself stays in this function.
+    """
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     os.set_blocking(writes, False)
@@ -116,7 +119,10 @@ def place(files: list[int], numbers: list[int]) -> None:
 
 
 def settle(request: dict[str, Any], path: list[str]) -> None:
-    """Give this process the state that Python has before it runs the client's program."""
+    """Bring this forked process into the state of a newly started Python interpreter.
+
+    The request has the client's directory, environment and options. ``path``: rest of ``sys.path``.
+    """
     import multiprocessing.process
     import multiprocessing.spawn
 

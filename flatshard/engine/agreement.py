@@ -170,11 +170,11 @@ def _check_program(state: RunState, maxima: bytes) -> None:
 
 
 def _different_loads(state: RunState) -> str:
-    """Return a text that names a state that some ranks loaded or wrote more often than others.
+    """Return a text for an error: the state that ranks loaded or wrote different numbers of times.
 
-    The text contains the number of times on each rank. If there are several such states, the text
-    names the last state. If there is none, the text is empty. Collective: all ranks of the model,
-    which get the same text.
+    The text lists the number of loads or writes on each rank. If several states differ, the text
+    names the last of these states. If no state differs, the text is empty. All ranks return the
+    same text. Collective: all ranks of the model.
     """
     loads = {f"{k} of {unit_text(u.name)}": n for u in state.units for k, n in u.loads.items()}
     everyone = state.world.host.gather(loads, "what was loaded or written")

@@ -111,9 +111,10 @@ class InitialValues:
         return buffer
 
     def warnings(self) -> list[str]:
-        """Return a list of at most one warning, which names tensors that differ between ranks.
+        """Return a warning, in a list, if the ranks start with different weights.
 
-        The list is empty on all ranks but rank 0, and if no tensor differs.
+        The warning names tensors with different values. The list is empty if no tensor differs,
+        and always empty on ranks other than rank 0, so that only rank 0 warns.
         """
         if self.world.rank != 0 or not self.different or self.settings.sync_module_states:
             return []
@@ -131,11 +132,12 @@ class InitialValues:
 
 
 def compare_values(plan: ModelPlan) -> InitialValues:
-    """Decide whether all ranks start with rank 0's values, and find the tensors without values.
+    """Decide whether to broadcast rank 0's values, and find the tensors on the meta device.
 
-    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
-    values differ between ranks (by checksums). Otherwise, each rank keeps its own values. Tensors
-    on the meta device have no values, and must be initialised. Collective: all ranks.
+    All ranks take rank 0's values in two cases: ``sync_module_states`` is True, or
+    ``sync_module_states`` is None and the checksums of the values differ between ranks. Otherwise,
+    each rank keeps its own values. Tensors on the meta device have no values yet, so they must be
+    initialised later. Collective: all ranks.
 
     With ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own
     buffers, as in DistributedDataParallel.

@@ -69,7 +69,7 @@ class PlannedUnit:
         return name_of(self.names)
 
     def flatten(self, precision_plan: PrecisionPlan) -> None:
-        """Divide the unit's parameters into flat parameters, one for each kind."""
+        """Divide the unit's parameters into flat parameters, one per ``FlatParamKind``."""
         # If the model has other units, give each large parameter of the root a separate flat
         # parameter, so that the gradient of the parameter can be reduced while the other units
         # compute. The root's remaining gradients are complete only at the end of backward. With

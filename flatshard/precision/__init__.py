@@ -283,9 +283,9 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Override:
-    """A dtype for modules or parameters, in place of ``param_dtype`` of the unit's precision.
+    """A dtype that replaces ``param_dtype`` of the unit's precision for a module or a parameter.
 
-    If ``dtype`` is None, each parameter keeps its own dtype when the parameter is unsharded.
+    ``dtype`` is None: the unsharded parameters have the same dtype as the sharded parameters.
     """
 
     dtype: torch.dtype | None
@@ -329,12 +329,12 @@ class PrecisionPlan:
     def _plan_module(
         self, module: nn.Module, precision: MixedPrecision, around: Override | None
     ) -> None:
-        """Choose the dtypes of ``module``, of its parameters, and of the modules below it.
+        """Choose the dtypes of ``module``, its parameters, and its submodules, recursively.
 
         Args:
             module: the module.
-            precision: the precision that applies to the module's parent.
-            around: the override that applies to the module's parent.
+            precision: the precision of the parent module.
+            around: the override of the parent module. None: the parent module has no override.
         """
         if module in self._precision_of or isinstance(module, ModuleProxy):
             return

@@ -127,9 +127,9 @@ def _sharded_norms(
     # complex numbers (order 0). A norm depends only on absolute values, so it stays the same.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
-    # If this rank holds no elements of a tensor, its norm must not change the reduction over the
-    # ranks. So its norm is 0. For negative orders its norm is infinity, which changes neither a sum
-    # of powers nor a minimum.
+    # If this rank holds no elements of a tensor, the rank's value must not change the result of the
+    # reduction over the ranks. So use 0, and infinity for negative orders: a negative power of
+    # infinity adds 0 to the sum, and infinity does not change the minimum of order -inf.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
     for kind in {part.dtype for part in parts}:

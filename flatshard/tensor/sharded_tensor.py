@@ -524,9 +524,10 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether the keyword arguments of an operator that writes may contain the tensor to write.
+    """Whether keyword arguments contain ``out`` or a sharded tensor.
 
-    Handlers write only to the first argument, so they cannot run such an operator.
+    A mutable operator may write to this tensor. Handlers write only to the first positional
+    argument, so no handler can run such a call.
     """
     # Do not use ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None

@@ -208,8 +208,8 @@ _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
-    # The decorator `contract` of torch makes several wrappers. "" means that the wrapper's name is
-    # the name of the decorated function, such as `fully_shard`.
+    # torch's decorator `contract` makes several wrappers, and the code of each is named "wrapper".
+    # "": read the wrapper's name (such as `fully_shard`) from the decorated function.
     ("torch.distributed._composable.contract", "wrapper"): "",
     ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
     ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",

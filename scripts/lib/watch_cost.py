@@ -22,12 +22,15 @@ class WatchCost(NamedTuple):
 
 
 def cost_of_watching(step: Callable[[], None], blocks: int, steps: int) -> WatchCost:
-    """Run blocks of ``steps`` calls of ``step``, every second block without checks for deadlocks.
+    """Time ``blocks`` blocks of steps, half of them without checks for deadlocks.
 
-    **Collective.** CPU times contain all threads of this process.
+    A block calls ``step`` ``steps`` times. CPU times include all threads of this process.
+    **Collective.**
     """
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in MEASURES}
-    looking = deadlock.WATCH._looking  # the thread holds the lock during a check
+    # The deadlock-detection thread holds this lock during a check. So a block without checks
+    # acquires the lock.
+    looking = deadlock.WATCH._looking
     thread_seconds = 0.0
     for _ in range(10):
         step()

@@ -498,7 +498,7 @@ def time_rank(rank: int, names: list[str], cases: list[list[Case]], folder: str)
 
 
 def time_cases(cases: list[Case]) -> list[list[float]]:
-    """Return the seconds of one step of each case, for each round. The slower rank counts."""
+    """For each round, return the seconds of one step of each case: the maximum over the ranks."""
     torch.manual_seed(0)
     made = [make(case) for case in cases]
     step = MODELS[cases[0].model].step(cases[0].batch)

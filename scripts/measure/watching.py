@@ -1,12 +1,12 @@
-"""Measures what deadlock detection costs a training step that is not late.
+"""Measures how much time deadlock detection adds to a training step when no rank is late.
 
     python scripts/measure/watching.py --model many-small --world-size 2
 
-Trains one of `scripts/benchmark.py`'s GPTs on gloo and this machine's CPU. In half of the blocks of
-steps, all ranks keep the thread that looks for deadlocks from looking. Prints the CPU time and the
-time of a step in both kinds of blocks, and the ratio of a block with looks to its neighbour without
-looks: the median, and the interval that contains the median with a probability of 95 %. Also prints
-the CPU time of the looking thread itself, divided by the CPU time of the whole process.
+Trains one of the GPTs of `scripts/benchmark.py` on this machine's CPU, with gloo. The steps are
+divided into blocks, in pairs: in one block of each pair, all ranks stop the deadlock-detection
+thread from checking. Prints the CPU time and the wall-clock time of a step with and without checks,
+and the ratio of both blocks of a pair: the median, and the median's 95 % confidence interval. Also
+prints the CPU time of the deadlock-detection thread, divided by the CPU time of the process.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
             table.add_row(str(rank), measure, *medians, f"{ratio:.4f}", f"{low:.4f} to {high:.4f}")
     rich_print(table)
     looks = " and ".join(f"{figures['looks']:.3%}" for figures in ranks)
-    print(f"CPU time of the looks: {looks} of the CPU time of the ranks")
+    print(f"CPU time of the deadlock-detection thread: {looks} of the CPU time of the ranks")
     measuring.write_json(args.json, ranks)
 
 

@@ -25,10 +25,10 @@ class Held:
 
     Attributes:
         category: what the memory is for, such as ``activations``.
-        nbytes: number of bytes that were requested.
+        nbytes: requested size in bytes.
         pool: the pool that contains the block.
-        start: address of the block in the pool.
-        size: number of bytes that the block has in the pool.
+        start: first address of the block in the pool.
+        size: actual size in bytes; at least ``nbytes``.
     """
 
     category: str
@@ -52,7 +52,7 @@ class Pool:
         self._free: list[tuple[int, int]] = []  # start and size of each free block, by start
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """Return start and size of a block."""
+        """Take the smallest free block of at least ``nbytes``, or grow; return start and size."""
         fits = [(size, start) for start, size in self._free if size >= nbytes]
         if fits:
             size, start = min(fits)
@@ -65,7 +65,7 @@ class Pool:
         return start, size
 
     def grow(self, nbytes: int) -> tuple[int, int]:
-        """Reserve memory for a block of ``nbytes``. Returns start and size of a new block."""
+        """Grow the segment for a block of ``nbytes``. Returns start and size of the new block."""
         start = self.reserved_bytes
         if self._free and sum(self._free[-1]) == start:
             start = self._free.pop()[0]

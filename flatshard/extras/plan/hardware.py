@@ -4,9 +4,10 @@ The time of an operator follows the roofline model (Williams, Waterman and Patte
 duration is the time for the arithmetic or the time for the memory traffic, whichever is longer.
 
 [Note: processor time of collectives]
-On CPUs, the processor that computes also sends, receives, copies and adds. Background threads and
-the kernel do most of this work. If all cores compute, the work delays the computation, also while
-the link is busy. ``calibrate`` measures this processor time per byte and per collective.
+On CPUs, collectives and computation use the same cores. Background threads and the kernel send,
+receive, copy and add. If all cores are computing, this work slows the computation down, so even an
+overlapped collective has a cost. ``calibrate`` measures the processor time of this work, per byte
+and per collective.
 """
 
 from __future__ import annotations
@@ -122,13 +123,13 @@ class Machine:
         device: the device of each rank.
         per_node: number of ranks in one node.
         node_link: bytes per second that one rank sends within a node.
-        link: one rank's share of the bytes per second that its node sends to other nodes.
+        link: bytes per second that a node sends to other nodes, divided by the node's ranks.
         latency: minimum seconds per message.
-        transport: what moves bytes between ranks (``flatshard.comm.transports``). The transport
-            determines the buffers. ``nccl`` reduces in place. ``native`` (gloo) copies all bytes
-            before it sends them, and its reductions end only in a wait. ``sockets`` send large
-            gradients without a copy, receive the gradients of each other rank into a separate
-            buffer, add in float32, and all-gather in the background.
+        transport: name of a transport (``flatshard.comm.transports``). The transport determines
+            the buffers of a collective. ``nccl`` reduces in place. ``native`` (gloo) copies all
+            bytes before sending, and a reduction completes only when the rank waits for the
+            reduction. ``sockets`` sends large gradients without a copy, receives each rank's
+            gradients into a separate buffer, adds in float32, and all-gathers in the background.
     """
 
     device: Device

@@ -392,7 +392,7 @@ class Replay:
         if not flat.in_place:
             buffer = buffer or self.allocate(flat.whole_gradient_bytes, "reduction")
             self.free(*slots)
-            if not self.machine.device.is_gpu:  # on GPUs, the copies run beside the computation
+            if not self.machine.device.is_gpu:  # on GPUs, computation hides the time of copies
                 self.compute(2 * flat.whole_gradient_bytes / self.machine.device.memory_rate)
             return [buffer]
         sent = []
@@ -493,9 +493,10 @@ class Replay:
         """Step the optimizer."""
         if not self.state:
             self.state += [self.allocate(flat.optimizer_bytes, "optimizer") for flat in self.flats]
-        # flatshard steps element-wise optimizers with one fused kernel, which needs no temporary
-        # memory. But a parameter that one rank holds completely stays a plain parameter. On CPUs,
-        # torch's Adam steps plain parameters by separate operators, which move 13 more tensors.
+        # flatshard steps element-wise optimizers with one fused kernel, without temporary memory.
+        # But a parameter that one rank holds completely stays a plain parameter. On CPUs, torch's
+        # Adam steps plain parameters with several operators, so memory traffic grows by 13 times
+        # the size of the gradient.
         moved = 0
         for flat in self.flats:
             is_plain = not (flat.gathered_bytes or self.machine.device.is_gpu)

@@ -330,7 +330,9 @@ class TrainingPlan:
         if shown.fits:
             return "\n".join([*lines, f"Cheapest that fits: {shown}. {peak}", "", self.code()])
         device = show(self.target.machine.device.memory_bytes)
-        lines.append(f"Nothing fits into {device}. {shown} needs least. {peak} What to change:")
+        lines.append(
+            f"Nothing fits into {device}. {shown} needs the least memory. {peak} Changes to try:"
+        )
         for change, one in self.changes.items():
             fits = "fits" if one.fits else "does not fit"
             lines.append(f"- {change}: {show(one.outcome.peak_bytes)} with {one}, {fits}")
@@ -376,8 +378,8 @@ def plan(
     """Predict memory, communication and time of training a model, for each sharding strategy.
 
     One forward and backward of the model runs on fake tensors, which have no memory. The prediction
-    needs no process group, no GPU, and does not communicate. The options of the command
-    ``flatshard plan`` have the names of the keywords.
+    needs no process group and no GPU, and does not communicate. The command ``flatshard plan``
+    takes the same options, except ``auto_wrap_policy``.
 
     Example:
         ```python
@@ -391,9 +393,9 @@ def plan(
 
     Args:
         spec: a function that returns the model, or a tuple of the model and its ``step``.
-            ``plan`` calls the function under ``torch.device("meta")``, where tensors have no
-            memory. Instead of a function: the name of a preset (``"llama3-8b"``), the path of a
-            Hugging Face ``config.json``, or ``"package.module:function"``.
+            ``plan`` calls the function under ``torch.device("meta")``, so the model's tensors have
+            no memory. Or a text: the name of a preset (``"llama3-8b"``), the path of a Hugging
+            Face ``config.json``, or ``"package.module:function"``.
         step: a function that gets the model, runs a forward and returns the loss. None: the model
             is a language model, which takes token ids of shape ``(batch, seq)``.
         options: all optional:
@@ -406,8 +408,8 @@ def plan(
               or ``"80GiB"``. Default: the memory of ``device``.
             - ``flops``: sustained floating point operations per second of matrix products, such as
               ``"600T"``. Default: the speed of ``device``.
-            - ``link``: one rank's share of the bytes per second that its node sends to other nodes.
-              Default ``"50GB/s"``.
+            - ``link``: bytes per second that a node sends to other nodes, divided by the node's
+              ranks. Default ``"50GB/s"``.
             - ``node_link``: bytes per second that one rank sends within a node. Default
               ``"450GB/s"``.
             - ``batch``: sequences per rank in one forward. Default 1.
@@ -415,17 +417,18 @@ def plan(
             - ``dtype``: ``"bf16"`` (default), ``"fp16"``, ``"fp32"`` or a ``MixedPrecision``.
             - ``optimizer``: ``"adamw"`` (default), ``"sgd"``, ``"momentum"``, ``"adam"``,
               ``"muon"``, ``"lion"``, or the bytes of state per trained element.
-            - ``checkpoint``: the forwards that backward recomputes: ``"none"`` (default),
+            - ``checkpoint``: the kind of activation checkpointing: ``"none"`` (default),
               ``"block"`` or ``"selective"``.
             - ``compile``: whether ``torch.compile`` compiles each block. Default False.
-            - ``accumulate``: backwards per step, all but the last under ``no_sync``. Default 1.
+            - ``accumulate``: number of backwards per step, for gradient accumulation. All except
+              the last run under ``no_sync``. Default 1.
             - ``strategy``: names of the sharding strategies to compare. Default: all.
-            - ``auto_wrap_policy``: selects the units. Default ``"auto"``.
+            - ``auto_wrap_policy``: the policy that selects the units. Default ``"auto"``.
 
     Raises:
-        CannotTraceError: the model's forward needs real values.
-        ValueError: the name of the model or device is unknown, a number is too small, or one unit
-            alone needs more than ``memory`` under every strategy.
+        CannotTraceError: the model's forward needs real values, which fake tensors lack.
+        ValueError: the name of the model or device is unknown, a number is too small, or a single
+            unit needs more than ``memory`` under every strategy.
         TypeError: ``step`` is None, and the model does not return logits; or ``step`` does not
             return a loss.
     """

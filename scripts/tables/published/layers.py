@@ -195,7 +195,7 @@ def freed_at_last_use(trace: StepTrace) -> StepTrace:
         if isinstance(event, Op):
             last.update((block, index) for block, _ in (*event.reads, *event.writes))
         elif isinstance(event, Mark) and event.block >= 0:
-            last[event.block] = len(trace.events)  # a gradient: stays allocated
+            last[event.block] = len(trace.events)  # gradients stay allocated to the end
     ends: dict[int, list[int]] = {}
     for block, index in last.items():
         if block >= 0:

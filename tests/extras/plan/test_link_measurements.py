@@ -1,4 +1,4 @@
-"""The comparison of strategies on limited links judges ratios, and knows its own noise."""
+"""`scripts/measure/planned.py --links` compares ratios of step times, and estimates their noise."""
 
 import pytest
 

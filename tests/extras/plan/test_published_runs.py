@@ -202,7 +202,7 @@ def test_fsdp1_frees_a_unit_two_all_gathers_later() -> None:
     unit = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)  # bytes of a block in bfloat16
     root = 2 * (2 * 256 * 64 + 64)
     found = published_runs.predict(run)["peak"]["unsharded"] * published_runs.GIB
-    # The current unit, the unit that is gathered in advance, and two units that wait.
+    # The current unit, the prefetched unit, and two resharded units with memory not freed yet.
     assert found == pytest.approx(root + 4 * unit, rel=0.01)
 
 
