@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
 export OMP_NUM_THREADS=1
-[ $# -gt 0 ] || set -- -x tests/partition tests/tensor tests/engine tests/parity
+[ $# -gt 0 ] || set -- -x tests/units tests/tensor tests/engine tests/parity
 failed="" missing=""
 for pair in ${VERSIONS:-3.11:2.11.0 3.11:2.13.0 3.11: 3.13:}; do
     version="${pair%%:*}" torch="${pair#*:}"
