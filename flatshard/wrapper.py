@@ -416,8 +416,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         The hook is called once per flat parameter (one per unit, dtype and ``requires_grad``) in
         each backward that reduces gradients, in the same order of units on all ranks. The hook
         itself reduces and averages, and its collectives must be finished when it returns. A
-        backward under ``no_sync`` does not call the hook; the accumulated gradients are part of the
-        next ``full``.
+        backward under ``no_sync`` does not call the hook; the next call of the hook gets the sum of
+        the accumulated gradients.
 
         - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
           ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient.
@@ -453,8 +453,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Raises:
             TypeError: ``hook`` is not callable, or does not accept these arguments.
-            ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state for
-                other ranks than the model's; ranks register different hooks; another rank raised.
+            ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; ``state``
+                has a process group of other ranks than the model's; ranks register different hooks;
+                another rank raised.
             NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (for example
                 PowerSGD), or would be called for a unit of a HYBRID strategy.
             RuntimeError: a unit has a hook already, or holds gradients of ``no_sync``; this wrapper
@@ -483,9 +484,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         The training loop needs no change. ``optimizer.step()`` steps only the remaining parameters:
         ignored parameters, and parameters of other models. Until ``optimizer.step()``,
         ``zero_grad()`` or the next forward, ``.grad`` of a stepped parameter is a consumed
-        gradient, which raises when used: gradients cannot be clipped by norm, unscaled or logged. A
-        parameter's post-accumulate hooks run before its step. The optimizer's step hooks run only
-        in ``optimizer.step()``.
+        gradient, which raises when used: gradients cannot be clipped by norm, unscaled or logged.
+        Post-accumulate hooks of a parameter run before its step. The optimizer's step hooks run
+        only in ``optimizer.step()``.
 
         Some units are stepped only at the end of backward, with the same result but without saving
         memory, because they may get more gradients or be needed again: the root; units whose inputs
@@ -589,8 +590,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Costs one collective, if all units train on the same ranks, and one wait of the host. The
         returned dict has an attribute ``non_finite``: for each name whose norm is inf or NaN, the
-        ranks whose part of the tensor has an element that is inf or NaN. After a reduction, this is
-        not the rank whose batch produced the element.
+        ranks whose part of the tensor has an element that is inf or NaN. After a reduction, these
+        need not be the ranks whose batches produced the element.
 
         Collective: all ranks, between steps.
 
@@ -1079,8 +1080,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # Ranks that use a copy together must copy their models in the same order: each copy takes
-        # the next tags for messages of its process groups.
+        # Ranks that train a copy together must copy their models in the same order: each copy takes
+        # the next free tags, by which ranks match messages.
         return copy_model(self._sharding, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -1091,7 +1092,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
+        """Tell ``torch.distributed.checkpoint.state_dict`` to leave ``module.`` out of FQNs."""
         # torch's `get_state_dict` calls this method before all other methods of the model, on all
         # ranks. So check here that ranks do not hold different parameters under one name. A later
         # check is not possible: an optimizer's hooks do not know which ranks train a unit.

@@ -51,8 +51,8 @@ from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
-# If a tensor has at most this number of elements, `_reduce_on_stream` copies the tensor and the
-# marks into a common tensor, to send both in one message.
+# If a tensor has at most this number of elements, `_reduce_on_stream` sends the tensor in one
+# message with the marks (numbers that show whether all ranks run the same operation).
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
@@ -73,7 +73,7 @@ def transport_kinds() -> list[type[Transport]]:
     return [*first, SocketTransport, NativeTransport]
 
 
-@cache  # called for every all-gather and reduction in every step
+@cache  # every all-gather and reduction of every step needs a name
 def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
     """Name of a collective in errors and in reports of waits."""
     return f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}"
@@ -85,8 +85,9 @@ class Communicator(Members):
     With a group of one rank, collectives send nothing.
     """
 
-    # Whether this process is in a `copy.deepcopy` of a model. Then `new_tag` counts the tags of the
-    # copy separately: if only one rank copies a model, later tags must be the same on all ranks.
+    # Whether this process is in a `copy.deepcopy` of a model. If so, `new_tag` takes tags from a
+    # separate series. Perhaps only one rank copies a model: its usual series must not advance, so
+    # that models which all ranks make later still get the same tags on all ranks.
     is_copying = False
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
@@ -119,7 +120,7 @@ class Communicator(Members):
         # and has not begun yet. The second stages begin in the order of this queue, which is the
         # same on all ranks.
         self.second_stages: deque[Any] = deque()
-        # Numbers of tags that `new_tag` has returned: without and with `is_copying`.
+        # How many tags `new_tag` has returned: tags of models, and tags of copies (`is_copying`).
         self._num_tags = [0, 0]
         self._num_models = 0
         # Device of the tensors in which `host` sends small values: the CPU if gloo is available.
@@ -156,8 +157,8 @@ class Communicator(Members):
             control_group, self.control_device = control_of(control)
         self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
         self.history = self.host.history
-        # ``connect`` may be a collective, so every rank calls ``connect`` of all classes, in the
-        # same order.
+        # ``connect`` may be a collective, so every rank calls ``connect`` of all transport classes,
+        # in the same order.
         found = [kind.connect(self) for kind in transport_kinds()]
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
@@ -187,8 +188,8 @@ class Communicator(Members):
         All ranks must request tags in the same order. Then every flat parameter has the same tag
         on all ranks. No communication.
         """
-        # Count the tags of copied models separately. Perhaps only one rank copies a model. Then the
-        # copy must not change the tags of models that all ranks make later.
+        # Tags of copied models are odd, all others even. Perhaps only one rank copies a model. Then
+        # the copy must not change the tags of models that all ranks make later.
         self._num_tags[self.is_copying] += 1
         return 2 * self._num_tags[self.is_copying] + self.is_copying
 
@@ -229,7 +230,7 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # if `reduced`, `reduce_scatter` has noted the whole all-reduce already
+        else:  # the first half of an all-reduce (`reduce_scatter`) notes the whole all-reduce
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
@@ -273,7 +274,7 @@ class Communicator(Members):
     # ------------------------------------------------------------ small things, at once
 
     def _begin_small(self, op_name: str) -> None:
-        """Record that this rank begins a collective on a stream that is not a ``Gather``."""
+        """Record the beginning of a small collective for which a stream waits, not the host."""
         self.begin(self.gather_group, what=compared_name(op_name))
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
@@ -401,11 +402,11 @@ def _marks(op_name: str, op: str) -> list[int]:
         op_name: name of an operation, from which the marks are computed.
         op: name of the ``ReduceOp`` with which the marks will be reduced over the ranks.
     """
-    # Two numbers x of 16 bits are computed from the name. For SUM the marks of x are x and x**2. If
-    # all n ranks send the same x, the sums are n * x and n * x**2. If x differs between ranks, at
-    # least one of the two sums is not n times this rank's mark, on every rank (Cauchy-Schwarz).
-    # float64 holds the sums exactly, because x has 16 bits. For MAX and MIN the marks are x and -x:
-    # both results equal this rank's marks only if all ranks send the same x.
+    # Compute two numbers x of 16 bits from the name, and two marks from each x. For SUM the marks
+    # are x and x**2. If all n ranks send the same x, the sums are n * x and n * x**2. If x differs
+    # between ranks, at least one of the two sums is not n times this rank's mark, on every rank
+    # (Cauchy-Schwarz). float64 holds the sums exactly, because x has 16 bits. For MAX and MIN the
+    # marks are x and -x: both results equal this rank's marks only if all ranks send the same x.
     digest = digest_of(f"{op} {compared_name(op_name)}")
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":

@@ -39,7 +39,7 @@ _DIGEST_BYTES = 8
 # digest and the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
-_DETAIL = re.compile(r"\(|: ")  # where the part of a name begins that ranks do not compare
+_DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before such a mark
 
 
 def with_complements(data: Iterable[int]) -> bytes:
@@ -102,8 +102,9 @@ class HostExchange:
         if group is None:
             self._ranks = [0]
             return
-        # The kind names the device: a group may have both gloo and NCCL, and the collectives of one
-        # backend are not in order with the collectives of the other backend.
+        # `_kind`: key under which `History` counts the collectives of this exchange. The key
+        # contains the device, because a group may have both gloo and NCCL, and each backend matches
+        # only its own collectives.
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank)

@@ -192,8 +192,8 @@ OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
-# How long `come_to_rest` sleeps between two looks at the threads: twice the time after which the
-# running thread must give the GIL to a thread that waits for the GIL.
+# How long `come_to_rest` sleeps between two looks at the threads: twice Python's switch interval,
+# the time after which a running thread must give the GIL to a thread that waits for the GIL.
 _REST_SECONDS = 0.01
 _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 

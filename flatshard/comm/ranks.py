@@ -39,7 +39,7 @@ class Ranks:
     ranks_per_node: int | None  # number of ranks on each node; None: not known
     mode: TransportOptions  # the user's choice of transport
 
-    # The results of `resolve`.
+    # Cache of the results of `resolve`.
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:

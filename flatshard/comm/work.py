@@ -116,11 +116,11 @@ class History:
         # `join()`: a rank without input begins a collective only after another rank has begun it,
         # so the other rank must not wait for a comparison.
         self.announces = True
-        self.described: Hashable = None  # kind of the collectives with descriptions
+        self.described: Hashable = None  # kind (see `begin`) of the collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
 
-        # Time at which the first collective began that ranks have not compared yet. 0: ranks have
-        # compared all collectives.
+        # Time at which this rank began the first of the collectives that ranks have not compared
+        # yet. 0: ranks have compared all collectives.
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives

@@ -39,9 +39,9 @@ class Agreement:
     # For each flat parameter, one flag per original parameter: whether at least one rank that
     # trains the unit used the original parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters that still have unreduced gradients on at least one rank, although this
-    # backward plans no further reduction: the gradients arrived after the reduction, or were
-    # accumulated before the user froze the parameters.
+    # Flat parameters with gradients, on at least one rank, that no planned reduction includes: the
+    # gradients arrived after the flat parameter was reduced, or were accumulated before the user
+    # froze the parameters.
     left_over: list[tuple[Unit, FlatParamHandle]]
     # Indices of the buckets (flat parameters that are reduced together) whose reduction some ranks,
     # but not all, started before the end of backward.
@@ -79,8 +79,8 @@ def agree(
         # uneven if the first vote is yes on some rank, and the second vote on another rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
-        # Vote on edited gradients instead of raising an error here. If only this rank raised, the
-        # other ranks would wait for this rank's reductions.
+        # Whether the user edited accumulated gradients, which is an error. Vote instead of raising
+        # here: if only this rank raised, the other ranks would wait for this rank's reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
@@ -115,7 +115,7 @@ def agree(
 
 
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
-    """Return a flag per original parameter: whether any rank that trains the unit used it.
+    """Return, for each original parameter, whether any rank that trains the unit has used it.
 
     Collective: the ranks that train the unit.
     """
@@ -170,7 +170,7 @@ def _check_program(state: RunState, maxima: bytes) -> None:
 
 
 def _different_loads(state: RunState) -> str:
-    """Return a text for an error: the state that ranks loaded or wrote different numbers of times.
+    """Return which state ranks have loaded or written different numbers of times, as a text.
 
     The text lists the number of loads or writes on each rank. If several states differ, the text
     names the last of these states. If no state differs, the text is empty. All ranks return the

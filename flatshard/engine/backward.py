@@ -159,15 +159,15 @@ class Backward:
 
     def unshard(self, unit: Unit) -> None:
         """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
-        # Under create_graph, gradients are enabled in backward, and backward records a graph that
+        # In backward(create_graph=True), gradients are enabled, and backward records a graph that
         # needs the unsharded buffers later. So let the unit keep the buffers (`stick`).
         if torch.is_grad_enabled() and not unit.running and self.is_running:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # All ranks come here, because the all-gather below needs every rank. A user's
-            # communication hook needs every rank, too, so here is a safe place to call hooks.
+            # Call users' communication hooks here. A hook needs every rank, and all ranks reach
+            # this place, because the all-gather below needs every rank, too.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
             # Wait for the all-gather here: the next nodes of the graph read the parameters.
@@ -246,7 +246,7 @@ class Backward:
 
     @untraced
     def receive_of_input(self, unit: Unit, call: weakref.ref[Call], _: Tensor) -> None:
-        """Count an input's gradient of ``call``, and reshard the unit if its backward is over."""
+        """Count a gradient of an input of ``call``. Reshard the unit if its backward is over."""
         if unit.receive_input_gradient(call()):
             self._reshard_if_over(unit)
 

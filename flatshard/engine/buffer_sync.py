@@ -54,15 +54,16 @@ class BufferSync(Voter):
         self._agreed = buffers()
         self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
         # Whether a forward ran since the ranks last compared the dtypes, shapes and devices. If no
-        # forward ran, the program itself has replaced every changed buffer, on all ranks.
+        # forward ran, a changed buffer was replaced by the user's program, on all ranks alike.
         self._has_run = False
 
     def before_forward(self, recomputes: bool, under_no_sync: bool) -> None:
         """Broadcast the buffers before the forward of the root, if ``is_due``.
 
-        ``is_due`` is False if the previous forward ran without gradients or under ``no_sync``. No
-        buffer is broadcast either if activation checkpointing ``recomputes`` a forward. Otherwise
-        this method is collective.
+        ``is_due`` is False if the previous forward ran without gradients or under ``no_sync``.
+        ``recomputes``: whether activation checkpointing runs the forward again, in backward; then
+        the buffers are not broadcast. ``under_no_sync``: whether this forward is under ``no_sync``.
+        Collective if the buffers are broadcast.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._observers.span(Kind.RANKS_WAIT):

@@ -68,7 +68,7 @@ class RunContext(RunState):
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute what is cached about the units' buffers, after the buffers were reallocated."""
+        """Recompute sizes and storages cached from the units' buffers, after a reallocation."""
         # `device`: the device of the units that communicate. If the model trains on a single rank,
         # units without an unsharded buffer never communicate, so skip these units. None: no unit
         # communicates.
@@ -90,6 +90,6 @@ class RunContext(RunState):
     def is_reducing(self) -> bool:
         """Whether the backward of the latest training forward reduces all gradients over all ranks.
 
-        The answer is the same on all ranks.
+        False after a forward under ``no_sync``. The result is the same on all ranks.
         """
         return all(unit.sync is Sync.ALL for unit in self.units)

@@ -73,8 +73,8 @@ class StepObserver:
     def begin_forward(self) -> None: ...
     # The outermost forward is over.
     def end_forward(self) -> None: ...
-    # A unit's forward begins. `recomputes`: whether a checkpoint recomputes the forward in
-    # backward.
+    # A unit's forward begins. `recomputes`: whether activation checkpointing runs the forward
+    # again, in backward.
     def enter_forward(self, unit: Unit, recomputes: bool) -> None: ...
     # A unit's forward is over, or raised an exception.
     def leave_forward(self, unit: Unit) -> None: ...
@@ -133,7 +133,8 @@ class Observers:
                 no single unit.
             purpose: "forward" or "backward" if all-gathers are started, "reduce" if reductions are
                 started, None if the range is a wait.
-            ends: whether the unit's collectives under way are finished after the wait.
+            ends: whether the unit's collectives are finished after the wait. False: the wait may
+                end before the collectives.
         """
         profiles = torch._C._autograd._profiler_enabled()
         if not (self.all or profiles):
@@ -141,8 +142,8 @@ class Observers:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # If a collective starts while the thread waits for a unit, the collective can only be
-            # the second stage of a reduction, which starts after the first stage.
+            # A wait for a unit can start only one kind of collective: the second stage of a
+            # reduction (between nodes, for example), which starts once the first stage is over.
             purpose = "other" if unit is None else "reduce"
         # `enter_context` enters each context now. So the range of time begins here, a little before
         # the caller's `with` statement, which only leaves the contexts.
@@ -198,7 +199,8 @@ class StepExtension(Voter):
     # The outermost forward begins. `of_root`: whether the root module was called, or only a part of
     # the model. May raise.
     def begin_forward(self, of_root: bool) -> None: ...
-    # All-gathers of `handles` were started. `purpose`: "forward" or "backward".
+    # The all-gathers of flat parameters (`handles`) were started. `purpose`: "forward" or
+    # "backward".
     def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None: ...
     # The outermost forward has computed `output`, or has failed. After this call, the forward waits
     # until no other rank reads this rank's memory any more. `output` is None after a failed

@@ -82,7 +82,7 @@ class Forward:
         self._touched: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
-        """Rebuild the saved-tensor hooks and lists after the units' buffers were reallocated."""
+        """Rebuild saved-tensor hooks and lists of units, after buffers were reallocated."""
         units, handles = self._state.units, self._state.handles
         self.saved = SavedTensors(handles, self._backward)
         self._units_of_several = [unit for unit in units if len(unit.modules) > 1]
@@ -134,8 +134,8 @@ class Forward:
             # Free cached memory: evaluation needs no memory for gradients, and often runs larger
             # batches.
             self.give_back()
-        # All-gathers across nodes are slow. Start the all-gathers of all units now, so that the
-        # all-gathers overlap with the forward.
+        # All-gathers across nodes are slow. Start those of all units now, so that the all-gathers
+        # overlap with the forward.
         with self._observers.span(Kind.STARTING, purpose="forward"):
             for handle in self._handles_across_nodes:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
@@ -151,8 +151,8 @@ class Forward:
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
             # A forward outside of the model's forward and backward is usually a new outermost
-            # forward. But if a checkpoint around the full model recomputes the model, this forward
-            # begins the model's backward.
+            # forward. But if the full model is in a reentrant activation checkpoint, backward
+            # begins with a recomputation of the model, which is this forward.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
@@ -163,7 +163,7 @@ class Forward:
             state.buffers.before_forward(recomputes, state.under_no_sync)
         for observer in self._observers.all:
             observer.enter_forward(unit, recomputes)
-        self.saved.push()  # until `leave`, autograd saves places in buffers instead of views
+        self.saved.push()  # until `leave`, autograd saves positions in buffers, not views
         state.depth += 1
         call = Call()
         unit.running.append(call)
@@ -227,7 +227,8 @@ class Forward:
         """
         state, has_output = self._state, output is not None
         if unit.phase is Phase.FORWARD and not unit.running:
-            # A reentrant checkpoint disables gradients in its forward, although a backward follows.
+            # A reentrant activation checkpoint runs its forward with gradients disabled, although a
+            # backward follows.
             backward_follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
             if unit.end_call(backward_follows=backward_follows) or not has_output:
                 unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
@@ -256,7 +257,7 @@ class Forward:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
 
     def begins_recomputation(self) -> bool:
-        """Whether a reentrant checkpoint around the full model starts to recompute the model.
+        """Whether a reentrant activation checkpoint around the full model starts to recompute it.
 
         If so, begin the model's backward: no part of the backward has run yet.
         """
@@ -278,7 +279,8 @@ class Forward:
         """
         for extension in self._state.extensions:
             extension.end_forward(output, failed)
-        # Reshard coalesced units that this forward called less often than the last forward did.
+        # A unit of several small modules is resharded after as many calls as in the last forward.
+        # If this forward made fewer calls, the unit is still unsharded, so reshard the unit now.
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         # If the forward ran the units in the order of the last forward, all-gathers under way are

@@ -42,7 +42,11 @@ class ParamGather:
     """
 
     def __init__(self, plan: FlatParamPlan, link: RunLink) -> None:
-        """Draw tags from the groups of ``plan``. Call ``move_to`` before the first all-gather."""
+        """Prepare to all-gather the planned flat parameter. Call ``move_to`` before the first one.
+
+        Takes new tags from the process groups, so all ranks must make their flat parameters in the
+        same order.
+        """
         self._link, self._topology = link, plan.topology
         self._precision, self._targets = plan.precision, plan.targets
         topology, gather_dtype = plan.topology, plan.precision.gather_dtype
@@ -88,7 +92,8 @@ class ParamGather:
         # Whether the shard is the unsharded buffer. Then modules compute with the sharded
         # parameters, and no separate full parameters exist.
         self.is_aliased = is_alone and not (is_cast or self._is_offloaded)
-        # Copy of an offloaded shard that stays on the device, and the version of the copied shard.
+        # Copy of an offloaded shard that stays on the device between all-gathers, and the version
+        # of the shard when the copy was made.
         self._device_copy: tuple[Tensor, int] | None = None
         if self.secondary is not None:
             self.secondary.drop()
@@ -96,9 +101,9 @@ class ParamGather:
     def allocate(self, numel: int, shard: Tensor | None = None) -> BufferMemory:
         """Allocate memory for the unsharded buffer, ``(numel,)``.
 
-        If ``is_aliased``, return the memory of ``shard`` itself. If ``reads_shard``, a transport
-        that uses shared memory may map this rank's shard into the buffer: then the result also has
-        memory for the shard.
+        If the shard is the unsharded buffer (``is_aliased``), return the memory of ``shard``. If
+        all-gathers read the shard itself (``reads_shard``), the transport may map this rank's shard
+        into the buffer: then the result also has memory for the shard.
         """
         if shard is not None and self.is_aliased:
             return ShardItself(shard)

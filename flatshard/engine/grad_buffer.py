@@ -34,8 +34,8 @@ class Sync(enum.Enum):
 
     # Gradients stay unsharded and unreduced. Gradients of later backwards are added.
     NONE = "NONE"
-    # Gradients are reduced within the intra group. The reduction across groups waits for a later
-    # backward.
+    # Gradients are reduced within the intra group (the ranks of one node, for example). The
+    # reduction across groups waits for a later backward.
     INTRA = "INTRA"
     # Gradients are reduced over all ranks and published.
     ALL = "ALL"

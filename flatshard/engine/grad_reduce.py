@@ -86,10 +86,10 @@ class ReducePlan:
         self.intra_numel = self.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         self.full_bytes = self.layout.padded_numel * self.dtypes.reduce_dtype.itemsize
-        # Estimate the memory of an unfinished reduction. Usually count the gradients twice, as
-        # memory to send and memory to receive. A backend for which streams wait (NCCL) adds while
-        # it receives, so count the gradients once. Then two of the largest buckets fit into
-        # `ReduceQueue.max_bytes_in_flight`, and not only one bucket.
+        # Estimate the memory of an unfinished reduction. Usually the gradients take memory twice:
+        # to send, and to receive. NCCL and other backends for which a stream waits add while they
+        # receive, so count the gradients once. Then two reductions of the largest bucket may run at
+        # the same time, because together they take at most `ReduceQueue.max_bytes_in_flight`.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.across = self.topology.across
@@ -114,8 +114,8 @@ class ReducePlan:
     def is_unordered(self) -> bool:
         """Whether ranks may start reductions in different orders.
 
-        True if no hook is used, and transports match the collectives of all stages by tag instead
-        of by order.
+        True if there is no communication hook, and transports match the collectives of all stages
+        by tag instead of by order.
         """
         topology = self.topology
         groups = topology.intra_group, topology.inter_group, topology.replicate
@@ -183,9 +183,9 @@ class GradReduce:
             self._computed.record()  # on the current stream of the device
         intra_group, across = plan.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.link.unit_name)
-        # `to_come`: functions that start the stages after the first stage, in order. `_turns`: the
-        # reductions whose second stage uses the same group, also those of other models, in the
-        # order in which the second stages must start.
+        # `to_come`: functions that start the stages after the first stage, in order. `_turns`: all
+        # reductions, of this model and of others, whose second stage uses the same group and has
+        # not started. Second stages start in the order of this queue.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
         self._read_on_side_stream: list[object] = []

@@ -77,8 +77,8 @@ class FlatParamHandle:
             for place in param.locations
         ]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        # The `state.full_params.Summoned` that shows full parameters in the modules now. None: the
-        # program is outside of `summon_full_params`.
+        # Inside of `summon_full_params`: the `Summoned` object (`state.full_params`) that lets the
+        # modules hold full parameters. Otherwise None.
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
@@ -122,10 +122,10 @@ class FlatParamHandle:
         """
         padded_numel = self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # If `reads_shard`, a transport that uses shared memory may map this rank's shard into
-            # the buffer: then allocate the buffer first, and keep the shard in the buffer's memory.
-            # Otherwise allocate the buffer last, after the parameters have freed their previous
-            # memory.
+            # If all-gathers read the shard itself (`reads_shard`), the transport may map this
+            # rank's shard into the buffer: then allocate the buffer first, and keep the shard in
+            # the memory that comes with the buffer. Otherwise allocate the buffer last, after the
+            # parameters have freed their previous memory.
             memory = self.gather.allocate(padded_numel) if self.gather.reads_shard else None
             shown = None if memory is None else memory.shard
             # Move the values to the memory in which the shard stays: the optimizer will update the

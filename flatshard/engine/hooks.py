@@ -66,7 +66,7 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
         # Under `summon_full_params`, modules hold plain full parameters, so there is nothing to
-        # unshard. On ranks whose modules hold no full parameters, `check_shown` raises.
+        # unshard. With `rank0_only`, only rank 0 has them, and `check_shown` raises elsewhere.
         if unit.is_summoned:
             for handle in unit.handles:
                 handle.summoned.check_shown()

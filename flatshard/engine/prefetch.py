@@ -75,20 +75,21 @@ class Prefetch:
         self, state: RunState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:
         self.order = ExecutionOrder()
-        # Whether a checkpoint recomputes the full model in the running forward.
+        # Whether the running forward is a recomputation of the full model (activation
+        # checkpointing).
         self.recomputes_whole = False
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        # Units in `_in_background` whose all-gather was started by a prefetch. Some of these units
-        # may have run since; `_under_way` leaves these units out.
+        # Units whose all-gather was started by a prefetch and runs in the background
+        # (`_in_background`). Some of these units may have run since; `_under_way` leaves them out.
         self._prefetched: list[Unit] = []
 
     def refresh(self) -> None:
-        """Recompute cached sizes and costs after the units' buffers were reallocated."""
+        """Choose again how much to prefetch, after the units' buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # Units whose transport (sockets, for example) sends while this rank computes. With `AUTO`,
-        # all-gathers of such a unit in backward count as slow, unless backward all-gathers in a
-        # smaller group (`regather_size`).
+        # Units whose transport (sockets, for example) sends while this rank computes. With
+        # `BackwardPrefetch.AUTO`, all-gathers of such a unit in backward count as slow, unless
+        # backward all-gathers in a smaller group (`regather_size`).
         self._in_background = {
             unit
             for unit in self._units
@@ -120,7 +121,7 @@ class Prefetch:
             self._start_expected(self.order.first_backward()[1:], "backward")
 
     def in_recomputation(self, unit: Unit) -> None:
-        """If the full model is recomputed, start all-gathers of the units after ``unit``."""
+        """If backward recomputes the full model, start all-gathers of the units after ``unit``."""
         if self._forward and self.recomputes_whole:
             self._start_expected(self.order.next_recomputed(unit.index), "backward")
 
@@ -137,7 +138,7 @@ class Prefetch:
             self._start_expected(expected[:1] if is_post else expected, "backward")
 
     def _start_expected(self, expected: Sequence[int], purpose: str) -> None:
-        """Start the all-gather of the first unit in ``expected``, and of more units if possible."""
+        """Start the all-gather of the first unit in ``expected``, and perhaps of further units."""
         # If the transport sends in the background, prefetch more than one unit: otherwise the
         # network would be idle from the end of one all-gather to the start of the next. All
         # prefetched units together may take at most as much memory as the largest unit.
@@ -159,7 +160,7 @@ class Prefetch:
                     self._prefetched = [*self._under_way(), unit]
 
     def _fits(self, unit: Unit) -> bool:
-        """Whether the budget has room for ``unit`` besides the units prefetched already."""
+        """Whether ``unit`` and the prefetched units take at most the memory of the largest unit."""
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
 
     def _under_way(self) -> list[Unit]:

@@ -33,8 +33,8 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# Number of backwards for which a bucket counts as uneven, after some rank lacked a gradient of the
-# bucket (`ReduceQueue._uneven`).
+# After some rank lacked a gradient of a bucket, the bucket counts as uneven (`ReduceQueue._uneven`)
+# for this number of backwards.
 _REMEMBERED = 100
 
 
@@ -53,10 +53,10 @@ class ReduceOrder:
         # first, so backward computes the gradients of these parameters last.
         self.sequence: list[int] = [*range(num_buckets - 1)[::-1], num_buckets - 1]
         self.num_taken = 0  # number of buckets whose reduction was started
-        self._ready: dict[int, None] = {}  # buckets with all gradients, in the order of completion
+        self._ready: dict[int, None] = {}  # complete buckets, in the order in which they completed
 
     def adopt(self, sequence: list[int]) -> None:
-        """Use ``sequence`` from the next backward on. All ranks must pass the same sequence."""
+        """Make ``sequence`` the order of buckets in later backwards; the same on all ranks."""
         assert sorted(sequence) == sorted(self.sequence), "not a permutation of the buckets"
         self.sequence = list(sequence)
 
@@ -68,11 +68,11 @@ class ReduceOrder:
         self._ready[bucket] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """Yield the buckets that may start now, in order, until ``allows`` returns False.
+        """Yield the buckets whose reduction may start now, in order, until ``allows`` is False.
 
-        A bucket may start if it is complete, and all earlier buckets have started. The caller
-        starts each bucket before it asks for the next, so ``allows(bucket)`` runs after all earlier
-        buckets were started.
+        A reduction may start if the bucket is complete, and the reductions of all earlier buckets
+        have started. The caller starts each reduction before it asks for the next bucket, so
+        ``allows(bucket)`` runs after all earlier reductions were started.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -111,7 +111,7 @@ class ReduceBucket:
     # The bucket's unfinished reductions, and the bytes held by these reductions.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
-    has_stages: bool = False  # whether one of these reductions has a second stage
+    has_stages: bool = False  # whether one of them has a second stage (between nodes, for example)
 
     @property
     def to_reduce(self) -> list[FlatParamHandle]:
@@ -254,7 +254,7 @@ class ReduceQueue:
         self.asks_hooks = bool(self._hooked_units)
 
     def add(self, bucket: ReduceBucket) -> None:
-        """Mark a bucket as complete, start all buckets whose turn it is, and finish old reductions.
+        """Mark a bucket as complete, start all reductions that may start, and finish old ones.
 
         May wait for the oldest reduction, to limit memory (``_finish_old``).
         """
@@ -354,7 +354,7 @@ class ReduceQueue:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
         # `to_come`: flat parameters in the buckets of `rest`, which are reduced below if any rank
-        # used the bucket. So the gradients of these flat parameters do not count as left over.
+        # used the bucket. So their gradients do not count as left over (`Agreement.left_over`).
         to_come = {handle for index in rest for handle in self.buckets[index].to_reduce}
         agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
@@ -372,7 +372,8 @@ class ReduceQueue:
 
     def _finish_all(self) -> None:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
-        # Start all second stages first, so that the stages overlap. Then wait for each reduction.
+        # Start the second stages (between nodes, for example) of all reductions first, so that they
+        # overlap. Then wait for each reduction.
         for bucket in self._in_flight:
             if bucket.has_stages:
                 with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):

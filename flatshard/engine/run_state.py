@@ -39,6 +39,7 @@ class RunState:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
         self.world = world  # the ranks that train the model
+
         # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
         # left out.
         groups = [world]
@@ -49,7 +50,7 @@ class RunState:
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
-        self.edits = ForwardEdits()  # the extra `device_checks` puts a `DeviceChecks` here
+        self.edits = ForwardEdits()  # on accelerators, replaced by the extra `device_checks`
         self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
         self.observers = Observers()
         # Device of the unsharded buffers. None: the model trains on a single rank, without
@@ -63,10 +64,11 @@ class RunState:
         # began under `no_sync`.
         self.under_no_sync = self.accumulates = False
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
-        self.depth = 0  # number of units' forwards under way, each nested in the one before
+        self.depth = 0  # number of nested forwards of units that are running
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
 
-        # Whether another backward, such as a checkpoint's, ran inside the present backward.
+        # Whether another backward, such as that of a reentrant activation checkpoint, ran inside
+        # the present backward.
         self.has_inner_backward = False
 
     @property
@@ -91,7 +93,7 @@ class RunState:
         self.accumulates = self.under_no_sync
 
     def start_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
-        """Start the all-gathers of a unit that ``purpose`` needs. Collective.
+        """Start to all-gather the flat parameters of a unit that ``purpose`` needs. Collective.
 
         Args:
             unit: the unit whose flat parameters are all-gathered.

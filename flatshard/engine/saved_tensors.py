@@ -6,8 +6,9 @@ and backward. So saved-tensor hooks, active in every forward, replace each view 
 view. So a saved tensor is always valid, whatever the order of backward is.
 
 Autograd does not check the version of a tensor that saved-tensor hooks pack, so this module checks
-for edits in place. If the user installed other saved-tensor hooks around a forward (checkpointing,
-``save_on_cpu``), these hooks still receive every tensor that is not a view of an unsharded buffer.
+for edits in place. If other saved-tensor hooks are active around a forward (of an activation
+checkpoint or ``save_on_cpu``), these hooks still receive every tensor that is not a view of an
+unsharded buffer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SavedDTensor(NamedTuple):
     layout: Any
 
     def around(self, local: Tensor) -> Tensor:
-        """Return the DTensor again, with ``local`` as the local tensor of this rank."""
+        """Rebuild the DTensor, with ``local`` as the local tensor of this rank."""
         return self.kind(local, self.layout, requires_grad=False)  # type: ignore[no-any-return]
 
 
@@ -62,8 +63,9 @@ class SavedTensors:
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
         # For each storage of an unsharded buffer: the unit, the flat parameter's handle, and
-        # `Unit.copies_saved`. The storage's address is a valid key, because a buffer keeps its
-        # storage object: freeing the buffer only resizes the storage to zero bytes.
+        # whether to save copies of views (`Unit.copies_saved`). The storage's address is a valid
+        # key, because a buffer keeps its storage object: freeing the buffer only resizes the
+        # storage to zero bytes.
         self._owners = {
             handle.buffer.untyped_storage()._cdata: (unit, handle, unit.copies_saved(handle))
             for unit, handle in handles
@@ -100,10 +102,10 @@ class SavedTensors:
 
         Each call needs a later call of ``pop``.
         """
-        # Every unit's forward calls `push`, not only the outermost forward, because a checkpoint
-        # may be between an outer and an inner unit. The checkpoint installs its own hooks, and
-        # needs the same tensors in forward and in recomputation. In recomputation, the outer unit
-        # does not run. So the inner unit must put flatshard's hooks on top of the checkpoint's
+        # Every unit's forward calls `push`, not only the outermost forward, because an activation
+        # checkpoint may be between an outer and an inner unit. The checkpoint installs its hooks,
+        # and needs the same tensors in forward and in recomputation. In recomputation, the outer
+        # unit does not run. So the inner unit must put flatshard's hooks on top of the checkpoint's
         # hooks. Then the checkpoint never sees views of buffers, in forward or in recomputation.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = next((one for one in reversed(self._active) if one is not None), None)

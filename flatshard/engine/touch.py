@@ -52,9 +52,9 @@ class Touch(ParamOwner):
             for unit, handle in state.handles
             for param in handle.params
         }
-        # State of a loop that reads all parameters in order, see `_full`. `_loop_flat`: the handle,
-        # the version of the shard, and the all-gathered flat parameter. `_loop_last`: the parameter
-        # that was read last.
+        # For programs that read one parameter after another (see `_full`). `_loop_flat`: the flat
+        # parameter that was all-gathered for the loop, with its handle and the version of the
+        # shard. `_loop_last`: the parameter that was read last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
         # Units for which a warning was given. The warning about averages of weights is given once
@@ -78,7 +78,7 @@ class Touch(ParamOwner):
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]
-        # Also True in a forward that a checkpoint recomputes in backward.
+        # Also True in a forward that activation checkpointing runs again in backward.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class Touch(ParamOwner):
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
-        if not self._state.has_run:  # run the checks that belong to the first forward
+        if not self._state.has_run:  # `begin` runs the checks that precede the first forward
             self._forward.begin()
             self._forward.end(failed=False)
         for handle in {h for t in sharded for h in self._places[t.spec][0].handles}:

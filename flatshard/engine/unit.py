@@ -119,8 +119,8 @@ class Unit:
         # state dict or a checkpoint was loaded into the unit. Keyed by the text that names the
         # parameter, the state dict or the checkpoint in messages. Must be the same on all ranks.
         self.loads: Counter[str] = Counter()
-        # Sum of a checksum for each of these loads and writes, in any order. Each backward compares
-        # this sum between ranks. Only if the sums differ, the ranks exchange ``loads``.
+        # Sum of the checksums of these loads and writes, whose order does not matter. Each backward
+        # compares this sum between ranks. Only if the sums differ, the ranks exchange ``loads``.
         self.loads_sum = 0
         self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
@@ -317,8 +317,9 @@ class Unit:
         Otherwise autograd saves a ``SavedView``, a position in the unsharded buffer. To read the
         position, backward unshards the unit again.
         """
-        # Different ranks may use a parameter of the root in different operations. With a
-        # `SavedView`, one rank could start an all-gather in backward that other ranks do not start.
+        # Different ranks may use a parameter of the root in different operations. With
+        # `SavedView`s, perhaps only one rank's backward would need the parameter, and start an
+        # all-gather that the other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
     def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
@@ -327,7 +328,7 @@ class Unit:
         State: any phase -> IDLE.
         """
         for handle in self.handles:
-            if not handle.is_aliased:  # otherwise, modules always hold the sharded parameters
+            if not handle.is_aliased:  # if aliased, modules always hold the sharded parameters
                 handle.put_back()
         self.enter(Phase.IDLE)
         if moment is not Moment.AFTER_FORWARD:
@@ -352,7 +353,7 @@ class Unit:
     def _reshard_secondary(
         self, handle: FlatParamHandle, secondary: SecondaryShard, moment: Moment, fate: Fate
     ) -> None:
-        """Keep ``secondary``, a shard of ``handle``, for backward, or drop it after backward."""
+        """Keep the secondary shard of ``handle`` for backward, or drop it after backward."""
         if moment is not Moment.AFTER_FORWARD:
             secondary.end_backward()
         elif fate is Fate.FREE and self.backward_follows and handle.is_current:
@@ -410,7 +411,7 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            if handle.is_aliased:  # otherwise, `show_unsharded` checks in each forward
+            if handle.is_aliased:  # if not aliased, `show_unsharded` checks in each forward
                 handle.check_places()
             handle.grad_buffer.arrived.clear()
             unreduced = handle.grad_publish.unreduced
@@ -432,7 +433,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """Count a gradient of an input of ``call``, and return whether it was the last gradient."""
+        """Count a gradient of an input of ``call``. Return whether all of them have now arrived."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1

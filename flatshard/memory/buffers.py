@@ -75,7 +75,7 @@ class BufferMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that the buffer occupies now. Shards mapped into it are not counted."""
+        """Bytes of memory that the buffer occupies now. Mapped shards are not counted."""
         return 0
 
     def take(self) -> None:
@@ -339,7 +339,7 @@ def fills_pages(nbytes: int) -> bool:
 
     A mapping needs whole pages, and is faster than a copy only for large shards.
     """
-    # All ranks must get the same result. All ranks do if they run the same operating system.
+    # All ranks must get the same result, which is so if they run the same operating system.
     return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 

@@ -177,7 +177,7 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
 
 @contextlib.contextmanager
 def _hidden(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Hide the parameters of ``handles`` from torch, which would convert each parameter."""
+    """Hide parameters from torch inside the context: torch would convert each parameter."""
     places = [
         (module._parameters, attribute, module._parameters[attribute])
         for handle in handles

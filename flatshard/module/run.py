@@ -34,8 +34,8 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
-# `_num_registered` counts the modules and parameters that users assign to a module in `_watched`.
-# Each assignment may add a parameter that no unit owns.
+# `_watched`: the modules of all sharded models. `_num_registered`: how many modules and parameters
+# were assigned to attributes of these modules. Each assignment may add a parameter without a unit.
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 

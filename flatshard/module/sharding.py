@@ -42,7 +42,7 @@ class Sharding:
     # Whether a `param_init_fn` is running. Construction calls the function for every module, so
     # `apply` and conversions inside of the function must not go into other units.
     is_initialising: bool = False
-    context: RunContext = dataclasses.field(init=False)  # the model's run, set by `run.start_run`
+    context: RunContext = dataclasses.field(init=False)  # state of the model's steps (`start_run`)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Copy the state for a copied wrapper. ``start_run`` must give the copy its own run."""

@@ -71,9 +71,9 @@ class TorchRequest:
 
 
 def torch_request() -> TorchRequest | None:
-    """Return the options of torch's function on this thread's stack, or None if there is none.
+    """Return the options of torch's ``get_state_dict``, if it is running; otherwise None.
 
-    The functions are ``get_state_dict``, ``set_state_dict`` and similar functions.
+    ``set_state_dict`` and similar functions count, too. They are found on this thread's call stack.
     """
     for frame in _frames():
         if "info" in frame.f_locals:
@@ -89,13 +89,13 @@ def torch_request() -> TorchRequest | None:
 
 
 def is_getting_shards() -> bool:
-    """Whether this thread is in a ``get_...`` function of torch without ``full_state_dict``."""
+    """Whether torch's ``get_state_dict``, or a similar function, asks for sharded tensors now."""
     getters = [frame for frame in _frames() if frame.f_code.co_name.startswith("get_")]
     return any(not getattr(f.f_locals["options"], "full_state_dict", False) for f in getters)
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the stack frames of torch's functions on this thread, innermost first."""
+    """Yield this thread's stack frames of functions in ``_MODULE``, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
@@ -210,7 +210,7 @@ def with_shared(
     state_dict: StateDict,
     shared: dict[FlatShardTensor, StateDict],
 ) -> StateDict:
-    """Return a copy of a state dict, with the state in ``shared`` for the parameters in it."""
+    """Return a copy of a state dict, with state from ``shared`` for the parameters found there."""
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
     state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}

@@ -86,7 +86,7 @@ def _begin(
                 result = given()
             for extension in extensions:
                 extension.before_step(optimizer)
-            _check_params(optimizer)  # after the closure, whose backward computes the gradients
+            _check_params(optimizer)  # after the closure: its backward computes the gradients
             return result
 
         closure = Closure(run, optimizer)
@@ -109,7 +109,7 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check_params(optimizer: Optimizer) -> None:
-    """Raise for a step on unreduced gradients, or on gradients that the optimizer rejects."""
+    """Raise if gradients are not reduced yet, or if the optimizer cannot step the gradients."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         _refuse_sharded(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
@@ -213,8 +213,8 @@ def check_reduced(
 ) -> None:
     """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    ``is_reducing`` says whether the last forward began outside of ``no_sync``. If it is False, the
-    call is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
+    ``is_reducing``: whether the last forward began outside of ``no_sync``. If it did not, the call
+    is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
     """
     mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
     found = {world.rank: mine}

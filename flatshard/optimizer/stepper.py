@@ -61,7 +61,7 @@ stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDiction
 
 
 class OptimizerExtension:
-    """Interface of an extra that acts in optimizer steps, once it is in ``extensions``."""
+    """Acts in optimizer steps. An extra adds an instance to the list ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before gradients are checked: when ``step()`` begins, and after each closure."""
@@ -132,7 +132,7 @@ def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
 def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: Any) -> str | None:
     """Step the parameters of ``groups`` in place of the optimizer's own groups, without hooks.
 
-    Returns the name of an option that the step has changed in a group, or None if it changed none.
+    Returns the name of an option that the step has changed in a group, or None if there is none.
     """
     before = [_options(group) for group in groups]
     with temporarily([optimizer], param_groups=groups):
@@ -332,7 +332,7 @@ class BucketStepper(Stepper):
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether to use the fused kernel for a group: it works, and the user chose no other kernel."""
+    """Whether the fused kernel supports a group, and the user chose no other kernel."""
     # On a CPU, Adam and AdamW without the fused kernel run many operations, each of which reads all
     # parameters, gradients or state. The fused kernel reads everything only once, and takes a fifth
     # of the time. The fused kernel rounds differently: after a step, about 1 of 100,000 values
@@ -366,8 +366,9 @@ ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 class BucketState(dict[str, Any]):
     """Optimizer state of a bucket or of a member. A member's tensors are views of bucket state."""
 
-    # All members share a tensor with the number of steps. Users must get a copy of this tensor (see
-    # `apart`): a user who changes the number for one member would change the number for all.
+    # All members of a bucket share one tensor with the number of steps. Users must get a copy of
+    # this tensor (see `apart`): a user who changes the number for one member would change it for
+    # all.
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
@@ -380,7 +381,7 @@ class BucketState(dict[str, Any]):
 
 
 def apart(state: State) -> State:
-    """Return ``state`` with a copy of the number of steps, which other members otherwise share."""
+    """Return ``state`` with a copy of the number of steps, which a bucket's members share."""
     if not isinstance(state, BucketState):
         return state
     return {
@@ -483,7 +484,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """Return this rank's flat gradient, if the parameter's gradient is a view of it.
+    """Return this rank's flat gradient, of which the parameter's gradient is a view, or None.
 
     The gradient is at the same position in the flat gradient as the parameter in the shard. Returns
     None if the parameter has no gradient, or a gradient that the user assigned.

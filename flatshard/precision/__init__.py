@@ -285,7 +285,7 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 class Override:
     """A dtype that replaces ``param_dtype`` of the unit's precision for a module or a parameter.
 
-    ``dtype`` is None: the unsharded parameters have the same dtype as the sharded parameters.
+    If ``dtype`` is None, unsharded parameters have the same dtype as the sharded parameters.
     """
 
     dtype: torch.dtype | None
@@ -305,7 +305,7 @@ class PrecisionPlan:
         self,
         module: nn.Module,
         # The user's precision for every planned unit, including the root. If an inner unit has
-        # another precision than the outer unit, no override of the outer unit applies to the inner.
+        # another precision than the outer unit, overrides of the outer unit stop at the inner unit.
         precisions: Mapping[nn.Module, MixedPrecision],
         # Ids of parameters and buffers that are ignored, or belong to units wrapped earlier.
         left_alone: Collection[int],

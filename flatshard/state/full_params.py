@@ -76,8 +76,9 @@ def shard_of_parts(
 def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
     """Return the original parameter to which an entry of a state dict belongs, or None.
 
-    ``tensor`` may be the sharded parameter, or a view of the unsharded buffer of ``handle``. An
-    ``nn.Parameter`` belongs to none: the user asked for the modules' parameters (keep_vars=True).
+    ``tensor`` may be the sharded parameter, or a view of the unsharded buffer of ``handle``. The
+    result is None for an ``nn.Parameter``: with ``keep_vars=True``, the user asks for the
+    parameters themselves, which must not be replaced.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
         return None

@@ -52,7 +52,7 @@ class UnitStateDict:
         self.is_apart = False  # whether only some of the model's ranks train the unit
         self.unit = unit
         # Number of nested calls of `state_dict()` under way on modules with these hooks. Only the
-        # outermost call replaces values.
+        # end of the outermost call replaces sharded values (by full tensors, for example).
         self._depth = 0
         places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
@@ -95,7 +95,7 @@ class UnitStateDict:
             )
 
     def requested(self) -> StateDictOptions:
-        """Return the unit's own options, or those of torch's ``get_state_dict`` while it runs."""
+        """Return the options of torch's ``get_state_dict`` while it runs, or the unit's options."""
         if (asked := torch_request()) is None:
             return self.options
         return StateDictOptions(not asked.full, asked.to_cpu, asked.rank0_only)
@@ -161,7 +161,7 @@ def _replace_by_full(
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = gather_full(handle, handle.flat_param, device, is_kept=is_saving)
-    # Use the same order on all ranks: `unsplit` is a collective of the ranks of a DTensor's mesh.
+    # All ranks must call `unsplit` in the same order: it is a collective over a DTensor's mesh.
     wanted = sorted({*param_of_key.values()}, key=lambda param: param.index) if is_saving else ()
     full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}
     for key, param in param_of_key.items():
@@ -199,7 +199,7 @@ def _treat_rest(
 ) -> None:
     """Apply the options to entry ``key``, if it is a buffer, extra state or ignored parameter."""
     value = state_dict[key]
-    # With keep_vars=True, the value may be the parameter that the module holds.
+    # With keep_vars=True, the value may be the parameter that the module holds. It stays as it is.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
         # Keep the entry, even on ranks that save nothing: the entry is a parameter of another unit,

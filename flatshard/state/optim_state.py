@@ -130,7 +130,7 @@ def _by_name(
     state_dict: StateDict | None,
     shared: dict[FlatShardTensor, StateDict],
 ) -> tuple[StateDict, OptimParams]:
-    """Return a pair: the optimizer's state dict, keyed by parameter name, and its parameters.
+    """Return the optimizer's state dict, keyed by parameter name, and the optimizer's parameters.
 
     The state dict has the content of ``state_dict``, or of ``optimizer.state_dict()`` if
     ``state_dict`` is None. State with one value per element is a sharded tensor. The state of

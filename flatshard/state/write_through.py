@@ -29,6 +29,7 @@ class Given:
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
+
     # Version and some values of `copy` (see `_state`), read when `copy` and the shard last had
     # equal values. None: the extra `device_checks` has found that the user wrote to `copy` since.
     state: tuple[int, list[int]] | None

@@ -40,7 +40,7 @@ _POINTWISE = frozenset(
     copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
-_ROLE_LENGTH = 80  # maximum number of characters of a role that `_role_of` returns
+_ROLE_LENGTH = 80  # maximum length of a text from `_role_of`, without the digest at its end
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
@@ -234,12 +234,12 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _at(value: Any, position: int) -> Any:
-    """Return ``value[position]`` if ``value`` is a list that long; otherwise return ``value``."""
+    """Return ``value[position]`` if ``value`` is a list with this position, otherwise ``value``."""
     return value[position] if isinstance(value, list | tuple) and position < len(value) else value
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Draw random numbers for a sharded tensor, so that they do not depend on the world size."""
+    """Draw random numbers for a sharded tensor. The numbers do not depend on the world size."""
     tensor: FlatShardTensor = args[0]
     spec, local = tensor.spec, tensor.local
     if func is aten.bernoulli.default:

@@ -313,8 +313,8 @@ class OriginalParam:
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # For integer parameters `requires_grad` is always False, so this call does not raise.
         self.full.requires_grad_(self.requires_grad)
-        # Move the hooks from the previous full parameter, unless `full` is still the same object:
-        # without an unsharded buffer, `full` is `sharded`, which `model.to()` does not replace.
+        # If `full` is a new object, move the hooks of the previous full parameter there. Without an
+        # unsharded buffer, `full` is `sharded`, an object that `model.to()` does not replace.
         if before is not None and before is not self.full:
             # Share the dictionary instead of copying the hooks, because users may still remove the
             # hooks by the handles from torch.

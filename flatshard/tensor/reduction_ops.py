@@ -146,8 +146,8 @@ def _sharded_norms(
 def joined_norms(local: Tensor, order: float, comms: Comms, op_name: str) -> Tensor:
     """Return norms of sharded tensors, from the norms of this rank's elements, ``local``.
 
-    ``local``: 0, or infinity for a negative order, for a tensor without elements on this rank.
-    Collective: all ranks of ``comms``.
+    If this rank holds no elements of a tensor, the tensor's value in ``local`` must be 0, or
+    infinity for a negative order. Collective: all ranks of ``comms``.
     """
     if math.isinf(order):
         return _extremes(local, comms, largest=order > 0, op_name=op_name)

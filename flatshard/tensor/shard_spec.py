@@ -24,7 +24,7 @@ class ParamSplit(Protocol):
     part; the ranks of ``comms`` hold the other parts.
     """
 
-    # For each mesh dimension that splits the DTensor, a communicator of the ranks along it.
+    # One communicator for each mesh dimension that splits the DTensor: the ranks along it.
     comms: tuple[Communicator, ...]
     shape: tuple[int, ...]  # shape of the whole DTensor
     stride: tuple[int, ...]  # strides of the whole DTensor, in elements
@@ -58,7 +58,7 @@ class ParamOwner:
     is_in_forward = False  # whether a forward of the model is running
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` with full tensors in place of sharded tensors, and return its result.
+        """Return the result of ``func``, called with full tensors in place of sharded tensors.
 
         Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor does not
         come from parameters of the model.
@@ -68,7 +68,7 @@ class ParamOwner:
     def start_backward(self) -> None:
         """Tell the model that a backward is running.
 
-        Called before the gradient of a parameter is averaged that was used outside of forward.
+        Called for a parameter that was used outside of forward, before its gradient is averaged.
         """
 
     def bring_back(self, spec: ShardSpec) -> bool:

@@ -666,7 +666,7 @@ class StateShard(FlatShardTensor):
         return 0
 
     def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Return an uninitialised tensor, sharded like this tensor if it has the same shape.
+        """Return an uninitialised tensor of shape ``size``, sharded if this is the tensor's shape.
 
         For any other ``size``, return a plain tensor.
         """

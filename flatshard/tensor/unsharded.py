@@ -105,7 +105,8 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
 
 
 _forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-_allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)  # not in 2.11
+# None in torch 2.11, which cannot undo `_forbid`.
+_allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
 
 def forbid(buffer: Tensor, unit: str, rank: int) -> None:

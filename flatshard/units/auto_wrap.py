@@ -36,9 +36,9 @@ ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
 # have at most this number of elements. The root stays unsharded throughout a step, so this costs at
 # most 32 MB of float32.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-# A module with a larger share of the model's elements is opened, if it can be. While one unit
-# computes, the next unit is all-gathered, so at the peak two units are unsharded: with this limit,
-# at most a quarter of the model.
+# A module with a larger share of the model's elements is opened if possible: its children, and not
+# the module, become units. While one unit computes, the next unit is all-gathered, so at the peak
+# two units are unsharded: with this limit, at most a quarter of the model.
 LARGE_SHARE = 1 / 8
 # If at least this share of a module's elements is in blocks (repeated modules), the module is
 # opened, so that the blocks may become units. A module with a smaller share has only a few similar

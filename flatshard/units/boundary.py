@@ -135,7 +135,7 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Return numbers for ``move`` to try: a shard's length will be a multiple of such a number.
+    """Return the numbers that ``move`` tries: the length of a shard is a multiple of the number.
 
     If two shard ends cut the same parameter, the length of a shard must be a multiple of the
     parameter's block. A number that is a multiple of more blocks allows this in more parameters.

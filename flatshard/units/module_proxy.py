@@ -59,7 +59,8 @@ class ModuleProxy(nn.Module):
             RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.
         """
         module = self.__dict__.get("_modules", {}).get("module")
-        # `unit.weight += 1` assigns the parameter that the module holds already.
+        # `unit.weight += 1` adds in place, and then assigns the parameter that the module holds
+        # already. So there is nothing to assign.
         if module is not None and value is module._parameters.get(name) is not None:
             return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):

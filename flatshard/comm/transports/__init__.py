@@ -237,8 +237,8 @@ class Gather(NamedTuple):
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     purpose: str  # what the all-gather is for, such as "forward", for error messages
 
-    # The ``BufferMemory`` whose ``buffer`` is ``out``, if ``allocate_unsharded`` has returned it.
-    # None: ``out`` was allocated in another way.
+    # The ``BufferMemory`` whose ``buffer`` is ``out``, if ``out`` comes from
+    # ``allocate_unsharded``. None: ``out`` was allocated in another way.
     memory: BufferMemory | None = None
     # Whether the values are sent unrounded, even if the user chose a narrower ``wire_dtype``.
     exact: bool = False
@@ -250,9 +250,9 @@ class Gather(NamedTuple):
 class ReduceScatter(NamedTuple):
     """Arguments of a reduce-scatter: each rank gets the average of one shard of the gradients."""
 
-    # This rank's gradients, ``shard_numel * size`` elements. Chunks with several parts are possible
-    # only if the transport's ``min_chunk_bytes`` is not None. The transport may overwrite a single
-    # part, but does not write to several parts.
+    # This rank's gradients, ``shard_numel * size`` elements. If the gradients are one part, the
+    # transport may overwrite the part. Several parts are possible only if the transport's
+    # ``min_chunk_bytes`` is not None, and are not overwritten.
     chunks: FlatChunks
     # Receives this rank's shard of the averages, (shard_numel,), in the dtype in which the
     # transport adds. Elements outside of the ranges of ``chunks`` are not written.
@@ -270,12 +270,13 @@ class BufferRequest(NamedTuple):
     """Arguments of ``allocate_unsharded``, which allocates the memory of an unsharded buffer."""
 
     numel: int  # number of elements of the buffer, which holds the shards of all ranks
-    dtype: torch.dtype  # dtype of the buffer and of the all-gather
+    dtype: torch.dtype  # dtype of the buffer, and of the values that the all-gather sends
     device: torch.device
-    tag: int  # tag of the flat parameter
+    tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
 
-    # Where the memory of this rank's shard is made, if this memory may be mapped into the buffer.
-    # With such a mapping all-gathers need not copy this rank's shard. None: do not map.
+    # If the memory of this rank's shard may be mapped into the buffer: the offload target (memory
+    # or disk) in which this memory is made. All-gathers need not copy a mapped shard. None: do not
+    # map.
     shard_target: OffloadTarget | None = None
 
 

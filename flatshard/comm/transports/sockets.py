@@ -310,7 +310,7 @@ class _Average:
         self._over.result()
 
     def run(self) -> None:
-        """Compute the average, unless another thread has begun to. ``wait`` raises any error."""
+        """Compute the average, unless another thread computes it. ``wait`` raises any error."""
         if not self._is_taken.acquire(blocking=False):
             return
         try:
