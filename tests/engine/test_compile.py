@@ -25,13 +25,20 @@ WARM_UP = 2
 """Steps in which compiling is allowed: the first one, and one with the recorded order."""
 
 
+class Line(nn.Linear):
+    """A layer with its own forward: torch 2.11 does not compile the forward of ``nn.Linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class Block(nn.Module):
     """A unit."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(7, 9)
-        self.down = nn.Linear(9, 7)
+        self.up = Line(7, 9)
+        self.down = Line(9, 7)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
