@@ -1055,7 +1055,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             torch_names = default_extra("torch_names")
             if torch_names is None:
                 raise
-            # A wrapper that is still being built or copied has no `_sharding`.
+            # A wrapper that is still being built or copied has no `_sharding`. Then pass None.
             return torch_names.attribute(name, self.__dict__.get("_sharding"), error)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:

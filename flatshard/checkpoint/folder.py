@@ -220,5 +220,5 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """Return the name with all numbers replaced by 0, equal for all checkpoints of a training."""
+    """Return the name with 0 for each number, so that all checkpoints of a training are equal."""
     return re.sub(r"\d+", "0", path.name)

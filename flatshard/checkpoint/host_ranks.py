@@ -50,7 +50,7 @@ class HostRanks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Prepare exchanges between the ranks of ``group``. If None, this rank is alone.
+        """Prepare exchanges between the ranks of ``group``; None: this rank is the only rank.
 
         Collective at the first call for a group: all ranks of the group.
         """

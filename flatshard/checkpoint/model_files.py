@@ -191,7 +191,7 @@ def load_safetensors(
 def _check_fits(
     path: str, entries: Entries, places: Places, keys: _IncompatibleKeys, *, strict: bool
 ) -> None:
-    """Raise ValueError if tensors do not fit the model. The error lists all of them."""
+    """Raise ValueError if tensors do not fit the model. The error lists all such tensors."""
     expected = {n: f"{tuple(one.entry.shape)} {one.entry.dtype}" for n, one in entries.items()}
     found = {name: f"{place.shape} {place.dtype}" for name, place in places.items()}
     wrong = [n for n in places if n in entries and places[n].shape != tuple(entries[n].entry.shape)]

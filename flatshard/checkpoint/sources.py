@@ -45,6 +45,7 @@ class Source:
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
     facts: dict[str, object] = field(default_factory=dict)  # values that are not tensors, to show
+
     # Other names of tied tensors, mapped to the name under which `tensors` has the tensor.
     ties: dict[str, str] = field(default_factory=dict)
     # Names of tensors that lack some values in the files.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 # Newer torch renamed `all_gather_into_tensor` to `all_gather_single`, and some versions warn about
-# the older name.
+# the older name. So use the newer name if torch has it.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Tag of the receives with which `abort` aborts a group. No rank ever sends with this tag, so the

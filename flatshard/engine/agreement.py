@@ -170,7 +170,7 @@ def _check_program(state: RunState, maxima: bytes) -> None:
 
 
 def _different_loads(state: RunState) -> str:
-    """Return which state ranks have loaded or written different numbers of times, as a text.
+    """Name the state that ranks have loaded or written different numbers of times, for an error.
 
     The text lists the number of loads or writes on each rank. If several states differ, the text
     names the last of these states. If no state differs, the text is empty. All ranks return the

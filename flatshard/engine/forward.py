@@ -191,7 +191,7 @@ class Forward:
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for the forward under way, and wait for the all-gather. Collective."""
         self._state.unshard(unit, "forward")
-        if unit.phase is Phase.BACKWARD:  # left over from a backward that failed in this forward
+        if unit.phase is Phase.BACKWARD:  # a backward inside of this forward has failed
             unit.enter(Phase.IDLE)
         unit.enter(Phase.FORWARD)
 
@@ -305,7 +305,8 @@ class Forward:
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:
-                    # Resharding waits for the all-gather, which still writes into the buffer.
+                    # Resharding waits for the all-gather, which still writes into the buffer. So
+                    # reports must count this time as a wait for all-gathers.
                     with self._observers.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:

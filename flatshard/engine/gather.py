@@ -191,7 +191,8 @@ class ParamGather:
         """Start to all-gather ``part``, ``(shard_numel,)``, into ``out``, outside of a step.
 
         ``out``: ``(padded_numel,)``, in the dtype of ``part``, because nothing is cast. ``tags``:
-        ``read_tags``, or nothing for an all-gather that the caller finishes at once.
+        message tags. By default, tags for all-gathers that the caller finishes at once; pass
+        ``read_tags`` if other all-gathers of the flat parameter may run in the meantime.
 
         Collective: all ranks that share the flat parameter.
         """

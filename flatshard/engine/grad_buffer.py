@@ -55,7 +55,8 @@ class GradientBuffer:
         # Indices of the parameters whose gradients have arrived in this backward.
         self.arrived: set[int] = set()
         # Indices of the parameters whose gradients this rank has computed since `.grad` was last
-        # published. A `Sync.INTRA` reduction adds the parameters that other ranks used.
+        # published. After a `Sync.INTRA` reduction, also the parameters that other ranks used,
+        # whose gradients are in `intra_reduced`.
         self.used_by_rank: set[int] = set()
         # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None

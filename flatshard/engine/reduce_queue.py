@@ -160,9 +160,9 @@ class ReduceBucket:
         return all(reduce.done() for _, reduce in self.under_way)
 
     def advance(self) -> bool:
-        """Start the later stages of the reductions (``GradReduce``) that need no wait.
+        """Start the stages after the first (between nodes, for example) that need no wait.
 
-        Returns False if a second stage cannot start yet.
+        ``GradReduce`` describes the stages. Returns False if a second stage cannot start yet.
         """
         return all(reduce.advance() for _, reduce in self.under_way)
 
@@ -225,7 +225,7 @@ class ReduceQueue:
         self._num_agreed = 0
 
     def refresh(self) -> None:
-        """Recompute cached sizes after the units' buffers were reallocated."""
+        """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
         units = self._state.units
         # Limit the memory of unfinished reductions to twice the gradients of the largest unit. On
         # an accelerator, the limit is smaller: twice the gradients of the largest bucket. The host
@@ -316,8 +316,8 @@ class ReduceQueue:
         self._state.pending_sends.drop_sent()
         with self._observers.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
-                # If the second stage of a bucket must wait, all later second stages must wait, too:
-                # second stages start in the order of the first stages.
+                # A second stage (between nodes, for example) starts only after the second stages of
+                # all earlier buckets. So stop at the first bucket whose second stage cannot start.
                 if bucket.has_stages and not bucket.advance():
                     break
         while self._in_flight:
@@ -400,8 +400,9 @@ class ReduceQueue:
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # Run all remaining stages, although the results are dropped. If this rank skipped a
-            # second stage, the other ranks' second stage would match this rank's next collective.
+            # Run all remaining stages of the reductions, although the results are dropped. If this
+            # rank skipped the stage between nodes, for example, the other ranks' collectives of
+            # this stage would match this rank's next collectives.
             self._finish_all()
         finally:
             for bucket in self._in_flight:

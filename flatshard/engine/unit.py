@@ -153,7 +153,7 @@ class Unit:
         self._sticky_version = -1
 
     def count_load(self, what: str) -> None:
-        """Count that this rank loaded or wrote ``what``, a key of ``loads``.
+        """Count that this rank loaded or wrote ``what``: a state dict, checkpoint or parameter.
 
         The next backward raises an error on all ranks if the ranks have counted differently.
         """

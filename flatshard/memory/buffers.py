@@ -325,7 +325,7 @@ class PooledBuffer(BufferMemory):
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
     """Make the memory of an unsharded buffer, ``(numel,)``, into which no shard is mapped."""
-    # For small buffers, torch's allocator is as fast as the page pool.
+    # Use the page pool only for large buffers. For small buffers, torch's allocator is as fast.
     is_paged = mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
     if device.type == "cpu" and is_paged:
         # If no addresses are left, fall back to torch's allocator, which may have free memory.

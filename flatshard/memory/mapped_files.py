@@ -17,7 +17,7 @@ import os
 import sys
 from typing import Any
 
-# Constants of Linux. Python's module ``mmap`` does not define all of them on every system.
+# Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
 _MADV_DONTNEED = 4
@@ -128,8 +128,8 @@ def move_pages(source: int, place: int, nbytes: int) -> bool:
     Afterwards the range at ``source`` reads as zeros and has no memory. The previous contents at
     ``place`` are lost. Returns whether the pages were moved.
     """
-    # The call fails on systems before Linux 5.7, which do not know the flag DONTUNMAP, and if the
-    # process has too many mappings.
+    # The call fails, and this function returns False, on systems before Linux 5.7, which do not
+    # know the flag DONTUNMAP, and if the process has too many mappings.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
 

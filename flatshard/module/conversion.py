@@ -34,8 +34,9 @@ def convert(
     ``apply_to_module`` calls torch's own ``Module._apply`` with ``fn``.
     """
     context = root.context
-    # An outer wrapper's `apply_to_module` called this wrapper. The outer wrapper converts all
-    # shards, including the shards of this wrapper.
+    # If an outer wrapper is being converted, its `apply_to_module` has called this wrapper. The
+    # outer wrapper converts all shards, including the shards of this wrapper, so convert no shard
+    # here.
     if context.is_converting:
         apply_to_module()
         return
@@ -125,7 +126,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
 def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of the wrapper of ``root``, with all units inside. No communication."""
     check_not_summoned(units_in(root.wrapper), "copied")
-    # The outermost wrapper puts all units into `memo`, where inner wrappers find their units.
+    # The outermost wrapper puts all units into `memo`. So an inner wrapper finds its unit there.
     is_outermost = id(root.unit) not in memo
     inside = shardings_in(root.wrapper) if is_outermost else []
     if is_outermost:

@@ -210,7 +210,7 @@ def _install() -> None:
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
-    """Count an assignment to a watched module. Torch calls this before any assignment."""
+    """Count an assignment to a watched module. Torch calls this for all modules and parameters."""
     global _num_registered
     # Skip the lookup in the set while Dynamo traces, because Dynamo cannot trace the lookup. Traced
     # code adds no parameters.

@@ -181,8 +181,8 @@ def from_torch(
         for key, value in state.items():
             part = part_per_element(spec, key, value)
             if part is not None:
-                # `_local_state` replaces the sharded tensor by this rank's range in the next step
-                # of an element-wise optimizer.
+                # The state stays a sharded tensor until the optimizer's next step. There, an
+                # element-wise optimizer replaces the tensor by this rank's range (`_local_state`).
                 state[key] = FlatShardTensor(part, spec, role=f"{key} of")
     return state_dict
 

@@ -64,7 +64,7 @@ class OptimizerExtension:
     """Acts in optimizer steps. An extra adds an instance to the list ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before gradients are checked: when ``step()`` begins, and after each closure."""
+        """Called before gradients are checked, in ``step()`` and after each call of a closure."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
         """Step some parameters, and return the ids of parameters for ``step()`` to omit.

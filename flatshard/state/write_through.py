@@ -65,8 +65,8 @@ class WriteThrough:
         self.given[id(ref)] = Given(ref, copy, _state(copy), unit, handle, param, identity(handle))
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
-        # A state dict in a global variable is freed when the program ends. Then torch's functions
-        # may already be gone, and the model is not used again.
+        # A state dict in a global variable is freed when the program ends. Copy nothing then:
+        # torch's functions may already be gone, and the model is not used again.
         if (given := self.given.pop(id(user), None)) and not sys.is_finalizing():
             self._take_over([given])
 

@@ -307,8 +307,8 @@ class FlatShardTensor(torch.Tensor):
             self.copy_(value)
 
     # Override ``dtype`` to see a collective with a list of tensors (``dist.scatter(x, [p, p])``).
-    # Neither ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists, but
-    # torch.distributed compares the dtypes of the tensors before the collective.
+    # Neither ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists. But before
+    # the collective, torch.distributed reads and compares the dtypes of the tensors.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the elements, as ``Tensor.dtype`` of a plain tensor."""
@@ -375,7 +375,7 @@ class FlatShardTensor(torch.Tensor):
         if full is None:
             return super().register_hook(hook)
         # The user may have unfrozen the parameter after the last unshard. Then `full` is still
-        # frozen, and torch refuses hooks on a frozen tensor.
+        # frozen. Unfreeze `full`, too, because torch refuses hooks on a frozen tensor.
         if self.requires_grad:
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
@@ -516,7 +516,8 @@ class FlatShardTensor(torch.Tensor):
             if handler is not None and is_elementwise and isinstance(out, FlatShardTensor):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 result = func.overloadpacket(*args, **rest)
-                # For another shape, torch resizes `out`; for some dtypes, torch raises an error.
+                # Copy only if torch would write to `out` in place. For another shape, torch resizes
+                # `out`, and for some dtypes, torch raises an error.
                 if result.shape == out.shape and torch.can_cast(result.dtype, out.dtype):
                     return out.copy_(result)
             first_sharded(args, kwargs).refuse(func._schema.name)

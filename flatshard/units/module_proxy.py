@@ -34,7 +34,8 @@ class ModuleProxy(nn.Module):
         So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
         ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # `Module.__init__` and unpickling read this property before the wrapped module is set.
+        # `Module.__init__` and unpickling read this property before the wrapped module is set. Then
+        # return the class of the wrapper.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 

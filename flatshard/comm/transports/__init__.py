@@ -37,8 +37,9 @@ class Members:
     rank: int  # rank of this process within the group
     ranks: tuple[int, ...]  # global ranks of the members
     gather_group: dist.ProcessGroup
-    # A second group of the same ranks, for reductions. Collectives of one group match by order, and
-    # reductions and all-gathers may alternate differently on each rank.
+    # A second group of the same ranks, for reductions. Collectives of one group match by order, but
+    # reductions and all-gathers may alternate differently on each rank. So in a single group, one
+    # rank's all-gather could match another rank's reduction.
     reduce_group: dist.ProcessGroup
     host: HostExchange  # exchanges small values between the ranks
     options: TransportOptions

@@ -15,7 +15,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes, as_real
 
 # Newer torch renamed `reduce_scatter_tensor` to `reduce_scatter_single`, and some versions warn
-# about the older name.
+# about the older name. So use the newer name if torch has it.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Number of elements at which every backend uses its algorithm for large tensors. `warm_up` reduces

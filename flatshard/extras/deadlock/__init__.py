@@ -198,7 +198,7 @@ class _OwnWait(BlockedWait):
     def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
         name = found.name
         super().__init__(lambda: name, UNKNOWN, thread=thread)
-        # Keep only a weak reference, because a work keeps its tensors alive.
+        # Keep only a weak reference, because a `Work` of torch keeps its tensors alive.
         self.work = weakref.ref(found.work)
         self._outer = outer
         self._was_asked = False

@@ -500,7 +500,8 @@ def _circle(reports: _Reports) -> _Reports:
     If all ranks of the subset wait at the same moment, they are deadlocked (see [Note: proof]).
     Returns {} if this rank is not in the subset.
     """
-    # Repeatedly drop the ranks that wait for no remaining rank, until no more ranks are dropped.
+    # Repeatedly drop the ranks that wait for no remaining rank. When no rank is dropped any more,
+    # each remaining rank waits for a remaining rank.
     while True:
         stuck = {
             rank: report

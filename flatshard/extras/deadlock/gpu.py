@@ -83,6 +83,7 @@ class GpuWaits:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last look
+
         # Result of `_place_of` at the last look, and the time of the first of the consecutive looks
         # with this result.
         self._place: tuple[int, int, int] | None = None

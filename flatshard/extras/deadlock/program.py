@@ -78,7 +78,8 @@ class OwnCollective(NamedTuple):
         Returns None if torch's flight recorder has not recorded the collective.
         """
         last = _last_of(_recorded(), self.group.group_name)
-        with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
+        # Suppress the error of a group that has no backend for CPU tensors.
+        with contextlib.suppress(RuntimeError):
             # The last record belongs to this collective only if it has the group's present sequence
             # number. Otherwise the number was increased by a send or receive, which the recorder
             # does not number.

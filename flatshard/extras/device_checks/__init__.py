@@ -224,7 +224,7 @@ def _spoil(tensor: Tensor, where: Tensor) -> None:
 
 
 class StateWrites(WriteThrough):
-    """Also finds writes on accelerators that leave a tensor's version counter unchanged."""
+    """``WriteThrough`` that on accelerators also finds writes without a change of the version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,8 @@ class StateWrites(WriteThrough):
             self._mark(self._unread.pop(0))
         watched = [given for given in some if given in self._values]
         for given in watched:
-            if given.copy._version != self._values[given][0]:  # `super()` finds this write
+            # The call of `super()._take_over` below copies this write to the shard.
+            if given.copy._version != self._values[given][0]:
                 self._keep(given)
         # Python may free a tensor in any thread. In a thread of the deadlock detection, do not wait
         # for the device: the device itself may wait for other ranks.

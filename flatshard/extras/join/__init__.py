@@ -200,7 +200,8 @@ class Join(StepExtension):
         for handle in self._handles:
             handle.grad_publish.scale = 1.0 if self._by_initial_size else size / num_active
         if self._buffers is not None:
-            self._buffers.source = self._active[-1]  # as in DistributedDataParallel
+            # As in DistributedDataParallel, buffers come from the last rank that has input.
+            self._buffers.source = self._active[-1]
         self._note_versions()
 
     def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None:

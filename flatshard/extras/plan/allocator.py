@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 _ROUND = 512  # the size of each block is a multiple of this number
 _SMALL_BYTES = 1 << 20  # maximum size of a small block
-_SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20  # growth of segments is a multiple
+# The segments of small and of large blocks grow by multiples of these numbers of bytes.
+_SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Pool:
         self._free: list[tuple[int, int]] = []  # start and size of each free block, by start
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """Take the smallest free block of at least ``nbytes``, or grow; return start and size."""
+        """Take the smallest free block that fits, or grow the segment. Returns start and size."""
         fits = [(size, start) for start, size in self._free if size >= nbytes]
         if fits:
             size, start = min(fits)

@@ -26,7 +26,7 @@ def compiled(trace: StepTrace) -> StepTrace:
 
 
 def _regions(trace: StepTrace) -> list[int]:
-    """For each event, the number of the compiled region that contains the event, or 0 if none.
+    """Return, for each event, the number of the compiled region of the event, or 0 for no region.
 
     A region is one forward or one backward of a unit.
     """

@@ -86,7 +86,7 @@ class Device:
     def of_data_sheet(
         cls, flops: float, memory_rate: float, memory_bytes: float, attention: float = _ATTENTION
     ) -> Device:
-        """Return a GPU with these peaks. ``attention``: fraction of ``flops`` that is reached."""
+        """Return the speeds of a GPU with these peaks. ``attention``: reached part of ``flops``."""
         return cls(_MATMUL * flops, attention * flops, _COPY * memory_rate, memory_bytes)
 
     def seconds(self, op: Op) -> float:

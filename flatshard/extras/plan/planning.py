@@ -224,8 +224,8 @@ def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     and the first parameter is the embedding.
     """
     units, found = plan.units, StepTrace.of(plan)
-    # The marks of forward, last mark first. `units` has children before parents, so the loop in
-    # reverse order reaches a unit before the units inside the unit.
+    # The marks (`Mark`) of forward, the last mark first. `units` has children before parents, so
+    # the loop in reverse order reaches a unit before the units inside the unit.
     reverse: list[Mark] = []
     around: list[int] = []
     for unit in range(len(units))[::-1]:

@@ -31,6 +31,7 @@ DTYPES = {
     "fp32": MixedPrecision(),
 }
 CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
+
 # Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 
@@ -209,7 +210,7 @@ class Target:
             )
 
     def changes(self) -> dict[str, Choice]:
-        """For each change of one setting, return the prediction with the smallest peak."""
+        """Return, for each single change of a setting, the prediction with the smallest peak."""
         kinds = ("none", "selective", "block")
         weaker = kinds.index(self.checkpoint)
         changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in kinds[weaker + 1 :]]

@@ -217,7 +217,7 @@ class StepRecorder(StepObserver):
                 self._look_at(self._units)
 
     def _note(self, events: list[Event], purpose: str) -> None:
-        """Record the bytes and the begin of collectives that have just begun."""
+        """Record the size and the start time of collectives that have just begun."""
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
             # `unit` is None if the name is not found. This happens if the collective belongs to

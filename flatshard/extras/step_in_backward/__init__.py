@@ -80,11 +80,13 @@ class SteppedInBackward(StepExtension):
     def __init__(self, state: RunState) -> None:
         self.state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
-        # The attributes up to `_problem` describe the current backward.
-        self._owned: dict[int, tuple[Unit, str]] = {}  # result of `_find_owned`
+        # The attributes up to `_problem` describe the current backward. `_owned`: result of
+        # `_find_owned`.
+        self._owned: dict[int, tuple[Unit, str]] = {}
         self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
+
         # Units with reduced gradients, not stepped yet. Other gradients of such a unit may still be
         # unreduced.
         self._reduced: dict[Unit, None] = {}
@@ -194,7 +196,8 @@ class SteppedInBackward(StepExtension):
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more.
 
-        Called in backward whenever collectives have been started: the step overlaps with them.
+        Called in backward whenever collectives have been started, so that steps and collectives
+        overlap.
         """
         # If another backward runs inside this backward, the inner backward may add gradients to any
         # unit. Then step no unit before the end of this backward.

@@ -233,7 +233,7 @@ class _Reader:
         self._caches = deque(BufferCache() for _ in range(3))
 
     def read(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
-        """Yield an empty item, for which the caller asks to start the generator; then all items.
+        """First yield an empty item, which the caller needs to start the generator; then all items.
 
         If the generator is closed early, it still takes part in all remaining all-gathers, unless
         the process exits. ``is_exiting`` tells whether the process exits; it is a local variable,

@@ -15,8 +15,9 @@ from flatshard.comm.communicator import Communicator
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import as_bytes
 
-# Maximum share of work and memory of a rank, as a multiple of an equal share. With more than 1,
-# more parameters can go to the rank with most of the elements, so less data is sent.
+# Maximum share of work and memory of a rank, as a multiple of an equal share. With a number above
+# 1, more parameters can go to the rank that already holds most of the elements, so less data is
+# sent.
 ABOUT_EQUAL = 1.05
 
 
@@ -25,8 +26,8 @@ def step_cost(shape: Sequence[int]) -> int:
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = sorted((shape[0], math.prod(shape[1:])))
-    # One iteration multiplies the matrix twice by a matrix of shape (rows, rows), and multiplies
-    # two matrices of shape (rows, rows).
+    # One Newton-Schulz iteration has two products of the matrix with a matrix of shape (rows,
+    # rows), and one product of two matrices of shape (rows, rows).
     return rows * rows * (2 * columns + rows)
 
 

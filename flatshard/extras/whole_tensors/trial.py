@@ -98,7 +98,8 @@ def copy_with_params(
     for group, params in zip(own, groups, strict=True):
         memo.update({id(old): new for old, new in zip(group["params"], params, strict=False)})
         memo[id(group["params"])] = list(params)
-    # Do not copy a parameter without a new parameter: the copy refers to the same tensor.
+    # If `groups` has no new parameter for an old parameter, keep the old parameter: `memo` maps it
+    # to itself, so that `deepcopy` does not copy its memory.
     memo.update({id(old): old for old in all_params(optimizer) if id(old) not in memo})
     twin_groups = copy.deepcopy(own, memo)
     for group, params in zip(twin_groups, groups, strict=True):
