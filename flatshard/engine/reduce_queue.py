@@ -111,7 +111,7 @@ class ReduceBucket:
     # The bucket's unfinished reductions, and the bytes held by these reductions.
     under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
     bytes_in_flight: int = 0
-    has_stages: bool = False  # whether one of them has a second stage (between nodes, for example)
+    has_stages: bool = False  # whether a reduction has a second stage (between nodes, for example)
 
     @property
     def to_reduce(self) -> list[FlatParamHandle]:

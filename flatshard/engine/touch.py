@@ -43,7 +43,7 @@ class Touch(ParamOwner):
     """Runs operations on sharded parameters of one model, outside of their units' forwards."""
 
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
-        """Make this object the ``ParamOwner`` of all parameters of the model."""
+        """Become the ``ParamOwner`` of all parameters, which operations outside of forward call."""
         self._state, self._forward, self._backward = state, forward, backward
         # Maps the `ShardSpec` of each sharded parameter to the unit, the flat parameter and the
         # original parameter.

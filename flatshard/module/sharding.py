@@ -45,7 +45,7 @@ class Sharding:
     context: RunContext = dataclasses.field(init=False)  # state of the model's steps (`start_run`)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Copy the state for a copied wrapper. ``start_run`` must give the copy its own run."""
+        """Copy the state for a copied wrapper. ``start_run`` must then make a ``RunContext``."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
         twin.hooks = memo[id(self.hooks)]

@@ -170,9 +170,12 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
 def from_torch(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
 ) -> StateDict:
-    """Convert a state dict from torch's ``set_state_dict``. Returns a copy with sharded state.
+    """Return a copy of an optimizer's state dict in which state per element is sharded.
 
-    State with one value per element becomes sharded. ``asked``: the options of torch's function.
+    Args:
+        optimizer: the optimizer that loads the state dict.
+        state_dict: what torch's ``set_state_dict`` passes to ``optimizer.load_state_dict``.
+        asked: the options of the call of ``set_state_dict``.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
     for param, state in _sharded_params(optimizer, state_dict):

@@ -631,7 +631,7 @@ class ParamBucket:
         return shared
 
     def _split(self, shared: State) -> None:
-        """Make ``shared`` the bucket's state, and make views of it for each member."""
+        """Make ``shared`` the bucket's state, and give each member views of that state."""
         target = self._params[0].spec.state_target
         if target is not None:
             state_to_target(shared, self.param.shape, target)

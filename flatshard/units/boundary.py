@@ -135,10 +135,10 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Return the numbers that ``move`` tries: the length of a shard is a multiple of the number.
+    """Return numbers: for each, ``move`` tries shard lengths that are multiples of the number.
 
-    If two shard ends cut the same parameter, the length of a shard must be a multiple of the
-    parameter's block. A number that is a multiple of more blocks allows this in more parameters.
+    If two shard ends cut the same parameter, the shard length must be a multiple of the parameter's
+    block (a row, for example). So a multiple of the blocks of several parameters suits them all.
     """
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):

@@ -231,8 +231,8 @@ class StateWrites(WriteThrough):
         # For each watched tensor: its version and some of its values, read when the tensor and the
         # shard last had equal values.
         self._values: WeakKeyDictionary[Given, tuple[int, Tensor]] = WeakKeyDictionary()
-        # Results that the host has not read yet, for tensors whose shards have changed since the
-        # tensors and the shards last had equal values. Written values are lost.
+        # Comparisons whose results the host has not read yet. The shards of the compared tensors
+        # have changed since they had equal values, so values that the user wrote are lost.
         self._unread: list[_Differences] = []
 
     def __deepcopy__(self, memo: object) -> StateWrites:

@@ -106,7 +106,7 @@ class DivergentUnits(StepExtension):
     def begin_backward(self) -> None:
         for unit in self._units:
             # An earlier backward may have resharded the unit, if two backwards follow a forward or
-            # two forwards come before a backward. Then this starts another all-gather.
+            # two forwards come before a backward. Then this call starts another all-gather.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
                 # Under create_graph, the second backward needs the unsharded buffers. Keep the

@@ -164,8 +164,8 @@ class _Slot:
     param: OriginalParam | None = None
     # Whether this is the first attribute with the parameter. A tied parameter is an attribute of
     # several modules. Each attribute is initialised, because the constructor of the model also
-    # draws random numbers for each attribute, and later random numbers must be the same as there.
-    # But only the values of the first attribute are kept.
+    # draws random numbers for each attribute, and the random numbers for later tensors must be the
+    # same as in the constructor. But only the values of the first attribute are kept.
     is_first: bool = True
 
     @property

@@ -49,8 +49,8 @@ class _Compiler:
 
     Attributes:
         ops: the operators that remain, keyed by the index of the event.
-        fused: for each event, the region if the event is an operator that can be part of a fused
-            kernel, and otherwise 0.
+        fused: for each event, the number of its region (a forward or a backward of a unit) if the
+            event is an operator that can be part of a fused kernel, and otherwise 0.
         made_by: for each block, the index of the operator that makes the block.
         results: results of a unit's forward that an operator outside of the unit reads. These
             results are in memory anyway, so backward need not compute them again.

@@ -86,7 +86,10 @@ class Device:
     def of_data_sheet(
         cls, flops: float, memory_rate: float, memory_bytes: float, attention: float = _ATTENTION
     ) -> Device:
-        """Return the speeds of a GPU with these peaks. ``attention``: reached part of ``flops``."""
+        """Estimate a GPU's sustained speeds from the peak speeds in the maker's data sheet.
+
+        ``attention``: the part of the peak ``flops`` that attention kernels reach.
+        """
         return cls(_MATMUL * flops, attention * flops, _COPY * memory_rate, memory_bytes)
 
     def seconds(self, op: Op) -> float:
@@ -176,7 +179,8 @@ def calibrate(device: str = "cpu", *, seconds: float = 1.0, collectives: str = "
     # The tensors are larger than the caches of CPUs (tens of megabytes), because the optimizer's
     # state is larger, too.
     source = torch.ones(2**28 if on_gpu else 2**26, device=device)
-    # Write to a second tensor, as most operators do. CPUs read memory before they write to it.
+    # Write to a second tensor, as most operators do. A write in place would be faster: CPUs read
+    # memory before they write to it, and an operator in place has read the memory already.
     out = torch.empty_like(source)
     images, kernel = torch.randn(16, 128, 16, 16), torch.randn(128, 128, 3, 3)
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0.0

@@ -127,7 +127,8 @@ def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
     ``checkpoint_blocks``, which sets ``forward`` to a function that calls the original module.
     """
     with contextlib.ExitStack() as stack:
-        # Modules inside come first, so that a wrapper's `module` is the module without wrappers.
+        # Change inner modules first. If a wrapper contains a wrapper, the `module` of the outer
+        # wrapper is then the inner wrapper's module.
         for module in [*wrapper.modules()][::-1]:
             stack.callback(module.__dict__.update, {**module.__dict__})
             hooks = [name for name in module.__dict__ if "_hooks" in name]

@@ -71,9 +71,9 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For each tag, how to wait until all ranks have read this rank's last publication, which
-        # comes before the next publication: the other ranks' records of their reads, and the
-        # condition that ends the wait.
+        # For each tag: the arguments of a wait until all ranks have read this rank's last
+        # publication. The arguments are the other ranks' records of their reads, and the condition
+        # that ends the wait. The wait comes before this rank's next publication.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 

@@ -142,9 +142,10 @@ class SteppedInBackward(StepExtension):
     # ------------------------------------------------------------ a backward
 
     def recover(self) -> None:
-        """Forget a failed backward, and set ``.grad`` of parameters with a placeholder to None.
+        """Forget a failed backward, and set each ``.grad`` that is a ``ConsumedGrad`` to None.
 
-        Called before new gradients are computed, which autograd could not add to a placeholder.
+        Called before new gradients are computed, because autograd cannot add a gradient to a
+        ``ConsumedGrad``, the placeholder for a freed gradient.
         """
         if torch._C._current_graph_task_id() == -1:
             self._drop_failed()

@@ -235,9 +235,9 @@ class _Reader:
     def read(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
         """First yield an empty item, which the caller needs to start the generator; then all items.
 
-        If the generator is closed early, it still takes part in all remaining all-gathers, unless
-        the process exits. ``is_exiting`` tells whether the process exits; it is a local variable,
-        because Python clears global variables at exit.
+        A generator that is closed early still takes part in all remaining all-gathers, unless the
+        process exits. ``is_exiting`` tells whether the process exits. The function is a local
+        variable, because Python clears global variables at exit.
         """
         hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in self._wrappers]
         request, failed = self._request, None
