@@ -230,7 +230,7 @@ class Communicator(Members):
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:
             action = "all-reducing gradients in backward"
-        else:  # the first half of an all-reduce (`reduce_scatter`) notes the whole all-reduce
+        else:  # `reduced`: already noted by `reduce_scatter`, the first half of the all-reduce
             self.note("gather", request.unit_fqn, out.nbytes)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
@@ -396,7 +396,7 @@ class Communicator(Members):
 
 
 def _marks(op_name: str, op: str) -> list[int]:
-    """Return four numbers (marks) that show, once reduced, whether ``op_name`` differs.
+    """Return four numbers (marks) that show whether ranks reduce under different ``op_name``.
 
     Args:
         op_name: name of an operation, from which the marks are computed.

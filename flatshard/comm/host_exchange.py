@@ -35,11 +35,11 @@ from flatshard.units.layout import as_bytes
 
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-# Maximum number of bytes of a value that is sent in the frame. The rest of the frame contains the
-# digest and the complements of the digest's bytes.
+# Maximum number of bytes of a value that is sent in the frame. The rest of the frame contains a
+# digest of the exchange's name, and the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
-_DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before such a mark
+_DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "(" or ": "
 
 
 def with_complements(data: Iterable[int]) -> bytes:

@@ -257,7 +257,7 @@ class Forward:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
 
     def begins_recomputation(self) -> bool:
-        """Whether a reentrant activation checkpoint around the full model starts to recompute it.
+        """Whether a reentrant activation checkpoint starts to recompute the full model.
 
         If so, begin the model's backward: no part of the backward has run yet.
         """

@@ -42,7 +42,7 @@ class ParamGather:
     """
 
     def __init__(self, plan: FlatParamPlan, link: RunLink) -> None:
-        """Prepare to all-gather the planned flat parameter. Call ``move_to`` before the first one.
+        """Prepare to all-gather the planned flat parameter. The caller must call ``move_to`` next.
 
         Takes new tags from the process groups, so all ranks must make their flat parameters in the
         same order.

@@ -171,8 +171,8 @@ class GradientBuffer:
                 min(max(bound - self._plan.intra_start, 0), numel)
                 for bound in (span.start, span.end)
             )
-            # Zero the parameter's range in the sum over ranks, because this rank's gradient cannot
-            # be subtracted from the sum.
+            # Zero the parameter's range in `intra_reduced`, a sum over ranks: this rank's gradient
+            # alone cannot be taken out of the sum.
             self.intra_reduced[start:end].zero_()
             if not self.used_by_rank:
                 self.intra_reduced = None

@@ -115,7 +115,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Move ``shard``, ``(layout.shard_numel,)``, to the offload target, and use it there.
+        """Make ``shard``, ``(layout.shard_numel,)``, the handle's shard, in the offload target.
 
         The sharded parameters become views of the shard. The full parameters become views of a new
         unsharded buffer, which has memory only while the parameters are unsharded.

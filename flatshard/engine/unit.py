@@ -411,7 +411,7 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            if handle.is_aliased:  # if not aliased, `show_unsharded` checks in each forward
+            if handle.is_aliased:  # otherwise, `show_unsharded` has checked this in forward
                 handle.check_places()
             handle.grad_buffer.arrived.clear()
             unreduced = handle.grad_publish.unreduced
@@ -433,7 +433,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """Count a gradient of an input of ``call``. Return whether all of them have now arrived."""
+        """Count a gradient of an input of ``call``. Return whether no input gradient is missing."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1

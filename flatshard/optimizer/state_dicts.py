@@ -278,8 +278,8 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
             # Warn now. Otherwise, users would notice the missing parts of the other ranks only when
-            # loading the saved file.
-            warnings.warn(_ONE_RANKS, stacklevel=5)  # shows the line that called state_dict()
+            # loading the saved file. The warning shows the line that called state_dict().
+            warnings.warn(_ONE_RANKS, stacklevel=5)
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

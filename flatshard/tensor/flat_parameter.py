@@ -249,10 +249,10 @@ class OriginalParam:
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
-                    # This hook computes the weight before each forward. Detach the last computed
-                    # weight, whose autograd graph refers to the parameter: with such a reference
-                    # the swap below fails. Do not store the weight in a local variable for the same
-                    # reason.
+                    # The hook of `weight_norm` computes the weight before each forward. Detach the
+                    # last computed weight, whose autograd graph refers to the parameter: with such
+                    # a reference the swap below fails. Do not store the weight in a local variable
+                    # for the same reason.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = attributes_of(param)
         if is_first:

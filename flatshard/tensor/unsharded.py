@@ -181,7 +181,7 @@ class GatheredView(Tensor):
 
 
 def states(func: Any, tensors: Iterable[Tensor]) -> list[object]:
-    """Return the state of each tensor. The state changes if ``func`` writes to the tensor."""
+    """Return a version or checksum of each tensor, which changes if ``func`` writes to it."""
     # Some operators of torch write without a change of the version counter: batch norm to its
     # running statistics, and a randomised ReLU to its noise.
     if any(part in func.__name__ for part in ("batch_norm", "rrelu")):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 _ROUND = 512  # the size of each block is a multiple of this number
 _SMALL_BYTES = 1 << 20  # maximum size of a small block
+
 # The segments of small and of large blocks grow by multiples of these numbers of bytes.
 _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20
 

@@ -414,7 +414,8 @@ class Replay:
                 continue
             nbytes = self._sum_bytes(flat, flat.crossing_bytes)
             flat.results.append(self.allocate(nbytes, "reduction"))
-            # Sockets receive the first rank's gradients into the result if the dtypes are equal.
+            # If the dtypes are equal, sockets receive the first rank's gradients into the result,
+            # and need one row less.
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
             more = self._sockets * rows * flat.crossing_bytes
             more += self._native * flat.whole_gradient_bytes

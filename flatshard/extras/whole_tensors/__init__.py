@@ -60,7 +60,7 @@ class WholeStepper(Stepper):
             return optimizer
         with torch.no_grad():
             step.step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
-        return without_params(optimizer)  # its ``step()`` changes nothing: the step is done
+        return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
 
     def pause(self, optimizer: torch.optim.Optimizer) -> None:
         if self._step is not None:
