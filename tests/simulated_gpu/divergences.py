@@ -82,7 +82,7 @@ def problems(setting: Setting, ranks: Sequence[Ended]) -> tuple[list[str], float
         if ended.status != (0 if goes_on else 1):
             found.append(f"rank {rank} ends with status {ended.status}")
         if not ended.text:
-            found.append(f"rank {rank} waits forever")
+            found.append(f"rank {rank} waits forever, or says nothing: {ended.errors[-500:]}")
             continue
         said = json.loads(ended.text)
         slowest = max(slowest, said["seconds"])

@@ -77,7 +77,9 @@ class Watchdog(CollectiveWatch):
         tell_of_end()
 
     def explain(self, wait: watched) -> str | None:
-        return detector.explain(self._waits.get(wait) or _blocked(wait))
+        reason = detector.explain(self._waits.get(wait) or _blocked(wait))
+        gpu.take_back_error()  # last, because the look-up takes time
+        return reason
 
     def program_line(self) -> str:
         return program.line_of(threading.get_ident())

@@ -139,6 +139,19 @@ def end_waits(thread: int, text: str) -> None:
         abort()
 
 
+def take_back_error() -> None:
+    """Call this function before this thread raises a ``CollectiveError``.
+
+    If ``end_waits`` has set an error, and the thread has not raised the error yet, the thread no
+    longer raises it. Otherwise the program would get two errors, the second one in the ``except``
+    clause of the first. Autograd hands errors of its own threads to the main thread.
+    """
+    thread = threading.current_thread()
+    if isinstance(thread, threading._DummyThread):
+        thread = threading.main_thread()
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
+
+
 def _raise_in_thread(thread: int, text: str) -> None:
     """Make ``thread`` raise ``CollectiveError(text)`` after its present bytecode instruction."""
 

@@ -1,15 +1,18 @@
 """Ranks that wait for one another on a GPU, which is simulated: all of them raise, soon."""
 
+import _thread
 import json
 import pickle
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from gpu_checks.divergence import CASES
 
-from flatshard.comm.work import WaitCondition
+from flatshard.comm.work import CollectiveError, WaitCondition, named
 from flatshard.extras.deadlock import detector
+from flatshard.extras.deadlock import gpu as gpu_waits
 from tests import simulated_gpu
 from tests.simulated_gpu.divergences import BARRIERS, SIX, Setting, problems
 from tests.simulated_gpu.server import Ended, Gpu
@@ -137,3 +140,24 @@ def test_exchanges_on_the_host_are_no_collectives_of_nccl() -> None:
         need = WaitCondition("1", detector.ON_GPU, on_gpu, (2,))
         reports.append(detector._Report(1, 0.0, "", need, begun))
     assert detector._mixed(reports[0], {1: reports[1]}) is None
+
+
+def test_a_program_gets_a_single_error() -> None:
+    """The main thread waits in C++ for a thread of autograd, whose collective fails."""
+    raised, is_done = [], threading.Lock()
+    main = threading.get_ident()
+
+    def fail() -> None:
+        try:
+            with named("all-gather"):
+                gpu_waits._raise_in_thread(main, "a second error")
+                raise RuntimeError("aborted")
+        except CollectiveError as error:
+            raised.append(str(error))
+        finally:
+            is_done.release()
+
+    is_done.acquire()
+    _thread.start_new_thread(fail, ())  # like a thread of C++, not a `threading.Thread`
+    is_done.acquire()
+    assert raised[0].startswith("all-gather failed.")

@@ -76,6 +76,7 @@ def test_ranks_that_evaluate_differently_get_nan(ends: dict[str, list[Ended]], w
     """
     first, error = APART[what]
     for rank, ended in enumerate(ends[what]):
+        assert ended.text, ended
         result = json.loads(ended.text)
         assert re.search(error, result["error"]), result
         assert rank < first or all(result["spoiled"].values()), result

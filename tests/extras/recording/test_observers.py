@@ -39,7 +39,7 @@ def _train(
         if observers:
             stack.enter_context(model.record_steps())
             stack.enter_context(collectives.record())
-            stack.enter_context(torch.profiler.profile())
+            stack.enter_context(torch.profiler.profile(acc_events=True))
             model.warn_non_finite()
             for one in observers:
                 model._sharding.context.observers.add(one)
