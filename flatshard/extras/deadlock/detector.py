@@ -544,7 +544,7 @@ def begin_run() -> None:
             # ranks do not exist then, so publish in this process.
             if "pure virtual" not in str(error):
                 raise
-            store, number = dist.HashStore(), 1
+            store, number = dist.HashStore(), 1  # type: ignore[attr-defined]
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         # Publish a first report now. Before a rank reads the reports of several ranks, one call to
