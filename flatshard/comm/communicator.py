@@ -28,19 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
-from flatshard.comm.process_groups import (
-    backend_for,
-    control_of,
-    new_group,
-    ranks_text,
-)
-from flatshard.comm.transports import (
-    Gather,
-    LocalTransport,
-    Members,
-    ReduceScatter,
-    Transport,
-)
+from flatshard.comm.process_groups import backend_for, control_of, new_group, ranks_text
+from flatshard.comm.transports import Gather, LocalTransport, Members, ReduceScatter, Transport
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.comm.transports.sockets import SocketTransport
 from flatshard.comm.work import AsyncWork, named

@@ -312,7 +312,7 @@ def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
     number is drawn, so that the function can run again with full tensors.
     """
     tensor = first_sharded(args, kwargs)
-    if tensor.requires_grad:
+    if tensor.requires_grad and torch.is_grad_enabled():
         tensor.refuse("the gradient of a function with random numbers")
     return NotImplemented
 

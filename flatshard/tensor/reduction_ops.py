@@ -163,14 +163,11 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
     return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, set {which:08x}"
 
 
-def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | list[Tensor]:
     given = _bind(func, args, kwargs)
-    return norms([given["self"]], float(given.get("ord", 2)), given.get("dtype"))[0]
-
-
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    given = _bind(func, args, kwargs)
-    return norms(given["self"], float(given.get("ord", 2)), given.get("dtype"))
+    tensors = [given["self"]] if isinstance(given["self"], Tensor) else given["self"]
+    found = norms(tensors, float(given.get("ord", 2)), given.get("dtype"))
+    return found if tensors is given["self"] else found[0]
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -179,17 +176,14 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     Collective: all ranks that hold elements of the tensor.
     """
     given = _bind(func, args, kwargs)
-    tensor, dtype = given["self"], given.get("dtype")
-    spec, part = tensor.spec, own_part(tensor)
-    if dtype is not None:
-        part = part.to(dtype)
+    tensor = given["self"]
+    spec, part = tensor.spec, own_part(tensor).to(given.get("dtype") or tensor.dtype)
     # Add elements of float16 and bfloat16 in float32, and round to the narrow dtype only once,
     # after the sums of all ranks are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
-    if func._schema.name == "aten::mean":
-        total = total / spec.unsharded_numel
+    total = total / spec.unsharded_numel if name == "mean" else total
     return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
 
 
@@ -251,8 +245,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 HANDLERS.update(
-    linalg_vector_norm=_vector_norm,
-    _foreach_norm=_foreach_norm,
+    linalg_vector_norm=_norm,
+    _foreach_norm=_norm,
     _foreach_max=lambda func, args, _: first_sharded(args, {}).spec.refuse(func._schema.name),
     sum=_sum,
     mean=_sum,
@@ -263,7 +257,7 @@ HANDLERS.update(
 
 def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     source = first_sharded(args, kwargs)
-    if not source.requires_grad:
+    if not (source.requires_grad and torch.is_grad_enabled()):
         return NotImplemented
     if kind == "norm" or len(args) + len(kwargs) > 1:
         source.spec.refuse(f"the gradient of a {kind}")
@@ -272,21 +266,50 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     return total / source.spec.unsharded_numel if kind == "mean" else total
 
 
-def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
-    """Raise RuntimeError for ``torch.autograd.grad(loss, parameters)`` with sharded parameters.
+def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` has sharded parameters.
 
-    Without this error autograd would return None as the gradient: the loss was computed from the
-    full parameters, so the graph has no path from the loss to the sharded parameters. Without
-    sharded parameters, return NotImplemented, so that torch's function runs.
+    The graph of a loss leads to the full parameters, so autograd would return None as the gradient
+    of a sharded parameter. In the backward of a user's ``torch.autograd.Function`` (a checkpoint,
+    or the adjoint method of an ODE), return the gradients of the full parameters, for this rank's
+    batch. ``average_full_gradients`` averages the gradients that the user's function returns.
+
+    Returns NotImplemented without sharded parameters, so that torch's function runs.
     """
-    for value in sharded_in((*args[1:], *kwargs.values())):
-        if getattr(value, "_is_param", False):
-            raise RuntimeError(
-                f"parameter {value.spec.name!r} is sharded: torch.autograd.grad(loss, inputs) and "
-                "backward(inputs=...) do not support sharded parameters. Call loss.backward() and "
-                "read p.grad, or work under ShardedWrapper.summon_full_params(model)."
-            )
-    return NotImplemented
+    given = sharded_in((*args[1:], *kwargs.values()))
+    params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}
+    if not params:
+        return NotImplemented
+    if func is not torch.autograd.grad or torch._C._current_graph_task_id() == -1:
+        raise RuntimeError(
+            f"parameter {next(iter(params.values())).name!r} is sharded: torch.autograd.grad(loss, "
+            "inputs) and backward(inputs=...) do not support sharded parameters. Call loss."
+            "backward() and read p.grad, or work under ShardedWrapper.summon_full_params(model)."
+        )
+    kwargs["allow_unused"] = True
+    # Pass edges instead of the full parameters, which may be resharded (`FreedParameter`). A sum or
+    # mean of a parameter (`OutsideUse`) leads to the sharded parameter, so ask for both gradients.
+    edges = [_edge(t) if id(t) in params else t for t in args[1]]
+    found = func(args[0], edges + [_edge(p.full) for p in params.values()], **kwargs)
+    # For each input, the gradient of the input, and of the full parameter if there is one.
+    of_full = dict(zip(params, found[len(edges) :], strict=False))
+    pairs: Any = [(grad, of_full.get(id(t))) for t, grad in zip(args[1], found, strict=False)]
+    return tuple(g if f is None else f if g is None else f + g.full_tensor() for g, f in pairs)
+
+
+def _edge(tensor: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
+def _is_leaf_of_parameter(tensor: FlatShardTensor) -> bool:
+    """Whether autograd would add the gradient of ``tensor`` to ``.grad`` of a parameter.
+
+    True for the parameter, and for the tensor that ``ctx.saved_tensors`` returns in its place.
+    """
+    original: Any = tensor.spec.original
+    may_be = original is not None and tensor.requires_grad and tensor.is_leaf
+    return may_be and _edge(tensor).node is _edge(original.sharded).node
 
 
 for _kind, _functions in (
@@ -296,4 +319,4 @@ for _kind, _functions in (
 ):
     ABOVE_AUTOGRAD.update(dict.fromkeys(_functions, partial(_differentiable, _kind)))
 for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
-    ABOVE_AUTOGRAD[_function] = _refuse_gradients_of
+    ABOVE_AUTOGRAD[_function] = partial(_gradients, _function)

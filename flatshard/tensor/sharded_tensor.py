@@ -480,7 +480,7 @@ class FlatShardTensor(torch.Tensor):
         try:
             if func.__name__ not in ATTRIBUTES and torch.is_grad_enabled() and is_counted():
                 refuse_counted(func, first_sharded(args, kwargs).spec)
-            if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
+            if func in ABOVE_AUTOGRAD:
                 result = ABOVE_AUTOGRAD[func](*args, **kwargs)
                 if result is not NotImplemented:
                     return result

@@ -252,11 +252,11 @@ class OutsideUse(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor | None, None]:  # type: ignore[override]
         return _averaged(ctx.spec, gradient), None
 
 
-def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
+def _averaged(spec: ShardSpec, gradient: Tensor | None) -> FlatShardTensor | None:
     """Average a gradient over the ranks, and return this rank's range of the average.
 
     Collective: all ranks that train the parameter, unless ``gradient`` is a ``FlatShardTensor``.
@@ -264,9 +264,10 @@ def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
     Args:
         spec: describes the parameter.
         gradient: gradient of the full parameter, or a tensor that broadcasts to the parameter's
-            shape. A ``FlatShardTensor`` is averaged already, and is returned unchanged.
+            shape. A ``FlatShardTensor`` is averaged already, and is returned unchanged. None: the
+            user's function returned no gradient.
     """
-    if isinstance(gradient, FlatShardTensor):
+    if gradient is None or isinstance(gradient, FlatShardTensor):
         return gradient
     spec.owner.start_backward()
     # Clone the gradient: the reduction overwrites its argument, and autograd may pass the same

@@ -178,6 +178,69 @@ def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
             raise
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint as in guided-diffusion, or with ``saves`` the adjoint method of torchdiffeq."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, saves: bool, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.run, ctx.kept = run, None if saves else (x, *params)
+        ctx.save_for_backward(*((x, *params) if saves else ()))
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, *params = ctx.kept or ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.run(x)
+        grads = torch.autograd.grad(output, [x, *params], gradient, allow_unused=True)
+        return None, None, *grads
+
+
+def _own_checkpoint(m: Parent, x: Tensor, *, saves: bool, unused: bool) -> Tensor:
+    params = [*m.child.parameters(), *m.chain[0].parameters()]
+    params += m.chain[2].parameters() if unused else ()
+
+    def run(y: Tensor) -> Tensor:
+        return F.linear(m.child(y), m.child.weight) + m.chain[0](y) * m.child.weight.sum()
+
+    result: Tensor = OwnCheckpoint.apply(run, saves, x, *params)
+    return result
+
+
+OWN_CHECKPOINTS: dict[str, Use] = {
+    "kept": partial(_own_checkpoint, saves=False, unused=False),
+    "saved": partial(_own_checkpoint, saves=True, unused=False),
+    "unused": partial(_own_checkpoint, saves=True, unused=True),
+}
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op", "no_shard"])
+def test_checkpoints_of_the_program(way: str) -> None:
+    """`torch.autograd.grad` in their backward returned None: the child was trained without it."""
+    run_ranks(_own_checkpoints, 2, way)
+
+
+def _own_checkpoints(rank: int, world: int, way: str) -> None:
+    for name, use in OWN_CHECKPOINTS.items():
+        with naming(name):
+            _compare(rank, world, way, partial(Parent, use), lambda m, x: m(x).pow(2).mean())
+
+
+def test_gradients_of_parameters_without_grad_mode() -> None:
+    """The check did not run under `no_grad`, and `allow_unused=True` returned None."""
+    run_ranks(_gradients_without_grad_mode, 2)
+
+
+def _gradients_without_grad_mode(rank: int, world: int) -> None:
+    model = _wrap(Parent(_again), "full")
+    with _quiet():
+        loss = model(_batch(0, rank)).pow(2).mean()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="do not support sharded parameters"):
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
 class XDropout(torch.autograd.Function):
     """As older versions of DeBERTa have it: the gradient is a full tensor, of this rank's batch."""
 
