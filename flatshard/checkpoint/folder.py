@@ -220,5 +220,5 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """Return the name with 0 for each number, so that all checkpoints of a training are equal."""
+    """Return the name with 0 for each number, which is the same for all saves of a training."""
     return re.sub(r"\d+", "0", path.name)

@@ -64,7 +64,7 @@ class FlatParamHandle:
         params: Sequence[OriginalParam],
         shard: Tensor,  # (layout.shard_numel,), with initial values, on `plan.device`
     ) -> None:
-        """Turn ``params`` into sharded parameters over ``shard``, in place."""
+        """Turn ``params``, in place, into sharded parameters that use the memory of ``shard``."""
         self.plan, self.link, self.device = plan, RunLink(plan.unit_name), plan.device
         self.layout, self.topology = plan.layout, plan.topology
         # Whether this rank holds the whole flat parameter.
@@ -108,7 +108,7 @@ class FlatParamHandle:
         return [param.sharded for param in self.params]
 
     def rename(self, strip: Callable[[str], str]) -> None:
-        """Make parameter names relative to another root; ``strip`` maps old names to new names."""
+        """Rename the parameters, if the unit was renamed; ``strip`` maps old names to new names."""
         for param in self.params:
             param.spec.name, param.spec.unit = strip(param.spec.name), self.link.unit_name
 
@@ -273,8 +273,8 @@ class FlatParamHandle:
     def absorb_replaced(self) -> None:
         """Copy tensors that users assigned to ``p.data`` into the shard.
 
-        Users can assign to ``p.data`` only if this rank holds the whole flat parameter: then the
-        sharded parameters are plain parameters with the shard as memory.
+        Needed only if this rank holds the whole flat parameter: then the sharded parameters are
+        plain parameters in the shard's memory, and an assignment gives a parameter other memory.
         """
         if not self.is_whole:
             return

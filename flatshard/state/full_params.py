@@ -282,7 +282,7 @@ class Summoned:
             self._show(values, grads)
 
     def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Let the modules hold parameters over the memory of ``values``, without a copy."""
+        """Let the modules hold new parameters that share memory with ``values``."""
         originals = self._handle.params
         self.copies = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
         for one in originals:

@@ -1,6 +1,7 @@
 """``ModuleProxy``: takes the place of a wrapped module in a model, and behaves as this module.
 
-``refuse_foreign_wrapper``: an error if another wrapper of torch is applied to the model.
+``refuse_foreign_wrapper`` raises if a wrapper of torch (DistributedDataParallel, for example) is
+applied to the model.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class GpuCollective(NamedTuple):
 
 
 class GpuWaits:
-    """Finds waits for NCCL collectives on the GPU, by comparing repeated looks at a thread."""
+    """Finds waits for NCCL collectives on the GPU, by looking at a thread about once a second."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last look

@@ -221,7 +221,8 @@ class StepRecorder(StepObserver):
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
             # `unit` is None if the name is not found. This happens if the collective belongs to
-            # another model: the second stages of all models' reductions go through one queue.
+            # another model: the second stages of reductions (between nodes, for example) go through
+            # one queue for all models.
             unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
             self._volume[unit, purpose] += event.nbytes
             if unit is not None:
