@@ -204,7 +204,7 @@ def judge(rows: Sequence[dict[str, str]]) -> tuple[list[Judged], dict[str, float
     for one in found:
         if one.run is not None and one.found is not None:
             arithmetic, seconds = one.found["arithmetic_seconds"], one.found["seconds"]
-            seconds += arithmetic / speeds.get(one.run.device, 1.0) - arithmetic
+            seconds += arithmetic / speeds.get(one.run.kind, 1.0) - arithmetic
             one.tokens_per_s = one.run.tokens / seconds
     return found, speeds
 
@@ -223,8 +223,8 @@ def calibrate(found: Sequence[Judged]) -> dict[str, float]:
         arithmetic, seconds = one.found["arithmetic_seconds"], one.found["seconds"]
         measured = one.run.tokens / one.published_tokens_per_s
         rest = min(seconds - arithmetic, 0.9 * measured)
-        speeds[one.run.device].append(arithmetic / (measured - rest))
-    return {device: statistics.median(each) for device, each in speeds.items()}
+        speeds[one.run.kind].append(arithmetic / (measured - rest))
+    return {kind: statistics.median(each) for kind, each in speeds.items()}
 
 
 def summary(found: Sequence[Judged]) -> dict[str, Any]:

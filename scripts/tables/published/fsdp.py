@@ -21,6 +21,16 @@ HOST_SECONDS = 65e-3 / 291
 # (pytorch/torchtitan#1319: "approx ~40% slowdown").
 SMALL_ROWS = 0.6
 
+# Share of a GPU's multiprocessors that the kernel of one collective occupies (15 %, see
+# NVIDIA/nccl#1432). No other kernel runs on these multiprocessors (NVIDIA/nccl#689).
+COLLECTIVE_SHARE = 0.15
+
+# Memory traffic of context parallelism per ring step, in sizes of a rank's keys in bfloat16, from
+# torch's `_attention.py`. Each step concatenates keys and values (4), casts the result to float32
+# (3), and merges it with the earlier results (5 in one compiled kernel). Backward concatenates (4),
+# adds the gradients of keys, values (10) and queries (5) in float32, and concatenates again (8).
+RING_FORWARD, RING_BACKWARD = 12, 27
+
 # Number of kernels by which the GPU is behind the host, at most: CUDA queues 1024 launches, and
 # events for other streams take about half of them (an estimate). FSDP1 limits the distance to two
 # all-gathers.
@@ -99,10 +109,13 @@ class Fsdp2Replay(Replay):
             return self._tensor_parallel_seconds(op)
         if op.name.startswith("published.ring"):
             # Backward gathers again, and passes the gradients in float32 from rank to rank.
-            times = 3 if op.name.endswith("back") else 1
+            is_back = op.name.endswith("back")
             ranks = self.run_of.form.context_ranks
             nbytes = max(nbytes for _, nbytes in (*op.reads, *op.writes))
-            return times * self.machine.collective_seconds(nbytes, ranks, self._in_node)
+            seconds = self.machine.collective_seconds(nbytes, ranks, self._in_node)
+            # There is one operator for the keys, and one for the values.
+            traffic = (RING_BACKWARD if is_back else RING_FORWARD) / 2 * nbytes
+            return (3 if is_back else 1) * seconds + traffic / self.machine.device.memory_rate
         if op.kind == "matmul" and not self._has_workspace[self.in_backward]:
             # The workspace is never freed, so it lies between the tensors that are allocated now.
             self.allocate(self.run_of.workspace_bytes, "workspace")
@@ -111,7 +124,8 @@ class Fsdp2Replay(Replay):
         if op.flops:
             rate = device.flops
             if op.kind == "attention":
-                rate = device.attention_flops * self.run_of.attention_speed
+                is_backward = "backward" in op.name
+                rate = device.attention_flops * self.run_of.attention_speeds[is_backward]
             if op.name == "published.float8_mm":
                 if not self._is_small(op):
                     rate = self.run_of.float8_rate
@@ -119,8 +133,11 @@ class Fsdp2Replay(Replay):
                     rate *= SMALL_ROWS
             written = sum(nbytes for _, nbytes in op.writes) * (op.kind == "matmul")
             arithmetic = op.flops / rate
+            # Collectives that run at the same time leave fewer multiprocessors.
+            busy = max(0.0, self._link_free - self.clock)
+            slowed = min(arithmetic / (1 - COLLECTIVE_SHARE), arithmetic + COLLECTIVE_SHARE * busy)
             # A matrix product writes its tiles after it has computed them.
-            seconds = max(arithmetic, op.nbytes / device.memory_rate)
+            seconds = max(slowed, op.nbytes / device.memory_rate)
             seconds += written / device.memory_rate
             hidden = min(seconds, self._sending)
             self._sending -= hidden
@@ -189,7 +206,10 @@ class Fsdp2Replay(Replay):
 
     def _start(self, unit: int) -> float:
         flat = self.of_unit[unit][0]
-        return self.send(self._gathered(unit), flat.gather_size, self._in_node)
+        parts = [self._gathered(unit)]
+        if not self.run_of.overlaps:
+            parts = [int(one.numel() * self._itemsize(unit, one)) for one in self._params(unit)]
+        return max(self.send(part, flat.gather_size, self._in_node) for part in parts)
 
     def unshard(self, unit: int) -> None:
         self._gather(unit)
@@ -214,6 +234,8 @@ class Fsdp2Replay(Replay):
             self._last_gathered = buffer
 
     def prefetch(self, unit: int) -> None:
+        if not self.run_of.overlaps:
+            return
         order = [one for one in self.order if one != self._root]
         if self.in_backward:
             order = [self._root, *reversed(order)]
@@ -273,6 +295,8 @@ class Fsdp2Replay(Replay):
             ends = self.send(2 * whole // size, flat.replicas, max(1, self._in_node // size))
         self._results[flat].append(result)
         self._reducing = buffer, ends
+        if not self.run_of.overlaps:
+            self._finish()
 
     def _finish(self) -> None:
         if self._reducing is not None:

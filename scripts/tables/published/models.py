@@ -48,6 +48,8 @@ class Form:
     context_ranks: int = 1
     # Activation checkpointing: "none", "full", "layer", or a `kind` of `_selective_contexts`.
     checkpoint: str = "none"
+    # Whether backward recomputes only the operators whose results it needs.
+    stops_early: bool = True
     # With "layer": number of blocks in a group. The first block of each group is checkpointed.
     checkpoint_every: int = 1
     float8: bool = False
@@ -441,7 +443,7 @@ class Decoder(nn.Module):
         if form.is_gpt:
             self.positions = nn.Embedding(form.length, form.width)
         self.blocks = nn.ModuleList(Block(form) for _ in range(form.layers))
-        _checkpoint(list(self.blocks)[:: form.checkpoint_every], form.checkpoint)
+        _checkpoint(list(self.blocks)[:: form.checkpoint_every], form)
         self.head = Head(form)
         if form.is_gpt:
             self.head.out.weight = self.embedding.weight
@@ -513,10 +515,11 @@ def _selective_contexts(kind: str) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _checkpoint(blocks: list[nn.Module], kind: str) -> None:
+def _checkpoint(blocks: list[nn.Module], form: Form) -> None:
     keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if kind.startswith("op"):
-        keywords["context_fn"] = partial(_selective_contexts, kind)
-    if kind != "none":
+    keywords["early_stop"] = form.stops_early
+    if form.checkpoint.startswith("op"):
+        keywords["context_fn"] = partial(_selective_contexts, form.checkpoint)
+    if form.checkpoint != "none":
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, **keywords)  # type: ignore[method-assign]

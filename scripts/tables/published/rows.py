@@ -21,6 +21,9 @@ FLOAT8, FLOAT8_ROWS = 1.56, 1.15
 # Speed of cuDNN attention, divided by the speed of FlashAttention-2, for heads of 128 and of 64
 # elements (arXiv 2407.08608, figures 5 and 6, for H100).
 CUDNN, CUDNN_64 = 1.5, 1.28
+# Speed of the forward and of the backward of FlashAttention in Triton, divided by the speed of
+# FlashAttention-2, which is 1.3 to 1.5 times and 2 times as fast (arXiv 2307.08691, section 4.1).
+TRITON = 1 / 1.4, 1 / 2
 COLUMNS = (
     *("source", "url", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gpus"),
     *("gpu_type", "strategy", "tp", "pp", "cp", "local_batch", "seq_len", "ac", "compile"),
@@ -37,13 +40,14 @@ DEVICE_NAMES = [
 PULLS = [
     *((165, "2024-03-27"), (181, "2024-04-05"), (297, "2024-05-02"), (355, "2024-06-06")),
     *((364, "2024-06-13"), (382, "2024-07-11"), (480, "2024-07-25"), (533, "2024-08-20")),
-    *((615, "2024-10-14"), (642, "2024-10-22"), (660, "2024-11-01"), (700, "2024-11-25")),
-    *((745, "2024-12-18"), (812, "2025-01-31"), (833, "2025-02-11"), (881, "2025-02-24")),
-    *((929, "2025-03-07"), (996, "2025-03-24"), (1033, "2025-04-02"), (1148, "2025-05-01")),
-    *((1244, "2025-06-02"), (1319, "2025-06-20"), (1351, "2025-07-01"), (1499, "2025-08-01")),
-    *((1610, "2025-08-20"), (1690, "2025-09-10"), (1766, "2025-10-01"), (1884, "2025-10-15")),
-    *((1969, "2025-11-01"), (2084, "2025-12-01"), (2201, "2026-01-20"), (2450, "2026-03-03")),
-    *((2750, "2026-04-01"), (2937, "2026-04-27"), (3425, "2026-06-01"), (3848, "2026-07-07")),
+    *((615, "2024-10-14"), (642, "2024-10-22"), (643, "2024-10-23"), (660, "2024-11-01")),
+    *((700, "2024-11-25"), (745, "2024-12-18"), (812, "2025-01-31"), (833, "2025-02-11")),
+    *((881, "2025-02-24"), (929, "2025-03-07"), (996, "2025-03-24"), (1033, "2025-04-02")),
+    *((1148, "2025-05-01"), (1244, "2025-06-02"), (1319, "2025-06-20"), (1351, "2025-07-01")),
+    *((1499, "2025-08-01"), (1610, "2025-08-20"), (1690, "2025-09-10"), (1766, "2025-10-01")),
+    *((1860, "2025-10-12"), (1884, "2025-10-15"), (1969, "2025-11-01"), (2084, "2025-12-01")),
+    *((2201, "2026-01-20"), (2450, "2026-03-03"), (2750, "2026-04-01"), (2937, "2026-04-27")),
+    *((3425, "2026-06-01"), (3848, "2026-07-07")),
 ]
 
 
@@ -78,6 +82,21 @@ def runs_cudnn(device: str, date: str) -> bool:
         return date >= "2025-05-14"
     is_hopper = device.startswith("h")
     return is_hopper and ("2024-07" <= date < "2024-11" or "2025-10-09" <= date < "9999")
+
+
+def attention_speeds(
+    row: dict[str, str], device: str, date: str, head_size: int
+) -> tuple[float, float]:
+    """Return the speed of attention's forward and backward, divided by FlashAttention-2's speed."""
+    model = row["model"].lower()
+    # llm-foundry's tables were made with FlashAttention in Triton. Only some large runs used
+    # FlashAttention-2 (`scripts/train/benchmarking/sweep.py` of llm-foundry, 2024-01-06).
+    is_large = device == "h100" and int(row["gpus"]) >= 128 and not re.search("13b|30b", model)
+    if model.startswith("mpt") and not is_large:
+        return TRITON
+    if re.match("torch(titan|ao)", row["source"]) and runs_cudnn(device, date):
+        return (CUDNN if head_size > 64 else CUDNN_64,) * 2
+    return 1.0, 1.0
 
 
 def keeps_attention(device: str, date: str) -> bool:
@@ -118,6 +137,7 @@ class Run:
     form: Form
     batch: int
     device: str
+    kind: str  # the device, and whether the source states a limit on power
     machine: Machine
     shards: int
     replicas: int
@@ -132,12 +152,14 @@ class Run:
     is_fsdp1: bool
     keeps_all: bool
     keeps_last: bool
+    overlaps: bool  # whether all-gathers and reductions run at the same time as the computation
     is_foreach: bool
     state_bytes: float  # bytes of the optimizer's state per element
     gathers_float8: bool
     float8_rate: float
     scales_rows: bool  # whether float8 matrices have a scale for each row
-    attention_speed: float  # fraction of the speed of FlashAttention-2
+    # speed of attention's forward and backward, divided by the speed of FlashAttention-2
+    attention_speeds: tuple[float, float]
     hides_tensor_parallel: bool
     copies_on_reduce_stream: bool
     records_streams: bool  # whether tensor parallelism calls ``record_stream``
@@ -168,10 +190,12 @@ def read_row(row: dict[str, str]) -> Run | str:
     is_titan = re.match("torch(titan|ao)", row["source"]) is not None
     date = date_of(row)
     is_gpt = re.match("mpt|gpt-?neo|gpt2$|gpt-", row["model"].lower()) is not None
-    # torchtitan's compilers of whole steps do not fuse operators: the default backend is
+    # torchtitan's compilers of whole steps do not fuse operators by default: the default backend is
     # `aot_eager`, and "regional inductor" compiles only FlexAttention.
-    compiles_step = re.search("graph|simple", strategy.lower()) is not None
-    is_compiled = row["compile"].strip().lower() == "true" and not compiles_step
+    compiles_step = re.search("graph|simple|toolkit", strategy.lower()) is not None
+    is_compiled = row["compile"].strip().lower() == "true" and (
+        not compiles_step or re.search("full.inductor|inductor backend", words) is not None
+    )
     width, heads = int(row["hidden"]), int(row["heads"])
     is_qwen = "qwen3" in row["model"].lower()
     float8 = re.search("float8|fp8", words) is not None
@@ -218,6 +242,8 @@ def read_row(row: dict[str, str]) -> Run | str:
         context_ranks=number["cp"],
         checkpoint=kind,
         checkpoint_every=every,
+        # Since 2025-08-29 (pytorch/torchtitan#1580). A compiler removes unused operators anyway.
+        stops_early=not is_titan or date < "2025-08-29" or is_compiled or compiles_step,
         float8=float8,
         gathers_float8=float8
         and bool(re.search("fp8 all-gather(?! *off)", words))
@@ -241,6 +267,7 @@ def read_row(row: dict[str, str]) -> Run | str:
         link = link / 8 if float(found[1]) > 800 else link
     card = DEVICES[device]
     links = {"a100": 300e9, "v100": 150e9, "mi3": 64e9 * 7, "l40s": 32e9, "rtx4090": 32e9}
+    links |= {"b200": 900e9, "gb200": 900e9}
     node_link = next((rate for key, rate in links.items() if device.startswith(key)), 450e9)
     machine = Machine(card, per_node=8, node_link=0.8 * node_link, link=0.8 * link)
     # Number of ranks that share one copy of the model.
@@ -252,7 +279,7 @@ def read_row(row: dict[str, str]) -> Run | str:
     pure = "pure" in row["param_dtype"].lower() or row["param_dtype"].strip() == "bf16"
     found = re.search(r"(?:grad\w*[ _]accum\w*|accumulation steps)(?: steps)?[ =:of]*(\d+)", words)
     # With a pipeline, torchtitan reshards only after the last microbatch.
-    keeps_all = "zero-2" in strategy.lower() or pipeline > 1
+    keeps_all = re.search("zero-?2|shard_grad_op", strategy.lower()) is not None or pipeline > 1
     keeps_all = keeps_all or re.search(r"after_forward\W*(never|false)", words) is not None
     # For some days, the graph trainer saved all all-gathers for backward (pytorch/torchtitan#3060
     # and #3056).
@@ -261,6 +288,9 @@ def read_row(row: dict[str, str]) -> Run | str:
         form,
         number["local_batch"] // microbatches,
         device,
+        f"{device} with limited power"
+        if re.search(r"power limited|\b\d{3} ?w\b", name)
+        else device,
         machine,
         shards=shards,
         replicas=max(1, ranks // shards),
@@ -274,6 +304,11 @@ def read_row(row: dict[str, str]) -> Run | str:
         accumulate=int(found[1]) if found else 1,
         is_fsdp1="fsdp1" in strategy.lower(),
         keeps_all=keeps_all,
+        # The graph trainer joined the all-gathers of a block and started them early only if told to
+        # do so. Since 2026-04-20, this is the default (pytorch/torchtitan#2934).
+        overlaps=re.search("graph.?trainer|toolkit", strategy.lower()) is None
+        or date >= "2026-04-20"
+        or "bucketing" in words,
         keeps_last=is_titan and not re.search(r"after_forward\W*always", words),
         state_bytes=state_bytes(row["optimizer"].lower(), 2 if pure else 4),
         # torchtitan's AdamW has been fused by default since 2025-02-24.
@@ -283,13 +318,7 @@ def read_row(row: dict[str, str]) -> Run | str:
         gathers_float8=form.gathers_float8,
         float8_rate=(FLOAT8_ROWS if "rowwise" in words else FLOAT8) * card.flops,
         scales_rows="rowwise" in words,
-        # MPT's tables were made with the first FlashAttention in Triton. FlashAttention-2 is 1.3 to
-        # 2.5 times as fast (arXiv 2307.08691).
-        attention_speed=0.5
-        if row["model"].lower().startswith("mpt")
-        else (CUDNN if form.head_size > 64 else CUDNN_64)
-        if is_titan and runs_cudnn(device, date)
-        else 1.0,
+        attention_speeds=attention_speeds(row, device, date, form.head_size),
         hides_tensor_parallel=re.search("async[- ]?t(p|ensor)", f"{words} {strategy}".lower())
         is not None
         and re.search("(vanilla|no|without) (async|tp)", words) is None,
@@ -298,10 +327,11 @@ def read_row(row: dict[str, str]) -> Run | str:
         # tensor parallelism held memory for too long (docs/composability.md in torchtitan).
         records_streams=is_titan and date < "2024-04-10",
         # torch for AMD GPUs has expandable segments since March 2026 (pytorch/pytorch#177974).
-        # torchtitan's `run_train.sh` sets expandable segments. Trainy's runs did not use them: the
+        # torchtitan's `run_train.sh` sets expandable segments since the afternoon of 2024-10-22,
+        # some hours after the run of pytorch/torchtitan#642. Trainy's runs did not use them: the
         # command on Trainy's page starts torchrun without `run_train.sh`.
         expandable_segments=(
-            (is_titan and date >= "2024-10-22" and "trainy" not in row["source"].lower())
+            (is_titan and date > "2024-10-22" and "trainy" not in row["source"].lower())
             or "expandable_segments:true" in words
         )
         and not (device.startswith("mi") and date < "2026-04"),

@@ -6,12 +6,14 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import published_runs
 import pytest
 import torch
+from published.fsdp import COLLECTIVE_SHARE, Fsdp2Replay
 from published.layers import freed_at_last_use, held_by_collectives
-from published.rows import CUDNN, Run
+from published.rows import CUDNN, TRITON, Run
 
 from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
 
@@ -146,8 +148,73 @@ def test_attention_is_the_kernel_of_the_date(
 ) -> None:
     row = {**ROW, "source": f"torchtitan {date}", "gpu_type": gpu, "ac": "selective op"}
     run = published_runs.read_row({**row, "heads": "1", "kv_heads": "1", "hidden": "128"})
-    assert run.attention_speed == (CUDNN if is_cudnn else 1.0)
+    assert run.attention_speeds == (CUDNN if is_cudnn else 1.0,) * 2
     assert run.form.checkpoint == ("op" if kept else "op without attention")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "speeds"),
+    [
+        ("MPT-7b", "H100-80GB", "64", TRITON),
+        ("MPT-7b", "H100-80GB", "128", (1.0, 1.0)),
+        ("MPT-13b", "H100-80GB", "128", TRITON),
+        ("MPT-7b", "A100-80GB", "128", TRITON),
+    ],
+)
+def test_some_large_runs_of_llm_foundry_used_flash_attention_2(
+    model: str, gpu: str, gpus: str, speeds: tuple[float, float]
+) -> None:
+    row = {**ROW, "model": model, "gpu_type": gpu, "gpus": gpus}
+    assert published_runs.read_row(row).attention_speeds == speeds
+
+
+def test_a_card_with_a_stated_limit_on_power_is_a_kind_of_its_own() -> None:
+    kinds = [
+        published_runs.read_row({**ROW, "gpu_type": name}).kind
+        for name in ("B200 (power limited)", "B200-180GB", "H100-96GB-HBM2e 500W", "H100-96GB")
+    ]
+    assert kinds == ["b200 with limited power", "b200", "h100-96gb with limited power", "h100-96gb"]
+
+
+def _predicted(**change: str) -> dict[str, Any]:
+    return published_runs.predict(published_runs.read_row({**ROW, **change}))
+
+
+def test_a_graph_overlaps_all_gathers_since_its_bucketing_pass() -> None:
+    row = {"strategy": "graph trainer", "compile": "True", "gpus": "64"}
+    before, after = (
+        _predicted(**row, source=f"torchtitan {date}") for date in ("2026-04-19", "2026-04-21")
+    )
+    assert before["exposed"] > 1.5 * after["exposed"]
+
+
+def test_only_full_inductor_fuses_the_operators_of_a_graph() -> None:
+    row = {**ROW, "source": "torchtitan 2026-06", "strategy": "graph trainer", "compile": "True"}
+    assert published_runs.read_row({**row, "notes": "full inductor"}).is_compiled
+    assert not published_runs.read_row({**row, "notes": "regional inductor"}).is_compiled
+
+
+def test_checkpoints_of_torchtitan_recompute_the_whole_block_since_2025_08() -> None:
+    before, after = (_predicted(source=f"torchtitan {date}") for date in ("2025-08-20", "2025-09"))
+    assert after["arithmetic_seconds"] > 1.03 * before["arithmetic_seconds"]
+
+
+def test_a_collective_slows_the_matrix_products_that_run_at_the_same_time() -> None:
+    run = published_runs.read_row({**ROW, "hidden": "2048", "layers": "4"})
+    trace = published_runs.traced(run.form, run.batch, False, run.stored, run.reduce_dtype)
+    replay = Fsdp2Replay(run, trace.trace, trace.flats(8), run.machine)
+    replay.play()
+    op = Op("aten.mm", 10**12, ((-1, 8), (-1, 8)), ((0, 8),), "matmul")
+    alone = replay.op_seconds(op)
+    replay.clock, replay._link_free = 0.0, alone / 2
+    assert replay.op_seconds(op) == pytest.approx(alone * (1 + COLLECTIVE_SHARE / 2))
+    replay._link_free = 9 * alone
+    assert replay.op_seconds(op) == pytest.approx(alone / (1 - COLLECTIVE_SHARE))
+
+
+def test_a_strategy_that_shards_only_gradients_keeps_its_parameters() -> None:
+    kept, freed = (_predicted(strategy=f"FSDP1 ({one})") for one in ("SHARD_GRAD_OP", "FULL_SHARD"))
+    assert kept["peak"]["unsharded"] > freed["peak"]["unsharded"]
 
 
 def _frees(events: list[Event]) -> list[tuple[int, int]]:
