@@ -83,6 +83,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 SLOW = [
     "test_waits_on_gpu.py",
+    "test_device_checks.py",
     "test_watchdog.py",
     "test_documents.py",
     "test_extras.py",
@@ -135,6 +136,7 @@ TOGETHER = {
     "compiler": ("tests/engine/test_compile.py", "tests/engine/test_compiled_units.py"),
     "simulated GPU": (
         "tests/extras/deadlock/test_waits_on_gpu.py",
+        "tests/extras/device_checks/test_device_checks.py",
         "tests/simulated_gpu/test_simulated_gpu.py",
     ),
 }

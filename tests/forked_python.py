@@ -7,9 +7,10 @@ all that `PYTHON` got: arguments, environment, folder and open files. `PYTHON` p
 the process, and ends as the process ends. What the process starts by ``sys.executable`` (torchrun's
 ranks, processes of ``multiprocessing``) is forked in turn.
 
-Such a process has not imported flatshard, and at its end Python shuts down as usual. The process
-differs from a fresh interpreter in three ways: torch is imported already, the hashes of strings are
-the same in all processes, and the process id is not the id of `PYTHON`. With THOROUGH=1,
+Such a process has not imported flatshard, and at its end Python shuts down as usual, except that
+torch's operators are not removed one by one. The process differs from a fresh interpreter in three
+more ways: torch is imported already, the hashes of strings are the same in all processes, and the
+process id is not the id of `PYTHON`. With THOROUGH=1,
 and on other systems than Linux, `PYTHON` is the real Python, ``sys.executable``. A test that needs
 a fresh interpreter starts ``sys.executable``.
 """
@@ -35,10 +36,12 @@ import json, os, signal, socket, sys
 arguments = sys.argv[1:]
 while arguments and arguments[0] in ("-B", "-u"):
     del arguments[0]
-# Anything but a file, a module or a text is for the real interpreter.
+# Anything but a file, a module or a text is for the real interpreter, and what needs no torch: the
+# end of a forked process takes longer than such a program.
 if (
     not arguments
     or arguments[0][0] == "-" and arguments[0] not in ("-c", "-m")
+    or arguments[1:] and arguments[1].startswith("from multiprocessing.resource_tracker import")
     or "LD_PRELOAD" in os.environ
 ):
     os.execv({real!r}, [{real!r}, *sys.argv[1:]])

@@ -16,6 +16,7 @@ import socket
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,20 @@ def run(arguments: list[str]) -> None:
     exec(code, vars(main))
 
 
+def keep_torchs_operators() -> None:
+    """Let this process, and what it forks, end without removing torch's operators one by one.
+
+    When a program ends, torch takes back each operator that its Python code has registered. In each
+    forked process this would copy memory that is shared until then.
+    """
+    from torch.library import _del_library
+
+    finalizers = weakref.finalize._registry  # type: ignore[attr-defined]
+    for finalizer, info in list(finalizers.items()):
+        if info.func is _del_library:
+            finalizer.atexit = False
+
+
 def main() -> None:
     end_with_parent()
     path = sys.path[1:]  # without the folder of this file
@@ -208,6 +223,7 @@ def main() -> None:
     import torch._dynamo  # torch imports it when it makes the first optimizer
 
     torch.set_num_threads(1)
+    keep_torchs_operators()
     gc.collect()
     gc.freeze()  # keep memory shared with forked processes: a collection would write to it
     request, files = serve(listener)

@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import combinations, product
@@ -326,6 +327,10 @@ def _be_a_rank(setting: Setting, rank: int, folder: Path) -> None:
 def warm_up() -> None:
     """Do once what each rank, which is forked from this process, would do for itself."""
     torch.overrides.resolve_name(torch.Tensor.norm)  # fills a cache
+    # At its end a rank need not remove the operators that torch has registered in Python.
+    for finalizer, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
+        if info.func is torch.library._del_library:
+            finalizer.atexit = False
     gc.freeze()  # a collection in a rank need not look at what is loaded here
 
 

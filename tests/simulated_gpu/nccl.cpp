@@ -12,7 +12,6 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <sys/stat.h>
@@ -24,6 +23,8 @@
 extern "C" void simulated_call(cudaStream_t stream, std::function<void()>* work);
 
 namespace {
+
+using namespace std::chrono_literals;
 
 std::chrono::seconds patience() {
   const char* value = getenv("SIMULATED_PATIENCE");
@@ -62,8 +63,8 @@ bool wait_until(const Flag& aborted, const std::string& what, std::function<bool
     if (*aborted) return false;
     auto waited = std::chrono::steady_clock::now() - begin;
     if (waited > patience()) fail("nobody came to " + what);
-    bool is_short = waited < std::chrono::milliseconds(500);  // long waits leave the CPU to others
-    std::this_thread::sleep_for(std::chrono::microseconds(is_short ? 100 : 5000));
+    // The longer a wait, the more of the CPU it leaves to others.
+    std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(waited / 10, 100us, 5ms));
   }
   return true;
 }
@@ -71,9 +72,11 @@ bool wait_until(const Flag& aborted, const std::string& what, std::function<bool
 std::string read(const Flag& aborted, const std::string& path) {
   std::string found;
   wait_until(aborted, path, [&] {
-    std::ifstream file(path, std::ios::binary);
-    if (file) found.assign(std::istreambuf_iterator<char>(file), {});
-    return bool(file);
+    std::ifstream file(path, std::ios::binary | std::ios::ate);
+    if (!file) return false;
+    found.resize(file.tellg());
+    file.seekg(0).read(found.data(), found.size());
+    return true;
   });
   return found;
 }

@@ -19,6 +19,7 @@ that function of flatshard's says so (``Class.method``); nowhere with ``every``.
 import atexit
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -34,7 +35,8 @@ import torch._dynamo  # torch loads it when it makes the first optimizer
 import torch.distributed as dist
 from gpu_checks import equality
 
-from flatshard.engine import forward_edits
+from flatshard.engine import forward_edits, reduce_queue
+from tests.forked_python_server import keep_torchs_operators
 from tests.simulated_gpu import programs
 from tests.simulated_gpu.kernels import Kernels
 
@@ -130,6 +132,11 @@ def fork(rank: int, request: dict[str, Any]) -> int:
 
 
 def serve() -> None:
+    # Many more ranks than cores: those that wait leave the cores to the others.
+    vars(reduce_queue)["_POLL_SECONDS"] = 0.005
+    keep_torchs_operators()
+    gc.collect()
+    gc.freeze()  # what is loaded is no garbage, and stays shared with the ranks
     for line in sys.stdin:
         request = json.loads(line)
         if "programs" in request:

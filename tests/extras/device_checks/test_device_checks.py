@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,7 +26,7 @@ RIGHT = ("nothing, late, held", "no edit", "same", "inference", "alone")
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Ended]]]:
+def ends(gpu: Gpu) -> dict[str, list[Ended]]:
     """Run all programs at the same time. For each program, return how each rank ended."""
     programs = {
         write: ("write_state_dict", "nccl", write) for write in (*STATE_DICTS, *LATE, RIGHT[0])
@@ -35,9 +34,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[En
     programs |= {way: ("edit_in_forward", "nccl", str(EDITS[way][0]), way) for way in EDITS}
     programs |= {what: ("evaluate_apart", "nccl", what) for what in (*APART, *RIGHT[2:])}
     programs["no edit"] = ("edit_in_forward", "nccl", "100", "written")
-    gpu = Gpu(tmp_path_factory.mktemp("gpu"))
-    yield dict(zip(programs, gpu.run_programs(2, *programs.values()), strict=True))
-    gpu.close()
+    return dict(zip(programs, gpu.run_programs(2, *programs.values()), strict=True))
 
 
 @pytest.mark.timeout(200)
