@@ -18,9 +18,11 @@ from published.models import Form
 # and with one scale per row. The peaks differ by a factor of 2, but kernels reach a smaller
 # fraction of the float8 peak.
 FLOAT8, FLOAT8_ROWS = 1.56, 1.15
-# Speed of cuDNN attention, divided by the speed of FlashAttention-2, for heads of 128 and of 64
-# elements (arXiv 2407.08608, figures 5 and 6, for H100).
-CUDNN, CUDNN_64 = 1.5, 1.28
+# Speed of the forward and of the backward of cuDNN attention, divided by the speed of
+# FlashAttention-2, on H100. For heads of 128 elements, the forward is measured in
+# pytorch/pytorch#142132 (631 and 329 TFLOP/s), and the backward in arXiv 2407.08608 (figure 6).
+# For heads of 64 elements: figures 5 and 6.
+CUDNN, CUDNN_64 = (1.9, 1.5), (1.28, 1.28)
 # Speed of the forward and of the backward of FlashAttention in Triton, divided by the speed of
 # FlashAttention-2, which is 1.3 to 1.5 times and 2 times as fast (arXiv 2307.08691, section 4.1).
 TRITON = 1 / 1.4, 1 / 2
@@ -95,7 +97,7 @@ def attention_speeds(
     if model.startswith("mpt") and not is_large:
         return TRITON
     if re.match("torch(titan|ao)", row["source"]) and runs_cudnn(device, date):
-        return (CUDNN if head_size > 64 else CUDNN_64,) * 2
+        return CUDNN if head_size > 64 else CUDNN_64
     return 1.0, 1.0
 
 
