@@ -620,7 +620,8 @@ class ParamBucket:
             return None
         shared: State = {}
         for key, value in first.items():
-            if all(_has_elements(state[key], member) for member, state in own.items()):
+            shapes = {member: getattr(state[key], "shape", None) for member, state in own.items()}
+            if all(shape == (member.param.spec.numel,) for member, shape in shapes.items()):
                 shared[key] = value.new_zeros(self.param.numel())
                 for member, state in own.items():
                     shared[key][member.part] = state[key]
@@ -650,10 +651,6 @@ def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> N
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == shape:
             state[key] = target.take_in(value)
-
-
-def _has_elements(value: Any, member: _Member) -> bool:
-    return isinstance(value, Tensor) and value.shape == (member.param.spec.numel,)
 
 
 def _all_equal(values: Sequence[Any]) -> bool:

@@ -360,7 +360,9 @@ class OriginalParam:
         ``chunk``: gradients of this rank's chunk of the flat parameter, ``(shard_numel,)``.
         """
         if not self.is_sharded:
-            return view_of(chunk, self.span)
+            # Take `.data`, because programs call `p.grad.detach_()`, and torch refuses to detach a
+            # view in place.
+            return view_of(chunk, self.span).data
         spec = self.spec
         local = chunk[spec.start : spec.start + spec.numel]
         return FlatShardTensor(local, spec, role=GRADIENT, flat=chunk)

@@ -162,7 +162,8 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
     if found != expected:
         raise RuntimeError(
             f"{where}: expected data of shape {expected[0]}, {expected[1]} on {expected[2]}, got "
-            f"{found[0]}, {found[1]} on {found[2]}. To convert all parameters, call model.to(...)."
+            f"{found[0]}, {found[1]} on {found[2]}. To convert all parameters, call model.to(...). "
+            "Optimizer state has only this rank's elements: assign it by p.local.copy_(...)."
         )
 
 

@@ -56,6 +56,22 @@ def test_script(script: Script, name: str, way: str) -> None:
 # ---------------------------------------------------------------- what needs more than a script
 
 
+@each_way
+def test_gradients_detached_in_place(way: str) -> None:
+    """As in guided-diffusion and fairseq. Under NO_SHARD, torch refused to detach a view."""
+    run_ranks(_run_both, 2, _detached_and_zeroed, "mlp", way)
+
+
+def _detached_and_zeroed(run: Run) -> None:
+    for step in range(3):
+        run.loss(step).backward()
+        run.optimizer.step()
+        for param in run.model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+
+
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_optimizer_built_before_wrapping(strategy: ShardingStrategy) -> None:
     run_ranks(_optimizer_before_wrapping, 2, strategy)
