@@ -250,7 +250,7 @@ class Forward:
             self.end(output, failed=failed)
 
     def reshard_touched(self) -> None:
-        """Reshard the units that were unsharded for operations inside a forward that has ended."""
+        """Reshard units of ended forwards that were unsharded outside of the unit's own forward."""
         while self._touched and self._touched[-1][0] > self._state.depth:
             _, unit = self._touched.pop()
             unit.backward_follows = self._state.expects_backward

@@ -228,7 +228,7 @@ def _check_not_captured(device: torch.device) -> None:
         raise RuntimeError(
             "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
             "replays would neither unshard parameters nor reduce gradients. Train without the "
-            "graph. To launch fewer kernels, call torch.compile(block) before wrapping."
+            "graph. To launch fewer kernels, call block.compile() before wrapping."
         )
 
 

@@ -39,8 +39,8 @@ from flatshard.units.module_tree import unit_text
 StateDict = dict[str, Any]
 
 # The functions in this module of torch take the state of every parameter that is not a DTensor as
-# full, and have no hook to change this. So flatshard looks for these functions on the call stack,
-# and reads their options from the stack frames.
+# full, and have no hook to change this. To return full state to these functions, flatshard looks
+# for the functions on the call stack, and reads their options from the stack frames.
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
 

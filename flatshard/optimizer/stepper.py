@@ -61,7 +61,7 @@ stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDiction
 
 
 class OptimizerExtension:
-    """Acts in optimizer steps. An extra adds an instance to the list ``extensions``."""
+    """Base class for code that an extra runs in optimizer steps, through ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before gradients are checked, in ``step()`` and after each call of a closure."""

@@ -213,7 +213,7 @@ class GradDtypes:
     """The dtypes of one flat parameter's gradients."""
 
     reduce_dtype: torch.dtype  # dtype in which gradients are collected and sent
-    accum_dtype: torch.dtype  # dtype in which several gradients are added before the reduction
+    accum_dtype: torch.dtype  # dtype in which gradients of several backwards are added
     grad_dtype: torch.dtype  # dtype of the reduced gradient
 
 

@@ -58,7 +58,7 @@ def as_coalesce_bytes(value: object) -> int:
         raise TypeError(f"coalesce_bytes: expected an int (of bytes) or None, got {value!r}.")
     if value < 0:
         raise ValueError(
-            f"coalesce_bytes: expected 0 or more bytes, got {value}. Pass 0 to join no units."
+            f"coalesce_bytes: expected 0 or more bytes, got {value}. Pass 0 to coalesce nothing."
         )
     return value
 

@@ -86,8 +86,8 @@ class WriteThrough:
             raise RuntimeError(
                 f"parameter {lost!r}: a tensor of a state_dict() was written, but the parameter "
                 "had changed after the state_dict() was taken, so the written values are lost. "
-                "Write to the parameter, or to a new state_dict(). To keep a tensor as it is, "
-                "clone it."
+                "Write to the parameter, or to a new state_dict(). To change a tensor without the "
+                "parameter, clone the tensor first."
             )
 
     def _take_over(self, some: Sequence[Given]) -> None:

@@ -229,10 +229,10 @@ class ShardSpec:
         ranks raise. ``operation``: name of the operation, for the error.
         """
         if len(self.comms) > 1:
-            full = None if self.tensor_parallel is None else self.tensor_parallel.shape
+            full = "" if self.tensor_parallel is None else f" of shape {self.tensor_parallel.shape}"
             raise NotImplementedError(
                 f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}): "
-                f"{operation} would see only this rank's part {self.shape} of a DTensor {full}. "
+                f"{operation} would see only this rank's part {self.shape} of a DTensor{full}. "
                 "Initialize before ShardedWrapper(model), read values from model.state_dict(), and "
                 "edit with p.copy_(...)."
             )

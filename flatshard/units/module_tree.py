@@ -63,9 +63,10 @@ class ModuleTree:
         return visit(self.module)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the children that may contain units, with their attribute names.
+        """Return the children that may be units or contain units, with their attribute names.
 
-        Children without parameters, and modules that are never units, are left out.
+        Closed modules are left out, because neither a closed module nor a module inside it becomes
+        a unit. Children without parameters, or with only ignored parameters, are left out, too.
         """
         return [
             (name, child)

@@ -239,7 +239,7 @@ class _GpuWait(BlockedWait):
         super().__init__(lambda: found.name, need, thread=found.thread, began=began)
 
     def _end(self) -> None:
-        gpu.end_waits(self.thread, f"{self.text()} failed: {self.verdict}")
+        gpu.end_waits(self.thread, f"{self.text()} failed: {self.verdict}", self.began)
 
 
 def tell_of_end() -> None:

@@ -259,7 +259,7 @@ class Deadlock:
                 # different collectives may never end, and the main thread may wait for the GPU
                 # before its next collective. So raise in the main thread now. Do so before
                 # `history.problem` is set: otherwise the main thread could raise twice.
-                gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem))
+                gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem), now)
                 history.problem = problem
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:

@@ -67,6 +67,11 @@ _TRACE_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # the process with SIGSEGV.
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
+# Time (``time.monotonic()``) of each thread's last ``CollectiveError``, keyed by the thread's
+# identifier. Hold `_raising` to use the times, and to make a thread raise.
+_raised: dict[int, float] = {}
+_raising = threading.Lock()
+
 
 class GpuCollective(NamedTuple):
     """An NCCL collective that this rank has begun, and that is not complete."""
@@ -126,16 +131,17 @@ def begun() -> dict[str, int]:
     }
 
 
-def end_waits(thread: int, text: str) -> None:
+def end_waits(thread: int, text: str, since: float) -> None:
     """Abort this rank's incomplete NCCL collectives, and raise an error in ``thread``.
 
-    ``thread`` raises ``CollectiveError(text)`` as soon as its present bytecode instruction ends. If
-    all NCCL collectives of this rank are complete, nothing happens.
+    ``thread`` raises ``CollectiveError(text)`` as soon as its present bytecode instruction ends,
+    unless the thread has raised another ``CollectiveError`` after the time ``since``. If all NCCL
+    collectives of this rank are complete, nothing happens.
     """
     if _incomplete():
         # Set the error before the abort. An abort ends the thread's wait, although the collective
         # has not written its result. The thread must raise before it uses the missing result.
-        _raise_in_thread(thread, text)
+        _raise_in_thread(thread, text, since)
         abort()
 
 
@@ -149,11 +155,13 @@ def take_back_error() -> None:
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
         thread = threading.main_thread()
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
+    with _raising:
+        _raised[thread.ident or 0] = time.monotonic()
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
 
 
-def _raise_in_thread(thread: int, text: str) -> None:
-    """Make ``thread`` raise ``CollectiveError(text)`` after its present bytecode instruction."""
+def _raise_in_thread(thread: int, text: str, since: float) -> None:
+    """Make ``thread`` raise ``CollectiveError(text)``; see ``end_waits``."""
 
     # Python takes a class here, and calls the class without arguments in the thread. So make a
     # class that contains the text.
@@ -163,7 +171,10 @@ def _raise_in_thread(thread: int, text: str) -> None:
 
     Raised.__name__ = Raised.__qualname__ = CollectiveError.__name__
     Raised.__module__ = CollectiveError.__module__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Raised))
+    error = ctypes.py_object(Raised)
+    with _raising:
+        if _raised.get(thread, 0.0) < since:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
 
 def with_trace(text: str) -> str:

@@ -210,7 +210,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         # Addresses of the storages of parameters and buffers, which are no activations.
         self._trace, self._persistent = trace, persistent
-        # Index of the block of each storage, keyed by the address of the storage's C++ object.
+        # Index in `trace.sizes` of each storage's block, keyed by the address of the storage's C++
+        # object.
         self._block_of: dict[int, int] = {}
         # `weakref.ref` of each storage: its callback records when the storage is freed.
         self._refs: dict[int, weakref.ref[Any]] = {}

@@ -4,6 +4,7 @@ import _thread
 import json
 import pickle
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -142,18 +143,25 @@ def test_exchanges_on_the_host_are_no_collectives_of_nccl() -> None:
     assert detector._mixed(reports[0], {1: reports[1]}) is None
 
 
-def test_a_program_gets_a_single_error() -> None:
-    """The main thread waits in C++ for a thread of autograd, whose collective fails."""
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_program_gets_a_single_error(order: str) -> None:
+    """The main thread waits in C++ for a thread of autograd, whose collective fails.
+
+    The watchdog sets its error before or after this error.
+    """
     raised, is_done = [], threading.Lock()
-    main = threading.get_ident()
+    main, since = threading.get_ident(), time.monotonic()
 
     def fail() -> None:
         try:
             with named("all-gather"):
-                gpu_waits._raise_in_thread(main, "a second error")
+                if order == "before":
+                    gpu_waits._raise_in_thread(main, "a second error", since)
                 raise RuntimeError("aborted")
         except CollectiveError as error:
             raised.append(str(error))
+            if order == "after":
+                gpu_waits._raise_in_thread(main, "a second error", since)
         finally:
             is_done.release()
 
