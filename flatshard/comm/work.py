@@ -109,9 +109,9 @@ class History:
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
 
-        # Message of the error that every later collective of this process group raises, because
-        # ranks began different collectives. "": no error.
-        self.problem = ""
+        # Makes the error that every later collective of this process group raises, because ranks
+        # began different collectives. None: no error.
+        self.make_error: Callable[[], CollectiveError] | None = None
         # Whether ranks may compare descriptions before they begin a collective. False inside
         # `join()`: a rank without input begins a collective only after another rank has begun it,
         # so the other rank must not wait for a comparison.
@@ -145,10 +145,10 @@ class History:
             abort: function that makes a wait for the collective fail.
 
         Raises:
-            RuntimeError: the ranks began different collectives earlier.
+            CollectiveError: the ranks began different collectives earlier.
         """
-        if self.problem:
-            raise RuntimeError(self.problem)
+        if self.make_error is not None:
+            raise self.make_error()
         number = self.begun[kind] = self.begun.get(kind, 0) + 1
         if what:
             self.described = kind

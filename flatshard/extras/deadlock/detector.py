@@ -36,6 +36,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -241,7 +242,7 @@ class Deadlock:
     def _compare(now: float) -> None:
         """Compare the collectives begun by all ranks, if no backward has done so recently.
 
-        If the ranks differ, logs an error and sets ``history.problem``. In evaluation, there is no
+        If the ranks differ, logs an error and sets ``make_error``. In evaluation, there is no
         backward: ranks in different collectives may not deadlock, but compute with wrong values.
         """
         for history in known_histories():
@@ -255,12 +256,12 @@ class Deadlock:
             if reason is not None:
                 problem = _tell(store, reason, _all_begun()).text
                 _logger.error("%s", problem)
-                # The next collective raises, because `history.problem` is set. But on a GPU, the
-                # different collectives may never end, and the main thread may wait for the GPU
-                # before its next collective. So raise in the main thread now. Do so before
-                # `history.problem` is set: otherwise the main thread could raise twice.
+                # `make_error` makes the next collective raise. But on a GPU, the different
+                # collectives may never end, and the main thread may wait for the GPU before its
+                # next collective. So raise in the main thread now. Do so before `make_error` is
+                # set: otherwise the main thread could raise twice.
                 gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem), now)
-                history.problem = problem
+                history.make_error = partial(gpu.own_error, problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Return the ranks that ``wait`` awaits, and that do not report a wait themselves.

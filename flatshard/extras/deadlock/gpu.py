@@ -160,6 +160,12 @@ def take_back_error() -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
 
 
+def own_error(text: str) -> CollectiveError:
+    """Return the error that this thread shall raise, in place of an error of ``end_waits``."""
+    take_back_error()
+    return CollectiveError(text)
+
+
 def _raise_in_thread(thread: int, text: str, since: float) -> None:
     """Make ``thread`` raise ``CollectiveError(text)``; see ``end_waits``."""
 
