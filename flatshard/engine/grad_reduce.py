@@ -87,9 +87,10 @@ class ReducePlan:
         self.intra_start = intra_group.rank * self.intra_numel
         self.full_bytes = self.layout.padded_numel * self.dtypes.reduce_dtype.itemsize
         # Estimate the memory of an unfinished reduction. Usually the gradients take memory twice:
-        # to send, and to receive. NCCL and other backends for which a stream waits add while they
-        # receive, so count the gradients once. Then two reductions of the largest bucket may run at
-        # the same time, because together they take at most `ReduceQueue.max_bytes_in_flight`.
+        # to send, and to receive. NCCL adds each part when the part arrives, like all backends for
+        # which a stream waits and not the host. So count the gradients once there, except with
+        # `fixed_order`, which receives all parts before it adds. Then two reductions of the largest
+        # bucket together take at most `ReduceQueue.max_bytes_in_flight`, and may run at once.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.across = self.topology.across

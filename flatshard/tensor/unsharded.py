@@ -173,7 +173,10 @@ class GatheredView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator that C++ code calls (a ``ProcessGroup``, for example) with this view."""
+        """Run an operator that C++ code, such as a ``ProcessGroup``, calls with this view.
+
+        Raises RuntimeError if the operator is a collective, or writes to the view.
+        """
         if is_collective(func) or (func._schema.is_mutable and isinstance(args[0], GatheredView)):
             raise _lost(func, next(t for t in tensors_in(args, depth=0) if type(t) is GatheredView))
         with torch._C._DisableTorchDispatch():

@@ -80,11 +80,11 @@ class OwnCollective(NamedTuple):
         last = _last_of(_recorded(), self.group.group_name)
         # Suppress the error of a group that has no backend for CPU tensors.
         with contextlib.suppress(RuntimeError):
-            # The last record belongs to this collective only if it has the group's present sequence
-            # number. Otherwise the number was increased by a send or receive, which the recorder
-            # does not number.
-            # If the record is complete, it belongs to an earlier collective. The thread then waits
-            # in a collective on another backend (NCCL), which this recorder does not record.
+            # The last record belongs to this collective only if the record's `op_id` is the group's
+            # present sequence number. A send or receive increases the group's sequence number, but
+            # not the recorder's `op_id`.
+            # A completed record belongs to an earlier collective. The thread then waits in a
+            # collective on another backend (NCCL), which this recorder does not record.
             here = _sequence_number(self.group)
             if last is not None and last["op_id"] == here and last["state"] != "completed":
                 return int(last["collective_seq_id"])

@@ -210,7 +210,11 @@ class Target:
             )
 
     def changes(self) -> dict[str, Choice]:
-        """Return, for each single change of a setting, the prediction with the smallest peak."""
+        """Predict training with one setting changed: checkpointing, ranks, batch or dtype.
+
+        For each change, keyed by a text that describes the change, returns the prediction of the
+        strategy with the smallest peak memory.
+        """
         kinds = ("none", "selective", "block")
         weaker = kinds.index(self.checkpoint)
         changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in kinds[weaker + 1 :]]
