@@ -62,10 +62,8 @@ class _Compiler:
     def __init__(self, trace: StepTrace) -> None:
         self.trace, self.regions = trace, _regions(trace)
         self.ops = {i: event for i, event in enumerate(trace.events) if isinstance(event, Op)}
-        kinds = (getattr(event, "kind", "") for event in trace.events)
-        self.fused = [
-            region * (kind == "fusible") for region, kind in zip(self.regions, kinds, strict=True)
-        ]
+        fuses = (getattr(event, "kind", "") == "fusible" for event in trace.events)
+        self.fused = [region * is_op for region, is_op in zip(self.regions, fuses, strict=True)]
         self.backward = trace.events.index(Mark("backward"))
         self.made_by = {block: i for i in reversed(self.ops) for block, _ in self.ops[i].writes}
         self.results = {

@@ -35,6 +35,9 @@ from flatshard.wrapper import ShardedWrapper
 # attention (0.4 on Hopper, see arXiv 2407.08608; 0.6 on Ampere, see arXiv 2307.08691), and copies.
 _MATMUL, _ATTENTION, _COPY = 0.75, 0.42, 0.9
 _KERNEL_SECONDS = 4e-6  # time between the starts of two small kernels
+# Share of a GPU's multiprocessors that the kernel of one NCCL collective occupies (15 %, see
+# NVIDIA/nccl#1432). No other kernel runs on these multiprocessors (NVIDIA/nccl#689).
+COLLECTIVE_SHARE = 0.15
 
 
 def amount(value: float | str) -> float:
@@ -92,10 +95,17 @@ class Device:
         """
         return cls(_MATMUL * flops, attention * flops, _COPY * memory_rate, memory_bytes)
 
-    def seconds(self, op: Op) -> float:
+    def seconds(self, op: Op, busy: float = 0.0) -> float:
+        """Return the duration of an operator. ``busy``: seconds until running collectives end."""
         rate = self.attention_flops if op.kind == "attention" else self.flops
         rate = self.conv_flops or rate if "convolution" in op.name else rate
-        return max(op.flops / rate, op.nbytes / self.memory_rate, _KERNEL_SECONDS * self.is_gpu)
+        seconds = self.slowed(op.flops / rate, busy)
+        return max(seconds, op.nbytes / self.memory_rate, _KERNEL_SECONDS * self.is_gpu)
+
+    def slowed(self, seconds: float, busy: float) -> float:
+        """Return the duration of arithmetic if collectives run in its first ``busy`` seconds."""
+        share = COLLECTIVE_SHARE * self.is_gpu
+        return min(seconds / (1 - share), seconds + share * max(0.0, busy))
 
 
 _GIB = 2**30

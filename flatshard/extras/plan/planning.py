@@ -226,8 +226,7 @@ def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     units, found = plan.units, StepTrace.of(plan)
     # The marks (`Mark`) of forward, the last mark first. `units` has children before parents, so
     # the loop in reverse order reaches a unit before the units inside the unit.
-    reverse: list[Mark] = []
-    around: list[int] = []
+    reverse, around = list[Mark](), list[int]()
     for unit in range(len(units))[::-1]:
         name = units[unit].names[0]
         while len(around) > 1 and not name.startswith(f"{units[around[-1]].names[0]}."):

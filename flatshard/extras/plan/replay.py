@@ -127,7 +127,7 @@ class Replay:
         begin = trace.events.index(Mark("backward"))
         made = {event.block for event in trace.events[:begin] if isinstance(event, Alloc)}
         freed = {event.block for event in trace.events[begin:] if isinstance(event, Free)}
-        self._kept_for_backward = made & freed
+        self._saved = made & freed
         marks = [event for event in trace.events if isinstance(event, Mark)]
         # Units in the order of forward.
         self.order = list(dict.fromkeys(mark.unit for mark in marks if mark.what == "enter"))
@@ -236,8 +236,7 @@ class Replay:
                 self.compute(self.op_seconds(event))
             elif isinstance(event, Alloc):
                 self.now(self.trace.makers[event.block])
-                is_kept = event.block in self._kept_for_backward
-                category = "activations" if is_kept else "temporary"
+                category = "activations" if event.block in self._saved else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
             elif isinstance(event, Free):
                 # A parameter's gradient is no longer in `live`: `receive` has taken it.
@@ -254,7 +253,7 @@ class Replay:
         self.end_backward()
 
     def op_seconds(self, op: Op) -> float:
-        return self.machine.device.seconds(op)
+        return self.machine.device.seconds(op, self._link_free - self.clock)
 
     def pass_mark(self, mark: Mark) -> None:
         unit = mark.unit

@@ -268,11 +268,10 @@ class TrainingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as a dict for JSON: bytes, seconds, and bytes sent in a step."""
-        best = self.best
         return {
             "name": self.name,
             "choices": [one.to_dict() for one in self.choices],
-            "best": None if best is None else best.to_dict(),
+            "best": self.best and self.best.to_dict(),
             "changes": {change: one.to_dict() for change, one in self.changes.items()},
             "code": self.code(),
         }

@@ -21,10 +21,6 @@ HOST_SECONDS = 65e-3 / 291
 # (pytorch/torchtitan#1319: "approx ~40% slowdown").
 SMALL_ROWS = 0.6
 
-# Share of a GPU's multiprocessors that the kernel of one collective occupies (15 %, see
-# NVIDIA/nccl#1432). No other kernel runs on these multiprocessors (NVIDIA/nccl#689).
-COLLECTIVE_SHARE = 0.15
-
 # Memory traffic of context parallelism per ring step, in sizes of a rank's keys in bfloat16, from
 # torch's `_attention.py`. Each step concatenates keys and values (4), casts the result to float32
 # (3), and merges it with the earlier results (5 in one compiled kernel). Backward concatenates (4),
@@ -133,10 +129,8 @@ class Fsdp2Replay(Replay):
                     rate *= SMALL_ROWS
             written = sum(nbytes for _, nbytes in op.writes) * (op.kind == "matmul")
             arithmetic = op.flops / rate
-            # Collectives that run at the same time leave fewer multiprocessors.
-            busy = max(0.0, self._link_free - self.clock)
-            slowed = min(arithmetic / (1 - COLLECTIVE_SHARE), arithmetic + COLLECTIVE_SHARE * busy)
             # A matrix product writes its tiles after it has computed them.
+            slowed = device.slowed(arithmetic, self._link_free - self.clock)
             seconds = max(slowed, op.nbytes / device.memory_rate)
             seconds += written / device.memory_rate
             hidden = min(seconds, self._sending)

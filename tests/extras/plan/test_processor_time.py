@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard.extras.plan.hardware import Device, Machine, calibrate
+from flatshard.extras.plan import hardware
+from flatshard.extras.plan.hardware import COLLECTIVE_SHARE, Device, Machine, calibrate
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.extras.plan.trace import Op
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -104,6 +106,36 @@ def test_convolutions_have_their_own_speed() -> None:
     device = Device(1.0, FAST, FAST, 0.0, is_gpu=False)
     assert device.seconds(op) == op.flops
     assert Device(1.0, FAST, FAST, 0.0, False, 4.0).seconds(op) == op.flops / 4
+
+
+def test_a_running_collective_takes_multiprocessors_of_a_gpu() -> None:
+    op = Op("aten.mm", 100, ((-1, 8), (-1, 8)), ((0, 8),), "matmul")
+    gpu, cpu = (Device(1.0, 1.0, FAST, 0.0, is_gpu=is_gpu) for is_gpu in (True, False))
+    assert (gpu.seconds(op), cpu.seconds(op, busy=50.0)) == (100, 100)
+    assert gpu.seconds(op, busy=50.0) == pytest.approx(100 + COLLECTIVE_SHARE * 50)
+    assert gpu.seconds(op, busy=FAST) == pytest.approx(100 / (1 - COLLECTIVE_SHARE))
+    assert gpu.seconds(op, busy=-50.0) == 100  # all collectives have ended
+
+
+def test_a_step_is_longer_if_collectives_overlap_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = TracedModel.of(
+        build,
+        lambda model: model(torch.ones(32, WIDTH)).sum(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        coalesce_bytes=0,
+    )
+    # The matrix product of a unit takes 1 s. An all-gather takes 0.1 s.
+    device, link = Device(2 * 32 * WIDTH**2, FAST, FAST, 0.0), 10 * 4 * WIDTH**2 / 2
+
+    def seconds() -> float:
+        return (
+            Replay(traced.trace, traced.flats(2), Machine(device, 2, link, link, 0.0)).run().seconds
+        )
+
+    slowed = seconds()
+    monkeypatch.setattr(hardware, "COLLECTIVE_SHARE", 0.0)
+    # In forward, 3 of 4 all-gathers overlap. In backward, 3 all-gathers and 3 reductions overlap.
+    assert slowed - seconds() == pytest.approx(9 * 0.1 * COLLECTIVE_SHARE, rel=0.01)
 
 
 def _calibrate(_rank: int, _world_size: int) -> tuple[Device, Device]:

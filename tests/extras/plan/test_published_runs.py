@@ -11,10 +11,11 @@ from typing import Any
 import published_runs
 import pytest
 import torch
-from published.fsdp import COLLECTIVE_SHARE, Fsdp2Replay
+from published.fsdp import Fsdp2Replay
 from published.layers import freed_at_last_use, held_by_collectives
 from published.rows import CUDNN, TRITON, Run
 
+from flatshard.extras.plan.hardware import COLLECTIVE_SHARE
 from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
 
 ROW = {
