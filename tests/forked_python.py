@@ -7,12 +7,12 @@ all that `PYTHON` got: arguments, environment, folder and open files. `PYTHON` p
 the process, and ends as the process ends. What the process starts by ``sys.executable`` (torchrun's
 ranks, processes of ``multiprocessing``) is forked in turn.
 
-Such a process has not imported flatshard, and at its end Python shuts down as usual, except that
-torch's operators are not removed one by one. The process differs from a fresh interpreter in three
-more ways: torch is imported already, the hashes of strings are the same in all processes, and the
-process id is not the id of `PYTHON`. With THOROUGH=1,
-and on other systems than Linux, `PYTHON` is the real Python, ``sys.executable``. A test that needs
-a fresh interpreter starts ``sys.executable``.
+Such a process has not imported flatshard. At its end it waits for its threads and runs its exit
+handlers, but frees no objects, unless FORKED_PYTHON_FREES_OBJECTS=1 is in its environment. The
+process differs from a fresh interpreter in three more ways: torch is imported already, the hashes
+of strings are the same in all processes, and the process id is not the id of `PYTHON`. With
+THOROUGH=1, and on other systems than Linux, `PYTHON` is the real Python, ``sys.executable``. A test
+that needs a fresh interpreter starts ``sys.executable``.
 """
 
 from __future__ import annotations

@@ -23,6 +23,10 @@ PROGRAMS = [
     ("import os; os.kill(os.getpid(), 9)", -9, "", ""),
     ("import sys; print('flatshard' in sys.modules, sys.argv[1:])", 0, "False ['b']\n", ""),
     ("import atexit; atexit.register(print, 'end')", 0, "end\n", ""),
+    (
+        "import sys, threading; threading.Timer(0.1, print, 'a').start(); sys.exit(-1)",
+        *(255, "a\n", ""),
+    ),
 ]
 
 

@@ -387,8 +387,9 @@ def test_quickstart(tmp_path: Path) -> None:
     path = tmp_path / "quickstart.py"
     path.write_text(program.text)
     printed: list[str] = []
+    environment = _environment(FORKED_PYTHON_FREES_OBJECTS="1")  # the end of a real program
     for ranks, last in ((2, 100), (1, 200)):
-        status, out, err = torchrun(ranks, path, environment=_environment(), cwd=tmp_path)
+        status, out, err = torchrun(ranks, path, environment=environment, cwd=tmp_path)
         assert status == 0, err
         # Two ranks write to one pipe: the ends of their lines may change places.
         printed += sorted(re.findall(r"rank \d+, step .*? parameters", out))
@@ -425,10 +426,16 @@ def test_migrated_script(tmp_path: Path) -> None:
 def test_program_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
     (program,) = (fence for fence in PROGRAMS if fence.document == "gpus-and-nodes.md")
     path = tmp_path / "train_gpu.py"
-    path.write_text(program.text.replace("range(1, 41)", "range(1, 11)"))
+    text = program.text.replace("range(1, 41)", "range(1, 11)")
+    fewer_rows = text.replace("(16, 1)", "(2, 1)")  # CPUs are slow in bfloat16
+    assert fewer_rows != text
+    path.write_text(fewer_rows)
     status, out, err = torchrun(2, path, environment=_environment(), cwd=tmp_path)
     assert status == 0, err
-    assert "step 10: loss 2.8" in out  # as the page quotes
+    shown = next(f.text for f in BLOCKS if f[:2] == ("gpus-and-nodes.md", "text")).splitlines()
+    table = shown[: next(n for n, line in enumerate(shown) if line.startswith("step 10:"))]
+    assert [line for line in table if line != "..." and line not in out] == []
+    assert float(re.findall(r"step 10: loss ([0-9.]+)", out)[0]) < 4  # from 5.6
     assert (tmp_path / "gpu-checkpoint" / "flatshard.json").exists()
 
 

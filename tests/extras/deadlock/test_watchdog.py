@@ -4,6 +4,7 @@ import _thread
 import functools
 import logging
 import multiprocessing
+import os
 import pickle
 import re
 import socket
@@ -549,5 +550,8 @@ with watched("something"):
 def test_the_end_of_the_program_waits_for_a_look() -> None:
     """One in the middle of gloo's code ended the process with SIGABRT."""
     command = [PYTHON, "-c", LOOKS_AT_THE_END]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    environment = {**os.environ, "FORKED_PYTHON_FREES_OBJECTS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.startswith("looked\n")  # under load the thread may look once more

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import os
 import pickle
 import subprocess
 import threading
@@ -439,7 +440,8 @@ def test_the_interpreter_exits_before_the_last_item() -> None:
         "items = flatshard.full_tensors(torch.nn.Linear(2, 2))\n"
         "print(next(items)[0])"
     )
-    done = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True)
+    environment = {**os.environ, "FORKED_PYTHON_FREES_OBJECTS": "1"}
+    done = subprocess.run([PYTHON, "-c", program], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "weight\n", "")
 
 
