@@ -116,7 +116,7 @@ class AutoUnits:
     def _take_small_blocks(self) -> None:
         """Make units of small blocks, too, if all of them together are too large for the root."""
         # `_left` counts the elements that are in no unit yet.
-        blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
+        blocks = [m for m in self._too_small if self._left[m] and self.is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
             for module in blocks:
                 self._take(module)
@@ -137,7 +137,7 @@ class AutoUnits:
         # Do not dissolve blocks. The root stays unsharded throughout a step, and the memory of an
         # unsharded block costs more than its own small all-gather. Dissolve the smallest modules
         # first. The sort is stable, so modules of equal size stay in the order of the model.
-        singles = [m for m in self._held if m in outermost and not self._is_closed_block(m)]
+        singles = [m for m in self._held if m in outermost and not self.is_closed_block(m)]
         for module in sorted(singles, key=self._held.__getitem__):
             missing = 0 < self._left[root] < MIN_UNIT_NUMEL
             if missing and self._held[module] <= ROOT_TAKES_NUMEL:
@@ -180,9 +180,9 @@ class AutoUnits:
 
     def blocks(self) -> list[nn.Module]:
         """Return the units that are blocks: repeated modules that were not split into children."""
-        return [module for module in self._held if self._is_closed_block(module)]
+        return [module for module in self._held if self.is_closed_block(module)]
 
-    def _is_closed_block(self, module: nn.Module) -> bool:
+    def is_closed_block(self, module: nn.Module) -> bool:
         return module not in self._opened and self._is_block(module, self._counts)
 
     def _is_block(self, module: nn.Module, counts: Counter[Kind]) -> bool:

@@ -56,9 +56,7 @@ def run(options: dict[str, Any]) -> None:
         print(f"{name}: attention {found.attention_flops / 1e12:.2f} TFLOP/s")
         print(f"{name}: memory {found.memory_rate / 1e9:.1f} GB/s")
     elif spec is None:
-        raise ValueError(
-            "expected a SPEC or --calibrate. SPEC is a preset, a config.json or a function."
-        )
+        raise ValueError("expected a SPEC or --calibrate. SPEC: a preset, config.json or function.")
     elif re.fullmatch(r"[0-9.]+[MBT]", spec):
         print(stages(amount(spec.replace("B", "G")), counts(options["ranks"])))
     else:

@@ -130,7 +130,9 @@ def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
         # Change inner modules first. If a wrapper contains a wrapper, the `module` of the outer
         # wrapper is then the inner wrapper's module.
         for module in [*wrapper.modules()][::-1]:
-            stack.callback(module.__dict__.update, {**module.__dict__})
+            # Also remove attributes that the step adds: transformers notes that it has added its
+            # hooks, and the hooks are gone after the block.
+            stack.callback(object.__setattr__, module, "__dict__", {**module.__dict__})
             hooks = [name for name in module.__dict__ if "_hooks" in name]
             module.__dict__.update({name: OrderedDict() for name in hooks})
             module.__dict__["_modules"] = {

@@ -151,9 +151,7 @@ def _from_config(path: Path) -> nn.Module:
         config = transformers.AutoConfig.for_model(**text)
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{path}: a config.json needs transformers. Run: pip install transformers"
-        ) from error
+        raise ValueError(f"{path} needs transformers. Run: pip install transformers") from error
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: transformers {transformers.__version__} has no language model for model_type "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,13 +31,11 @@ class TracedModel:
         keywords: keywords of ``plan_flats``: the policy, the mixed precision, ``coalesce_bytes``.
         trace: the trace of the step. The trace refers to units and flat parameters by number, in
             the order of ``flats``.
-        container: name of the module that contains the repeated blocks; empty if no module does.
     """
 
     model: nn.Module
     keywords: dict[str, Any]
     trace: StepTrace
-    container: str
 
     @classmethod
     def of(
@@ -58,31 +56,13 @@ class TracedModel:
             made = build()
         model, step = made if isinstance(made, tuple) else (made, step)
         plan, flats = plan_flats(model, world_size=1, **keywords)
-        container, blocks = _blocks(model)
-        checkpoint_blocks(blocks, checkpoint)
+        checkpoint_blocks(model, checkpoint)
         found = trace(plan, flats, step, on_gpu=on_gpu, device=device)
-        return cls(model, keywords, found, container)
+        return cls(model, keywords, found)
 
     def flats(self, world_size: int, **keywords: Any) -> list[FlatMemory]:
         """Return the flat parameters. ``keywords``: more keywords of ``plan_flats``."""
         return plan_flats(self.model, world_size=world_size, **self.keywords, **keywords)[1]
-
-
-def _blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the name of the module with the largest repeated blocks, and the list of the blocks.
-
-    Checkpointing is applied to these blocks.
-    """
-    best: tuple[str, list[nn.Module]] = ("", [])
-    most = 0
-    for name, container in model.named_modules():
-        children: list[nn.Module] = list(container.children())
-        kind = Counter(type(one) for one in children).most_common(1)[0][0] if children else None
-        same = [one for one in children if type(one) is kind and any(True for _ in one.children())]
-        numel = sum(param.numel() for one in same for param in one.parameters())
-        if len(same) > 1 and numel > most:
-            best, most = (name, same), numel
-    return best
 
 
 # ---------------------------------------------------------------- memory without activations

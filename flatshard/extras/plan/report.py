@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, sho
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
-from flatshard.extras.plan.trace import Checkpointing
+from flatshard.extras.plan.trace import CannotTraceError, Checkpointing
 from flatshard.module.unit_report import tabulate
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.module_tree import unit_text
@@ -120,33 +121,26 @@ class Target:
 
     def __post_init__(self) -> None:
         least = {name: getattr(self, name) for name in ("batch", "seq", "per_node", "accumulate")}
-        for name, value in {**least, "ranks": min(self.counts, default=0)}.items():
+        for name, value in {**least, "ranks": min(counts(self.ranks), default=0)}.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-
-    @property
-    def counts(self) -> Sequence[int]:
-        return counts(self.ranks)
 
     @property
     def machine(self) -> Machine:
         device = self.device if isinstance(self.device, Device) else DEVICES.get(self.device)
         if device is None:
             raise ValueError(f"device: expected {', '.join(DEVICES)}, got {self.device!r}.")
-        if self.memory is not None:
-            device = replace(device, memory_bytes=amount(self.memory))
-        if self.flops is not None:
-            device = replace(device, flops=amount(self.flops))
+        given = {"memory_bytes": self.memory, "flops": self.flops}
+        changes: Any = {name: amount(one) for name, one in given.items() if one is not None}
+        device = replace(device, **changes)
         return Machine(device, self.per_node, amount(self.node_link), amount(self.link))
 
     @property
     def precision(self) -> MixedPrecision:
         return DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
 
-    def choices(self) -> tuple[list[Choice], str]:
+    def choices(self) -> list[Choice]:
         """Trace one step, and replay the trace under each strategy on each number of ranks.
-
-        Returns the predictions, and the name of the module that contains the repeated blocks.
 
         Raises ValueError if no strategy can be used, or if one unit alone needs too much memory.
         """
@@ -165,7 +159,7 @@ class Target:
         node = self.per_node
         found = [
             self._choice(traced, strategy, ranks)
-            for ranks in self.counts
+            for ranks in counts(self.ranks)
             for strategy in strategies
             # A hybrid strategy shards within a node, and needs several nodes.
             if not strategy.startswith("HYBRID") or (ranks > node and ranks % node == 0)
@@ -173,9 +167,9 @@ class Target:
         if not found:
             raise ValueError(
                 f"{', '.join(strategies)} needs several nodes: expected numbers of ranks that "
-                f"are multiples of per_node={self.per_node}, got {list(self.counts)}."
+                f"are multiples of per_node={self.per_node}, got {list(counts(self.ranks))}."
             )
-        return found, traced.container
+        return found
 
     def _choice(self, traced: TracedModel, strategy: str, ranks: int) -> Choice:
         optimizer, machine = self.optimizer, self.machine
@@ -197,7 +191,7 @@ class Target:
         A rank holds all unsharded parameters of a unit, and the gradients of one flat parameter.
         """
         sums, most, memory = Counter[str](), Counter[str](), self.machine.device.memory_bytes
-        for flat in traced.flats(max(self.counts)):
+        for flat in traced.flats(max(counts(self.ranks))):
             sums[flat.name] += max(flat.gathered_bytes, flat.parameter_bytes) * (not flat.is_lookup)
             most[flat.name] = max(most[flat.name], flat.whole_gradient_bytes)
         unit, needs = (sums + most).most_common(1)[0]
@@ -216,9 +210,9 @@ class Target:
         strategy with the smallest peak memory.
         """
         kinds = ("none", "selective", "block")
-        weaker = kinds.index(self.checkpoint)
-        changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in kinds[weaker + 1 :]]
-        changes.append(("ranks", 2 * max(self.counts)))
+        stronger = kinds[kinds.index(self.checkpoint) + 1 :]
+        changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in stronger]
+        changes.append(("ranks", 2 * max(counts(self.ranks))))
         if self.step is None and self.batch > 1:
             changes.append(("batch", self.batch // 2))
         if self.precision.param_dtype is None:
@@ -226,7 +220,9 @@ class Target:
         found = {}
         for name, value in changes:
             text = f"twice the ranks ({value})" if name == "ranks" else f"{name}={value!r}"
-            found[text] = min(replace(self, **{name: value}).choices()[0], key=_peak_bytes)
+            # A forward that changes its inputs, or a cache, cannot be recomputed.
+            with contextlib.suppress(CannotTraceError):
+                found[text] = min(replace(self, **{name: value}).choices(), key=_peak_bytes)
         return found
 
 
@@ -242,7 +238,6 @@ class TrainingPlan:
         name: name of the model.
         target: the machine and the settings.
         choices: one prediction for each strategy and number of ranks.
-        container: name of the module that contains the repeated blocks.
         changes: predictions that each change one setting, keyed by a text that describes the
             change; empty if a strategy fits.
     """
@@ -250,7 +245,6 @@ class TrainingPlan:
     name: str
     target: Target
     choices: Sequence[Choice]
-    container: str = ""
     changes: dict[str, Choice] = dataclasses.field(default_factory=dict)
 
     @property
@@ -288,9 +282,8 @@ class TrainingPlan:
             keywords += f", mixed_precision=MixedPrecision({dtype}, torch.float32)"
         lines = ["import torch", "from flatshard import MixedPrecision, ShardedWrapper", ""]
         if best.checkpoint != "none":
-            blocks = f"model.get_submodule({self.container!r}).children()"
             lines.insert(2, "from flatshard.memory_plan import checkpoint_blocks")
-            lines.append(f"checkpoint_blocks({blocks}, {best.checkpoint!r})")
+            lines.append(f"checkpoint_blocks(model, {best.checkpoint!r})")
         return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 
     def plot(self, path: str) -> None:
@@ -439,5 +432,5 @@ def plan(
     build = read_spec(spec, options.get("seq", Target.seq)) if isinstance(spec, str) else spec
     target = Target(build, step, **options)
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "model")
-    made = TrainingPlan(name, target, *target.choices())
+    made = TrainingPlan(name, target, target.choices())
     return replace(made, changes=target.changes()) if made.best is None else made

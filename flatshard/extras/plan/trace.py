@@ -9,6 +9,7 @@ tensors are computed again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 import weakref
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +32,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.module.model_plan import ModelPlan
 from flatshard.precision import UnitCasts, tensors_in
+from flatshard.units.auto_wrap import AutoUnits
+from flatshard.units.module_tree import ModuleTree, unit_text
 
 _aten = torch.ops.aten
 Checkpointing = Literal["none", "block", "selective"]
@@ -139,13 +144,11 @@ class CannotTraceError(ValueError):
 # Functions that compute an operator's workspace from its arguments, in bytes. A workspace is memory
 # that a kernel allocates and frees while it runs, so the trace cannot see it. The backward of flash
 # attention (arXiv 2307.08691, section 3.1.2) sums the gradient of the queries in float32.
-_WORKSPACE: dict[Any, Callable[..., int]] = {
+_WORKSPACE: dict[str, Callable[..., int]] = {
     # The kernel writes the weight's gradient in its own memory layout first.
-    _aten.convolution_backward.default: lambda _, x, weight, *rest: weight.nbytes,
-    _aten._scaled_dot_product_flash_attention_backward.default: lambda _, q, *rest: 4 * q.numel(),
-    _aten._scaled_dot_product_efficient_attention_backward.default: lambda _, q, *rest: (
-        4 * q.numel()
-    ),
+    "aten.convolution_backward": lambda _, x, weight, *rest: weight.nbytes,
+    "aten._scaled_dot_product_flash_attention_backward": lambda _, q, *rest: 4 * q.numel(),
+    "aten._scaled_dot_product_efficient_attention_backward": lambda _, q, *rest: 4 * q.numel(),
 }
 
 
@@ -216,6 +219,7 @@ class _Recorder(TorchDispatchMode):
         # `weakref.ref` of each storage: its callback records when the storage is freed.
         self._refs: dict[int, weakref.ref[Any]] = {}
         self.in_backward = False
+        self._sum = -1  # block of the last operator's result, if autograd added two gradients
 
     def observe(
         self, module: nn.Module, casts: UnitCasts, unit: int, *, is_root: bool
@@ -266,37 +270,54 @@ class _Recorder(TorchDispatchMode):
 
     def _free(self, key: int, block: int, _: object) -> None:
         del self._block_of[key], self._refs[key]
-        self._trace.events.append(Free(block))
+        # Autograd adds gradients in place if nothing else refers to one of them. But autograd never
+        # changes a fake tensor in place. So let the sum take over the memory that is freed next.
+        events, sizes, total = self._trace.events, self._trace.sizes, self._sum
+        takes_over = total >= 0 and isinstance(events[-1], Op) and sizes[total] == sizes[block]
+        events.insert(len(events) - 2 * takes_over, Free(block))
+        self._sum = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # Kernels accept float32, but the rule for fake tensors does not.
+            out = func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).float()
+        else:
+            out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out
         packet = func._overloadpacket
         name = f"{func.namespace}.{packet.__name__}"
-        outs = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        if "to_sparse" in func.__name__:  # the result's size depends on the values
+            raise fake_tensor.DynamicOutputShapeException(func)
+        # Sparse tensors have no storage. Their values are made before the step, and not counted.
+        ins, outs = _strided((args, kwargs)), _strided(out)
         # Make a list first: `any` would stop at the first new tensor, and skip the next tensors.
         is_new = [self._allocate(one, name) for one in outs]
         if not (any(is_new) or func._schema.is_mutable):
             return out  # a view
-        ins = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if (workspace := _WORKSPACE.get(func)) is not None:
+        if (workspace := _WORKSPACE.get(name)) is not None:
             self._trace.events.append(Free(self._trace.allocate(workspace(*args), name)))
         # torch's FLOP counter does not know attention kernels for CPUs. Such a kernel has the same
         # arguments as the CUDA kernel, so use the formula of the CUDA kernel.
         count = flop_registry.get(getattr(_aten, packet.__name__.replace("_for_cpu", ""), packet))
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+        if func is _aten._grouped_mm.default:  # each row is multiplied by one group's matrix
+            flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         kind = "other"
         if flops:
             kind = "attention" if "attention" in packet.__name__ else "matmul"
-            if kind == "attention" and _is_causal(func, args, kwargs):
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
+            if kind == "attention" and (given | kwargs).get("is_causal"):
                 flops //= 2  # the kernel skips the half above the diagonal
         elif torch.Tag.pointwise in func.tags or packet.__name__ in _FUSIBLE:
             # torch.compile does not fuse complex numbers.
             kind = "other" if any(one.is_complex() for one in (*ins, *outs)) else "fusible"
         reads, writes = (tuple(map(self._touch, some)) for some in (ins, outs))
         self._trace.events.append(Op(name, flops, reads, writes, kind))
+        # A recomputed forward runs with gradients enabled.
+        is_sum = func is _aten.add.Tensor and self.in_backward and not torch.is_grad_enabled()
+        self._sum = writes[0][0] if is_sum else -1
         return out
 
     def _touch(self, tensor: Tensor) -> tuple[int, int]:
@@ -306,10 +327,13 @@ class _Recorder(TorchDispatchMode):
         return self._block_of.get(storage._cdata, -1), min(tensor.nbytes, storage.nbytes())
 
 
+def _strided(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.layout is torch.strided]
+
+
 def _with_gradients(value: Any) -> list[Tensor]:
     """Return the tensors in ``value`` whose gradients autograd computes, without parameters."""
-    tensors = [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
-    return [one for one in tensors if one.requires_grad]
+    return [t for t in tensors_in(value) if t.requires_grad and not isinstance(t, nn.Parameter)]
 
 
 # Operators without `torch.Tag.pointwise` that torch.compile joins with neighbouring operators into
@@ -320,12 +344,6 @@ _FUSIBLE = {
     *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "ones_like", "repeat"),
     *("_fused_rms_norm_backward", "zeros_like", "constant_pad_nd", "slice_backward", "cumsum"),
 }
-
-
-def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    names = [one.name for one in func._schema.arguments[: len(args)]]
-    given = dict(zip(names, args, strict=True)) | dict(kwargs)
-    return bool(given.get("is_causal", False))
 
 
 # ---------------------------------------------------------------- checkpointing
@@ -352,15 +370,29 @@ def selective_contexts() -> Any:
     return checkpointing.create_selective_checkpoint_contexts(policy)
 
 
-def checkpoint_blocks(modules: Sequence[nn.Module], kind: Checkpointing) -> None:
-    """Apply activation checkpointing to ``modules``: backward recomputes their forward."""
-    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+def checkpoint_blocks(modules: nn.Module | Iterable[nn.Module], kind: Checkpointing) -> None:
+    """Apply activation checkpointing to ``modules``: backward recomputes their forward.
+
+    If ``modules`` is a model, checkpointing is applied to its repeated blocks, such as the layers
+    of a transformer.
+    """
+    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        modules = [*_repeated_blocks(modules)]
+    keywords: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         keywords["context_fn"] = selective_contexts
     if kind != "none":
         for module in modules:
             forward = partial(checkpointing.checkpoint, module.forward, **keywords)
             module.forward = forward  # type: ignore[method-assign]
+
+
+def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    units, inner = AutoUnits(ModuleTree(model)), set[nn.Module]()
+    for module in model.modules():
+        if module not in inner and units.is_closed_block(module):
+            inner.update(module.modules())
+            yield module
 
 
 # ---------------------------------------------------------------- trace
@@ -376,70 +408,82 @@ def emptied(
     tensors are fake tensors. ``dtypes``: the dtypes of parameters that are cast.
     """
     made: dict[Tensor, Tensor] = {}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(replaced, value)]
+        if isinstance(value, Tensor) and value not in made:
+            made[value] = _empty(value, dtypes.get(value, value.dtype), device)
+        return made[value] if isinstance(value, Tensor) else value
+
     with contextlib.ExitStack() as stack:
         for inner in module.modules():
             places: list[dict[str, Any]] = [inner._parameters, inner._buffers, inner.__dict__]
             for place in places:
-                for name, tensor in place.items():
-                    if isinstance(tensor, Tensor):
-                        if tensor not in made:
-                            made[tensor] = _empty(tensor, dtypes.get(tensor, tensor.dtype), device)
-                        stack.callback(place.__setitem__, name, tensor)
-                        place[name] = made[tensor]
+                for name, value in place.items():
+                    # Also look into lists: `nn.LSTM` computes with a list of its parameters.
+                    if isinstance(value, Tensor | list):
+                        stack.callback(place.__setitem__, name, value)
+                        place[name] = replaced(value)
         yield made
 
 
 def _empty(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
+    made = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
     return made.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explained(found: StepTrace) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AttributeError, IndexError, KeyError, AssertionError) as error:
-        line, func = _line_of(error), getattr(error, "func", None)
-        text = (
-            f"the step fails at {line}: {f'{error}'.partition(chr(10))[0]:.300} Give `plan` a "
-            "`step` that calls the model with inputs of the right shapes and dtypes."
-        )
+        what, wanted = "the step fails", "passes inputs of the right shapes and dtypes"
+        frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, _NEEDS_VALUES):
-            text = (
-                f"the forward needs real values: {func} at {line}. Fake tensors have no values. "
-                "Give `plan` a `step` that does not call this line, for example with this "
-                "module's input, mask or routing as a constant."
-            )
+            what = "the step needs real values, which fake tensors lack,"
+            wanted = "avoids this: with an input, mask or routing that was made before the step"
         elif isinstance(error, fake_tensor.UnsupportedOperatorException):
-            text = (
-                f"operator {func} at {line} has no rule for fake tensors. Register one with "
-                "torch.library.register_fake, or give `plan` a `step` without the operator."
-            )
-        raise CannotTraceError(text) from error
+            what = "the step needs an operator without a rule for fake tensors,"
+            wanted = "avoids the operator, or register a rule: torch.library.register_fake"
+        elif any(one.name == "unpack_hook" for one in frames):
+            what = "a checkpointed forward differs when backward recomputes it,"
+            wanted = "passes use_cache=False to the model, if a cache of keys and values grows"
+        # "<": also skip generated code, whose file name begins with "<".
+        ours = ("/torch/", "/flatshard/", "contextlib.py", "<")
+        lines = [one for one in frames if not any(part in one.filename for part in ours)]
+        if lines:
+            place = f"at {lines[-1].filename}:{lines[-1].lineno} ({lines[-1].line})"
+        else:  # in autograd's own code, which has no line
+            # -1: the root unit, which is the last one.
+            units = [-1, *(one[1] for one in found.events if one[0] == "enter backward")]
+            place = f"in the backward of {unit_text(found.names[units[-1]])}"
+        reason = f"{f'{error}'.partition(chr(10))[0]:.300}".rstrip(".")
+        raise CannotTraceError(f"{what} {place}: {reason}. Pass a `step` that {wanted}.") from error
 
 
 _NEEDS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
-def _line_of(error: Exception) -> str:
-    """Return the innermost line of the user's program in the traceback of ``error``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # "<": also skip generated code, whose file name begins with "<".
-    ours = ("/torch/", "/flatshard/", "<")
-    outside = [one for one in frames if not any(part in one.filename for part in ours)]
-    frame = (outside or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} ({frame.line})"
+# Functions that read values, which fake tensors lack, and functions that run instead.
+_STAND_INS: dict[str, Any] = {
+    "torch._check_tensor_all_with": lambda *_: None,  # raises an error if values are bad
+    # Whether a mask of `nn.Transformer` is causal. Assume so: most of these masks are.
+    "torch.nn.modules.transformer._detect_is_causal_mask": lambda mask, is_causal=None, size=None: (
+        mask is not None if is_causal is None else is_causal
+    ),
+    # Whether a row holds several sequences. transformers would make a mask for them.
+    "transformers.masking_utils.find_packed_sequence_indices": lambda _: None,
+    # Checkpoints would set the state of CUDA's generators to a fake tensor.
+    "torch.utils.checkpoint.get_device_states": lambda *_: ([], []),
+    # For an error in a rule for fake tensors, torch would print a traceback.
+    "torch._subclasses.fake_tensor.log": logging.Logger("silent", logging.CRITICAL + 1),
+}
 
 
 def trace(
-    plan: ModelPlan,
-    flats: Sequence[FlatMemory],
-    step: Callable[[nn.Module], Tensor],
-    *,
-    on_gpu: bool,
-    device: str,
+    plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: bool, device: str
 ) -> StepTrace:
     """Run ``step(model).backward()`` on fake tensors, and return the recorded trace.
 
@@ -473,25 +517,18 @@ def trace(
             for param in (fakes[one] for one in flat.params if one.requires_grad):
                 receive = partial(recorder.receive, index)
                 param.register_post_accumulate_grad_hook(receive)
-        # transformers reads values to see whether a row holds one sequence. Fake tensors have no
-        # values, so transformers would make a mask that it does not make in training.
-        masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None:
-            find = "find_packed_sequence_indices"
-            stack.callback(setattr, masking, find, getattr(masking, find))
-            setattr(masking, find, lambda _: None)
+        for name, stand_in in _STAND_INS.items():
+            if name.rpartition(".")[0] in sys.modules:
+                stack.enter_context(mock.patch(name, stand_in))
         stack.enter_context(mode)
-        stack.enter_context(_explained())
+        stack.enter_context(_explained(found))
         if on_gpu:
             stack.enter_context(_Kernels())
         stack.enter_context(recorder)
         loss = step(model)
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(
-                "plan: expected `step` to return the loss, a tensor with one element that requires "
-                f"a gradient, got {got}."
-            )
+            raise TypeError(f"plan: expected `step` to return the loss, differentiable, got {got}.")
         recorder.in_backward = True
         found.events.append(Mark("backward"))
         # `loss.backward()` would turn `_Kernels` off during backward. But checkpoints recompute

@@ -170,7 +170,7 @@ def test_a_model_of_another_kind() -> None:
         plan(lambda: nn.Sequential(nn.Embedding(64, 8), nn.Flatten()), dtype=MixedPrecision())
     made = plan(with_step, ranks=2)
     assert made.best is not None
-    with pytest.raises(CannotTraceError, match="needs real values: aten"):
+    with pytest.raises(CannotTraceError, match=r"needs real values.*: aten\._local"):
         plan(Branching, seq=8)
 
 

@@ -1,0 +1,218 @@
+"""``plan`` on what programs of others do: branches, experts, towers, recurrence, masks, caches."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import ShardedWrapper
+from flatshard.extras.plan.planning import TracedModel
+from flatshard.extras.plan.trace import Alloc, Free, Mark, Op
+from flatshard.memory_plan import CannotTraceError, checkpoint_blocks, plan
+from tests.harness import run_ranks
+
+
+def traced(build: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor]) -> TracedModel:
+    return TracedModel.of(build, step, on_gpu=False)
+
+
+class Branches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.sin() + y.exp()
+
+
+def test_gradients_are_added_in_place() -> None:
+    """Autograd adds the gradients of two branches into the memory of one of them."""
+    events = traced(lambda: Branches(8, 8), lambda m: m(torch.ones(4, 8)).sum()).trace.events
+    backward = events[events.index(Mark("backward")) :]
+    place = next(i for i, e in enumerate(backward) if isinstance(e, Op) and e.name == "aten.add")
+    freed, made = backward[place - 2 : place]
+    assert isinstance(freed, Free)
+    assert isinstance(made, Alloc)
+    assert freed.block in {block for block, _ in backward[place].reads}
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 64, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+        return F.grouped_mm(x, self.weight.to(x.dtype), offs=offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_one_product(dtype: torch.dtype) -> None:
+    """torch's rule for fake tensors refuses float32, and its FLOP counter counts nothing."""
+    found = traced(Experts, lambda m: m(torch.ones(32, 64, dtype=dtype)).float().sum()).trace
+    ops = [one for one in found.events if isinstance(one, Op) and one.name == "aten._grouped_mm"]
+    # The forward, and the gradient of the weight. The input needs no gradient.
+    assert [one.flops for one in ops] == 2 * [2 * 32 * 64 * 128]
+    assert ops[0].writes[0][1] == 32 * 128 * dtype.itemsize
+
+
+WIDTH = 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(F.relu(self.up(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Towers(nn.Module):
+    """An encoder and a decoder of the same class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.head = Tower(), Tower(), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(self.encoder(x)))
+
+
+def towers_step(model: nn.Module) -> Tensor:
+    return model(torch.ones(64, WIDTH)).sum()
+
+
+def test_checkpoints_are_the_blocks_of_all_towers() -> None:
+    made = plan(Towers, step=towers_step, checkpoint="block", ranks=2, strategy="FULL_SHARD")
+    code = made.code()
+    assert "checkpoint_blocks(model, 'block')" in code
+    with torch.device("meta"):
+        model = Towers()
+    exec(code.rpartition("\n")[0], {"model": model})
+    chosen = {name for name, one in model.named_modules() if "forward" in one.__dict__}
+    assert chosen == {f"{t}.blocks.{i}" for t in ("encoder", "decoder") for i in range(3)}
+
+
+def test_checkpoints_repeat_dropout() -> None:
+    grads = []
+    for kind in ("none", "block"):
+        torch.manual_seed(0)
+        block = Block()
+        checkpoint_blocks([block], kind)  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        block(torch.ones(4, WIDTH)).sum().backward()
+        grads.append(block.up.weight.grad)
+    assert torch.equal(*grads)
+
+
+class Recurrent(nn.Module):
+    """``nn.LSTM`` computes with a list of its parameters. The forward notes that it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(32, 32, num_layers=2), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.has_run = True
+        return self.head(self.rnn(x)[0])
+
+
+def recurrent_step(model: nn.Module) -> Tensor:
+    return model(torch.ones(6, 4, 32)).sum()
+
+
+def _plan_recurrent(_rank: int, _world_size: int) -> None:
+    model = ShardedWrapper(Recurrent())
+    model.plan(recurrent_step)
+    assert not hasattr(model, "has_run")
+    recurrent_step(model).backward()
+    assert model.plan(recurrent_step).differing == []
+
+
+def test_recurrent_model_stays_the_same() -> None:
+    run_ranks(_plan_recurrent, 2)
+
+
+def test_mask_of_a_transformer() -> None:
+    """torch reads the mask to see whether it is causal."""
+    layer = partial(nn.TransformerEncoderLayer, 32, 2, 64)
+
+    def step(model: nn.Module) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(6)
+        return model(torch.ones(6, 4, 32), mask=mask).sum()
+
+    build = partial(nn.TransformerEncoder, layer(), 2, enable_nested_tensor=False)
+    assert plan(build, step=step, ranks=2).best is not None
+
+
+def test_sparse_constant() -> None:
+    graph = torch.eye(8).to_sparse()
+    made = plan(lambda: nn.Linear(4, 4), step=lambda m: (graph @ m(torch.ones(8, 4))).sum())
+    assert made.best is not None
+
+
+class Growing(nn.Linear):
+    """As if a cache of keys and values grew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = getattr(self, "rows", 0) + 1
+        return (super().forward(x).exp() @ torch.ones(4, self.rows)).exp()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Growing(4, 4), nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)[:, :1])
+
+
+def test_no_advice_to_recompute_what_cannot_be_recomputed() -> None:
+    def step(model: nn.Module) -> Tensor:
+        return model(torch.ones(8000, 4)).sum()
+
+    settings: Any = {"step": step, "ranks": 2, "memory": 1.00001e9}
+    made = plan(lambda: nn.Sequential(Pair(), Pair()), **settings)
+    assert made.changes.keys() == {"twice the ranks (4)"}
+    with pytest.raises(CannotTraceError, match="checkpointed forward differs"):
+        plan(lambda: nn.Sequential(Pair(), Pair()), checkpoint="block", **settings)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        # Only backward needs the values of the mask: there is no line of this program.
+        (lambda m, x: m(x).masked_fill(x > 0, 0)[x[:, 0] > 0], r"aten.nonzero.*test_traced_pro"),
+        (lambda m, x: m(x.relu().to_sparse()), r"test_traced_programs.*_to_sparse.*made before"),
+        (lambda m, x: checkpoint(m, x, use_reentrant=False), r"checkpointed .*use_cache=False"),
+    ],
+)
+def test_one_line_says_what_to_pass(step: Any, message: str) -> None:
+    with pytest.raises(CannotTraceError, match=message) as caught:
+        plan(lambda: Growing(4, 4), step=lambda m: step(m, torch.ones(8, 4)).sum())
+    assert "\n" not in str(caught.value)
+
+
+def test_failure_in_backward_names_the_unit() -> None:
+    def step(model: nn.Module) -> Tensor:
+        x = model(torch.ones(8, 4))
+        y = x.clone()
+        y[x > 0] = x.sum()  # backward selects the rows, whose number depends on values
+        return y.sum()
+
+    with pytest.raises(CannotTraceError, match=r"in the backward of the root unit: aten\."):
+        plan(lambda: nn.Linear(4, 4), step=step)
