@@ -43,6 +43,9 @@ class Form:
     normalizes_heads: bool = False  # RMSNorm of queries and keys, as in Qwen3
     gathers_heads: bool = False  # all heads are normalized on each tensor-parallel rank
     rotates_halves: bool = False  # rotary positions without complex numbers
+    # Rotary positions by 2x2 matrices in float32, as in IBM's foundation-model-stack
+    # (`RotaryEmbedding.adjusted_qk` in fms/modules/positions.py, February 2024).
+    rotates_by_matrices: bool = False
     fuses_norms: bool = True
     tensor_ranks: int = 1
     context_ranks: int = 1
@@ -65,7 +68,8 @@ class Form:
     root_is_split: bool = False  # whether embedding and head are separate units
     # Where logits are cast to float32. "in model": in the model's forward. "in model, held": the
     # same, and the logits stay allocated until the end of backward. "after": in the loss.
-    # "chunked": in the loss, for one chunk at a time. "compiled": in the loss's kernel.
+    # "chunked": in the loss, for one chunk at a time. "chunked head": the same, and logits are also
+    # computed for one chunk at a time. "compiled": in the loss's kernel.
     loss: str = "after"
 
 
@@ -296,6 +300,31 @@ class _CompiledLoss(torch.autograd.Function):
         return context.saved_tensors[0] * 1.0
 
 
+class _ChunkedHead(torch.autograd.Function):
+    """Mean loss of logits that are computed for one chunk of the sequence at a time.
+
+    torchtitan's ``ChunkedCELoss`` runs the backward of the head and of the loss in forward, chunk
+    by chunk. The gradients of the head's weight and input are added up in float32.
+    """
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        before, total = [], torch.zeros_like(weight, dtype=torch.float32)
+        for chunk in x.chunk(8, 1):
+            logits = chunk.contiguous() @ weight.t()
+            result = torch.log_softmax(logits.float(), -1)
+            gradient = (result.exp() - 1.0).type_as(logits)
+            before.append((gradient @ weight).float())
+            total += gradient.flatten(0, 1).t() @ chunk.flatten(0, 1)
+        context.save_for_backward(torch.cat(before, 1).type_as(x), total)
+        return result.mean()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        before, total = context.saved_tensors
+        return before * grad, total.type_as(before)
+
+
 class _ParallelLoss(torch.autograd.Function):
     """Cross entropy of logits that are sharded over the vocabulary.
 
@@ -341,6 +370,9 @@ def _norm(form: Form, width: int) -> nn.Module:
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    if rotation.dim() == 5:
+        vectors = x.float().unflatten(-1, (-1, 2)).unsqueeze(-2)
+        return (rotation * vectors).sum(-1).flatten(-2).type_as(x)
     if not rotation.is_complex():
         first, second = x.chunk(2, -1)
         return x * rotation + torch.cat((-second, first), -1) * rotation
@@ -429,10 +461,12 @@ class Head(nn.Module):
         super().__init__()
         self.norm, self.ranks = _norm(form, form.width), form.tensor_ranks
         self.out = nn.Linear(form.width, form.vocab // form.tensor_ranks, bias=False)
+        self.computes_loss = form.loss == "chunked head"
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
-        return self.out(_GatherSequence.apply(x, self.ranks) if self.ranks > 1 else x)
+        x = _GatherSequence.apply(x, self.ranks) if self.ranks > 1 else x
+        return _ChunkedHead.apply(x, self.out.weight) if self.computes_loss else self.out(x)
 
 
 class Decoder(nn.Module):
@@ -453,6 +487,8 @@ class Decoder(nn.Module):
             if form.rotates_halves or form.is_gpt
             else torch.empty(form.length, 1, half, dtype=torch.complex64)
         )
+        if form.rotates_by_matrices:
+            rotation = torch.empty(form.length, 1, half, 2, 2)
         self.register_buffer("rotation", rotation, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -475,6 +511,8 @@ def step(form: Form, batch: int, model: nn.Module) -> Tensor:
     """
     tokens = torch.zeros(batch, form.length // form.context_ranks, dtype=torch.long)
     logits = model(tokens)
+    if form.loss == "chunked head":
+        return logits  # the head has computed the loss
     if form.loss == "compiled":
         return _CompiledLoss.apply(logits)
     targets = tokens % (form.vocab // form.tensor_ranks)

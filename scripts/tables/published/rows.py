@@ -26,6 +26,12 @@ CUDNN, CUDNN_64 = (1.9, 1.5), (1.28, 1.28)
 # Speed of the forward and of the backward of FlashAttention in Triton, divided by the speed of
 # FlashAttention-2, which is 1.3 to 1.5 times and 2 times as fast (arXiv 2307.08691, section 4.1).
 TRITON = 1 / 1.4, 1 / 2
+# Speed of the forward and of the backward of FlexAttention, divided by the speed of
+# FlashAttention-2 (https://pytorch.org/blog/flexattention).
+FLEX = 0.9, 0.85
+# Mean number of tokens of a document in C4: 2271 bytes (dataset card of allenai/c4), of which about
+# 100 are the address and the time. A token has about 4.5 bytes (an estimate).
+DOCUMENT = 480
 COLUMNS = (
     *("source", "url", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gpus"),
     *("gpu_type", "strategy", "tp", "pp", "cp", "local_batch", "seq_len", "ac", "compile"),
@@ -38,18 +44,44 @@ DEVICE_NAMES = [
     *((r"a[18]00.*\b40 ?g", "a100-40gb"), ("a[18]00", "a100"), ("v100", "v100"), ("l40s", "l40s")),
     *(("4090", "rtx4090"), ("h800", "h100")),
 ]
-# Numbers and dates of some of torchtitan's pull requests.
+# Numbers and dates of torchtitan's pull requests: for each week, the first pull request that was
+# not older when a later pull request was merged. A few dates are dates of logs. A run is mostly
+# measured when its pull request is opened.
 PULLS = [
-    *((165, "2024-03-27"), (181, "2024-04-05"), (297, "2024-05-02"), (355, "2024-06-06")),
-    *((364, "2024-06-13"), (382, "2024-07-11"), (480, "2024-07-25"), (533, "2024-08-20")),
-    *((615, "2024-10-14"), (642, "2024-10-22"), (643, "2024-10-23"), (660, "2024-11-01")),
-    *((700, "2024-11-25"), (745, "2024-12-18"), (812, "2025-01-31"), (833, "2025-02-11")),
-    *((881, "2025-02-24"), (929, "2025-03-07"), (996, "2025-03-24"), (1033, "2025-04-02")),
-    *((1148, "2025-05-01"), (1244, "2025-06-02"), (1319, "2025-06-20"), (1351, "2025-07-01")),
-    *((1499, "2025-08-01"), (1610, "2025-08-20"), (1690, "2025-09-10"), (1766, "2025-10-01")),
-    *((1860, "2025-10-12"), (1884, "2025-10-15"), (1969, "2025-11-01"), (2084, "2025-12-01")),
-    *((2201, "2026-01-20"), (2450, "2026-03-03"), (2750, "2026-04-01"), (2937, "2026-04-27")),
-    *((3425, "2026-06-01"), (3848, "2026-07-07")),
+    *((101, "2024-03-01"), (124, "2024-03-08"), (148, "2024-03-15"), (157, "2024-03-22")),
+    *((165, "2024-03-27"), (181, "2024-04-02"), (215, "2024-04-10"), (248, "2024-04-17")),
+    *((265, "2024-04-24"), (289, "2024-05-01"), (315, "2024-05-09"), (338, "2024-05-16")),
+    *((355, "2024-06-06"), (364, "2024-06-13"), (382, "2024-07-11"), (384, "2024-06-06")),
+    *((395, "2024-06-13"), (436, "2024-07-08"), (464, "2024-07-16"), (481, "2024-07-26")),
+    *((504, "2024-08-05"), (516, "2024-08-12"), (533, "2024-08-20"), (549, "2024-08-21")),
+    *((563, "2024-08-30"), (569, "2024-09-07"), (576, "2024-09-19"), (589, "2024-09-27")),
+    *((592, "2024-10-07"), (618, "2024-10-14"), (634, "2024-10-23"), (642, "2024-10-22")),
+    *((643, "2024-10-23"), (663, "2024-10-30"), (672, "2024-11-21"), (705, "2024-12-02")),
+    *((720, "2024-12-09"), (738, "2024-12-18"), (767, "2025-01-16"), (794, "2025-01-23")),
+    *((804, "2025-01-30"), (817, "2025-02-06"), (838, "2025-02-13"), (863, "2025-02-20")),
+    *((895, "2025-02-27"), (938, "2025-03-06"), (957, "2025-03-14"), (1001, "2025-03-21")),
+    *((1029, "2025-03-29"), (1060, "2025-04-07"), (1098, "2025-04-14"), (1124, "2025-04-21")),
+    *((1148, "2025-04-29"), (1164, "2025-05-06"), (1186, "2025-05-14"), (1211, "2025-05-22")),
+    *((1235, "2025-05-29"), (1266, "2025-06-05"), (1287, "2025-06-12"), (1318, "2025-06-22")),
+    *((1356, "2025-06-30"), (1371, "2025-07-08"), (1394, "2025-07-15"), (1440, "2025-07-22")),
+    *((1481, "2025-07-29"), (1526, "2025-08-05"), (1555, "2025-08-12"), (1596, "2025-08-19")),
+    *((1639, "2025-08-27"), (1672, "2025-09-03"), (1690, "2025-09-10"), (1701, "2025-09-12")),
+    *((1721, "2025-09-22"), (1763, "2025-09-29"), (1803, "2025-10-08"), (1881, "2025-10-15")),
+    *((1928, "2025-10-23"), (1969, "2025-11-01"), (2006, "2025-11-10"), (2048, "2025-11-17")),
+    *((2082, "2025-11-24"), (2094, "2025-12-01"), (2123, "2025-12-08"), (2155, "2025-12-15")),
+    *((2172, "2025-12-22"), (2185, "2025-12-29"), (2201, "2026-01-06"), (2204, "2026-01-14")),
+    *((2267, "2026-01-23"), (2304, "2026-01-30"), (2321, "2026-02-06"), (2377, "2026-02-15")),
+    *((2415, "2026-02-23"), (2464, "2026-03-02"), (2522, "2026-03-09"), (2579, "2026-03-17")),
+    *((2677, "2026-03-24"), (2761, "2026-03-31"), (2859, "2026-04-07"), (2960, "2026-04-14")),
+    *((2969, "2026-04-15"), (2993, "2026-04-16"), (3007, "2026-04-17"), (3023, "2026-04-20")),
+    *((3036, "2026-04-21"), (3050, "2026-04-22"), (3062, "2026-04-23"), (3080, "2026-04-24")),
+    *((3105, "2026-04-27"), (3129, "2026-04-28"), (3132, "2026-05-01"), (3141, "2026-04-27")),
+    *((3148, "2026-04-29"), (3173, "2026-04-30")),
+    *((3183, "2026-05-01"), (3203, "2026-05-04"), (3221, "2026-05-05"), (3327, "2026-05-12")),
+    *((3395, "2026-05-19"), (3419, "2026-05-27"), (3488, "2026-06-03"), (3598, "2026-06-10")),
+    *((3693, "2026-06-17"), (3759, "2026-06-24"), (3848, "2026-07-02"), (3887, "2026-07-10")),
+    *((3934, "2026-07-20"), (3984, "2026-07-29"), (4054, "2026-08-05"), (4118, "2026-08-12")),
+    *((4217, "2026-08-19"),),
 ]
 
 
@@ -86,6 +118,36 @@ def runs_cudnn(device: str, date: str) -> bool:
     return is_hopper and ("2024-07" <= date < "2024-11" or "2025-10-09" <= date < "9999")
 
 
+def is_titan(row: dict[str, str]) -> bool:
+    """Whether torchtitan made the run; torchao's training benchmarks run torchtitan."""
+    return re.match("torch(titan|ao)", row["source"]) is not None
+
+
+def runs_flex(row: dict[str, str], date: str) -> bool:
+    """Whether attention was FlexAttention, torchtitan's default since pytorch/torchtitan#3571."""
+    return "flex" in row["notes"].lower() or "2026-06-09" <= date < "9999"
+
+
+def attended_share(length: int, block: int = 128) -> float:
+    """Return the share of causal attention that FlexAttention computes in torchtitan.
+
+    torchtitan masks other documents ("block_causal"), and FlexAttention skips blocks of scores that
+    are masked completely. If the lengths of documents are distributed exponentially (an estimate),
+    a token attends to ``DOCUMENT`` tokens on average. Blocks at the begin and at the end of a
+    document are computed completely.
+    """
+    return min(1.0, (DOCUMENT + block) / (length / 2 + block / 2))
+
+
+def chunks_head(date: str, compiles_step: bool) -> bool:
+    """Whether torchtitan computed logits and loss together, for one chunk at a time.
+
+    This is the default since pytorch/torchtitan#2937, and for the graph trainer since
+    pytorch/torchtitan#3248.
+    """
+    return ("2026-06-16" if compiles_step else "2026-04-27") <= date < "9999"
+
+
 def attention_speeds(
     row: dict[str, str], device: str, date: str, head_size: int
 ) -> tuple[float, float]:
@@ -96,7 +158,10 @@ def attention_speeds(
     is_large = device == "h100" and int(row["gpus"]) >= 128 and not re.search("13b|30b", model)
     if model.startswith("mpt") and not is_large:
         return TRITON
-    if re.match("torch(titan|ao)", row["source"]) and runs_cudnn(device, date):
+    if is_titan(row) and runs_flex(row, date):
+        share = attended_share(int(row["seq_len"]))
+        return FLEX[0] / share, FLEX[1] / share
+    if is_titan(row) and runs_cudnn(device, date):
         return CUDNN if head_size > 64 else CUDNN_64
     return 1.0, 1.0
 
@@ -186,10 +251,10 @@ def read_row(row: dict[str, str]) -> Run | str:
     name = row["gpu_type"].lower()
     device = next((key for pattern, key in DEVICE_NAMES if re.search(pattern, name)), None)
     if device is None and "h100" in name:
-        device = "h100-96gb" if re.match("torch(titan|ao)", row["source"]) else "h100"
+        device = "h100-96gb" if is_titan(row) else "h100"
     if device is None:
         return f"unknown GPU {row['gpu_type']}"
-    is_titan = re.match("torch(titan|ao)", row["source"]) is not None
+    of_titan = is_titan(row)
     date = date_of(row)
     is_gpt = re.match("mpt|gpt-?neo|gpt2$|gpt-", row["model"].lower()) is not None
     # torchtitan's compilers of whole steps do not fuse operators by default: the default backend is
@@ -215,15 +280,17 @@ def read_row(row: dict[str, str]) -> Run | str:
         kind = "op" if keeps_attention(device, date) else "op without attention"
         if compiles_step and date >= "2026-04-22":  # pytorch/torchtitan#3050
             kind = "op, all products"
-    if "chunked" in words or "computed in chunks" in words or "chunks of sequence" in words:
+    if of_titan and chunks_head(date, compiles_step) and number["pp"] == 1:
+        loss = "chunked head"
+    elif "chunked" in words or "computed in chunks" in words or "chunks of sequence" in words:
         loss = "chunked"
-    elif is_titan and is_compiled and compiles_loss(date):
+    elif of_titan and is_compiled and compiles_loss(date):
         loss = "compiled"
     elif is_gpt or (is_compiled and "whole model" in words):  # MPT's loss is one fused kernel
         loss = "compiled"
     else:
-        loss = "in model" if is_titan and date < "2024-10-22" else "after"
-        if is_titan and date < "2024-06-07":  # later, logits are freed before backward
+        loss = "in model" if of_titan and date < "2024-10-22" else "after"
+        if of_titan and date < "2024-06-07":  # later, logits are freed before backward
             loss = "in model, held"
     layers = -(-int(row["layers"]) // number["pp"])
     form = Form(
@@ -238,21 +305,22 @@ def read_row(row: dict[str, str]) -> Run | str:
         is_gpt=is_gpt,
         normalizes_heads=is_qwen,
         gathers_heads=is_qwen and date < "2025-10-14",  # torchtitan#1870 removed the all-gather
-        rotates_halves=is_qwen or not is_titan,
-        fuses_norms="fused_rmsnorm" in words or (is_titan and fuses_norms(width, date)),
+        rotates_halves=is_qwen or not of_titan,
+        rotates_by_matrices=row["source"].startswith("fms"),
+        fuses_norms="fused_rmsnorm" in words or (of_titan and fuses_norms(width, date)),
         tensor_ranks=number["tp"],
         context_ranks=number["cp"],
         checkpoint=kind,
         checkpoint_every=every,
         # Since 2025-08-29 (pytorch/torchtitan#1580). A compiler removes unused operators anyway.
-        stops_early=not is_titan or date < "2025-08-29" or is_compiled or compiles_step,
+        stops_early=not of_titan or date < "2025-08-29" or is_compiled or compiles_step,
         float8=float8,
         gathers_float8=float8
         and bool(re.search("fp8 all-gather(?! *off)", words))
         and "no fp8 all-gather" not in words,
         saves_float8=float8 and is_compiled and "force_recompute" not in words,
         sends_float8=float8 and number["tp"] > 1 and "rowwise" not in words,
-        root_is_split=(is_titan and date >= "2025-07-28")
+        root_is_split=(of_titan and date >= "2025-07-28")
         or compiles_step
         or "own unit" in words
         or "thunder" in row["source"],
@@ -265,8 +333,9 @@ def read_row(row: dict[str, str]) -> Run | str:
     link = 50e9
     if found := re.search(r"(\d+) ?gb(?:it)?/?p?s", name):
         link = float(found[1]) / 8 * 1e9
-        # More than 800 Gbit/s is the rate of a node, not of one GPU.
-        link = link / 8 if float(found[1]) > 800 else link
+        # A GPU reaches the network through 16 lanes of PCIe: 256 Gbit/s with version 4 (A100), and
+        # 512 Gbit/s with version 5. A higher rate is the rate of a node.
+        link = link / 8 if float(found[1]) > (256 if device[0] == "a" else 512) else link
     card = DEVICES[device]
     links = {"a100": 300e9, "v100": 150e9, "mi3": 64e9 * 7, "l40s": 32e9, "rtx4090": 32e9}
     links |= {"b200": 900e9, "gb200": 900e9}
@@ -311,10 +380,10 @@ def read_row(row: dict[str, str]) -> Run | str:
         overlaps=re.search("graph.?trainer|toolkit", strategy.lower()) is None
         or date >= "2026-04-20"
         or "bucketing" in words,
-        keeps_last=is_titan and not re.search(r"after_forward\W*always", words),
+        keeps_last=of_titan and not re.search(r"after_forward\W*always", words),
         state_bytes=state_bytes(row["optimizer"].lower(), 2 if pure else 4),
         # torchtitan's AdamW has been fused by default since 2025-02-24.
-        is_foreach=(not is_titan or date < "2025-02-24")
+        is_foreach=(not of_titan or date < "2025-02-24")
         and "fused" not in words.replace("fused=false", "").replace("fused_rmsnorm", "")
         and "fused" not in row["optimizer"].replace("fused=False", ""),
         gathers_float8=form.gathers_float8,
@@ -327,13 +396,13 @@ def read_row(row: dict[str, str]) -> Run | str:
         copies_on_reduce_stream=date < "2024-07",
         # torchtitan set TORCH_NCCL_AVOID_RECORD_STREAMS on 2024-04-10, because collectives of
         # tensor parallelism held memory for too long (docs/composability.md in torchtitan).
-        records_streams=is_titan and date < "2024-04-10",
+        records_streams=of_titan and date < "2024-04-10",
         # torch for AMD GPUs has expandable segments since March 2026 (pytorch/pytorch#177974).
         # torchtitan's `run_train.sh` sets expandable segments since the afternoon of 2024-10-22,
         # some hours after the run of pytorch/torchtitan#642. Trainy's runs did not use them: the
         # command on Trainy's page starts torchrun without `run_train.sh`.
         expandable_segments=(
-            (is_titan and date > "2024-10-22" and "trainy" not in row["source"].lower())
+            (of_titan and date > "2024-10-22" and "trainy" not in row["source"].lower())
             or "expandable_segments:true" in words
         )
         and not (device.startswith("mi") and date < "2026-04"),

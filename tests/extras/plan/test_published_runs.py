@@ -13,7 +13,7 @@ import pytest
 import torch
 from published.fsdp import Fsdp2Replay
 from published.layers import freed_at_last_use, held_by_collectives
-from published.rows import CUDNN, TRITON, Run
+from published.rows import CUDNN, FLEX, TRITON, Run
 
 from flatshard.extras.plan.hardware import COLLECTIVE_SHARE
 from flatshard.extras.plan.trace import Alloc, Event, Free, Mark, Op, StepTrace
@@ -99,6 +99,56 @@ def test_a_sharded_loss_holds_one_more_tensor_of_logits() -> None:
     row = {**ROW, "vocab": "1024"}
     assert _most_alive(_traced(row), logits) == 3
     assert _most_alive(_traced({**row, "tp": "2"}), logits // 2) == 4
+
+
+def test_a_head_that_computes_the_loss_in_chunks_never_holds_all_logits() -> None:
+    row = {**ROW, "vocab": "4096", "local_batch": "3", "source": "torchtitan 2026-04-10"}
+    later = {**row, "source": "torchtitan 2026-05-10"}
+    logits = 3 * 256 * 4096  # batch, length, vocabulary
+    held = [max(_traced(one).sizes) for one in (row, later)]
+    assert held == [4 * logits, 4 * logits // 8]
+    # The gradients of the head's weight are added up in float32.
+    assert _most_alive(_traced(later), 4 * 4096 * 64) == 1
+
+
+def test_the_graph_trainer_computes_the_loss_in_chunks_later() -> None:
+    row = {**ROW, "strategy": "graph trainer (SimpleFSDP)"}
+    losses = [
+        published_runs.read_row({**row, "source": f"torchtitan {date}"}).form.loss
+        for date in ("2026-05-10", "2026-06-20")
+    ]
+    assert losses == ["after", "chunked head"]
+
+
+def test_flex_attention_skips_other_documents() -> None:
+    row = {**ROW, "source": "torchtitan 2025-10-15", "seq_len": "8192"}
+    flex = {**row, "notes": "FlexAttention"}
+    plain, masked = (published_runs.read_row(one).attention_speeds for one in (row, flex))
+    assert masked[0] > 4 * plain[0]
+    assert (
+        masked
+        == published_runs.read_row({**row, "source": "torchtitan 2026-06-20"}).attention_speeds
+    )
+    # A sequence that is not longer than a document is attended completely.
+    assert published_runs.read_row({**flex, "seq_len": "512"}).attention_speeds == FLEX
+
+
+@pytest.mark.parametrize(
+    ("gpu", "per_gpu"),
+    [("A100-80GB, 200Gbps", 200), ("A100-80GB, 400Gbps", 50), ("H100-80GB, 400Gbps", 400)],
+)
+def test_a_rate_above_that_of_pcie_is_the_rate_of_a_node(gpu: str, per_gpu: int) -> None:
+    run = published_runs.read_row({**ROW, "gpu_type": gpu})
+    assert run.machine.link == pytest.approx(0.8 * per_gpu / 8 * 1e9)
+
+
+def test_rotations_by_matrices_need_more_memory() -> None:
+    plain, matrices = (
+        _traced({**ROW, "source": source, "vocab": "64", "ac": "none"})
+        for source in ("own runs", "fms-fsdp README")
+    )
+    heads = 2 * 256 * 64  # batch, length, width
+    assert max(plain.sizes) < 8 * heads == max(matrices.sizes)
 
 
 def test_tensor_parallel_float8_gathers_bytes() -> None:
