@@ -167,20 +167,21 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
     return pytree.tree_map(copied_leaf, value)
 
 
-def from_torch(
-    optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
+def with_shards(
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest | None = None
 ) -> StateDict:
     """Return a copy of an optimizer's state dict in which state per element is sharded.
 
     Args:
         optimizer: the optimizer that loads the state dict.
-        state_dict: what torch's ``set_state_dict`` passes to ``optimizer.load_state_dict``.
-        asked: the options of the call of ``set_state_dict``.
+        state_dict: what ``optimizer.load_state_dict`` got.
+        asked: the options of the call of torch's ``set_state_dict``, if it is running.
     """
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
     for param, state in _sharded_params(optimizer, state_dict):
         spec = param.spec
-        asked.check_order(spec.name, spec.order)
+        if asked:
+            asked.check_order(spec.name, spec.order)
         for key, value in state.items():
             part = part_per_element(spec, key, value)
             if part is not None:
@@ -262,7 +263,8 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    state_dict["state"] = {key: shown(state) for key, state in state_dict["state"].items()}
+    if is_elementwise(optimizer):
+        state_dict["state"] = {key: shown(state) for key, state in state_dict["state"].items()}
     stamp = _stamp(optimizer)
     if stamp is not None and state_dict["state"]:
         asked = torch_request()
@@ -301,12 +303,13 @@ def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     """
     if not is_stamped(state_dict):
         asked = torch_request()
-        return from_torch(optimizer, state_dict, asked) if asked else state_dict
+        return with_shards(optimizer, state_dict, asked) if asked else state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         if STAMP in group:
             _check_stamp(optimizer, group.pop(STAMP))
-    return {**state_dict, "param_groups": groups}
+    state_dict = {**state_dict, "param_groups": groups}
+    return with_shards(optimizer, state_dict) if is_elementwise(optimizer) else state_dict
 
 
 def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ A bucket is a 1-D parameter that the optimizer steps in place of several sharded
 bucket's members. The members belong to the same parameter group, are neighbours in a shard, and
 their gradients are neighbours in a flat gradient. So a single kernel steps a whole flat parameter,
 instead of a kernel per original parameter. Between steps, each member has optimizer state of its
-own: views of the bucket's state.
+own: sharded tensors (``FlatShardTensor``) in the memory of the bucket's state, with the parameter's
+shape. So a norm, sum or mean of optimizer state is of all elements, as for gradients.
 """
 
 from __future__ import annotations
@@ -103,9 +104,8 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
         ```
     """
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
-    for optimizer in [one for one in _steppers if is_elementwise(one)]:
-        if not isinstance(_steppers[optimizer], BucketStepper):
-            del _steppers[optimizer]
+    for optimizer in {*filter(is_elementwise, _steppers)}.difference(stepped_optimizers()):
+        del _steppers[optimizer]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -307,15 +307,12 @@ class BucketStepper(Stepper):
         """
         with torch._C.DisableTorchFunctionSubclass():
             for group in groups:
-                before, new = group["params"], []
+                before, new = group["params"], list[Any]()
                 left = [one for one in before if id(one) not in stepped] if stepped else before
-                for found in find_buckets(left, self._known):
-                    if not isinstance(found, ParamBucket):
-                        new.append(found)
-                        continue
-                    for bucket in found.swap_in(optimizer.state):
-                        self._buckets.append(bucket)
-                        new.append(bucket.param)
+                for item in find_buckets(left, self._known):
+                    buckets = item.swap_in(optimizer.state) if isinstance(item, ParamBucket) else []
+                    self._buckets += buckets
+                    new += [bucket.param for bucket in buckets] or [item]
                 if len(new) == len(before) and all(map(operator.is_, new, before)):
                     continue  # the group has no sharded parameter with a gradient
                 put_others(self._undo, before, new)
@@ -339,14 +336,11 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     # differs in the last bit.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
-    if group["fused"] is not None or group["foreach"] is not None:
-        return False
-    if group["capturable"] or group["differentiable"]:
+    is_open = group["fused"] is group["foreach"] is None
+    if not is_open or group["capturable"] or group["differentiable"]:
         return False
     numbers = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
-    if any(isinstance(number, Tensor) for number in numbers):
-        return False
-    return all(
+    return not any(isinstance(number, Tensor) for number in numbers) and all(
         param.device.type == "cpu"
         and param.dtype in _FUSED_DTYPES
         and param.grad.dtype == param.dtype
@@ -364,7 +358,7 @@ ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
-    """Optimizer state of a bucket or of a member. A member's tensors are views of bucket state."""
+    """Optimizer state of a bucket or of a member. A member's tensors share the bucket's memory."""
 
     # All members of a bucket share one tensor with the number of steps. Users must get a copy of
     # this tensor (see `apart`): a user who changes the number for one member would change it for
@@ -385,7 +379,7 @@ def apart(state: State) -> State:
     if not isinstance(state, BucketState):
         return state
     return {
-        key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+        key: value.clone() if type(value) is Tensor and value.dim() == 0 else value
         for key, value in state.items()
     }
 
@@ -411,17 +405,14 @@ class BucketView(Tensor):
 def shown(state: State) -> State:
     """Return a parameter's state as ``optimizer.state_dict()`` shall show it.
 
-    If the parameter is a member of a bucket, the result consists of views of the bucket's state,
-    and of a copy of the number of steps.
+    Sharded tensors are replaced by views of this rank's elements, and the number of steps by a
+    copy.
     """
-    if not isinstance(state, BucketState):
-        return state
     return {key: _shown(value) for key, value in apart(state).items()}
 
 
 def _shown(value: Any) -> Any:
-    is_part = isinstance(value, Tensor) and value.nbytes < value.untyped_storage().nbytes()
-    return value.as_subclass(BucketView) if is_part else value
+    return value.local.as_subclass(BucketView) if isinstance(value, FlatShardTensor) else value
 
 
 def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -569,11 +560,8 @@ class ParamBucket:
         if shared:
             states[self.param] = shared
         first = self._params[0]
-        flat = _flat_grad(first)
-        end = self._start + self.param.numel()
-        set_grad(
-            self.param, local_grad(first) if flat is None else flat.detach()[self._start : end]
-        )
+        flat, part = _flat_grad(first), slice(self._start, self._start + self.param.numel())
+        set_grad(self.param, local_grad(first) if flat is None else flat.detach()[part])
         # An optimizer that writes to `p.data` does not raise the parameter's version. flatshard
         # would then reuse unsharded buffers from before the step. So raise the version here.
         torch.autograd.graph.increment_version(self.param)
@@ -614,9 +602,7 @@ class ParamBucket:
         first = next(iter(own.values()))
         if len(self._members) == 1:
             return apart(first)
-        if len(own) < len(self._members):
-            return None
-        if any(state.keys() != first.keys() for state in own.values()):
+        if len(own) < len(self._members) or any(s.keys() != first.keys() for s in own.values()):
             return None
         shared: State = {}
         for key, value in first.items():
@@ -638,12 +624,16 @@ class ParamBucket:
             state_to_target(shared, self.param.shape, target)
         self._shared = BucketState(shared)
         for member in self._members:
-            views = {key: self._view(value, member.part) for key, value in shared.items()}
-            member.state = BucketState(views)
+            member.state = BucketState({k: self._view(k, v, member) for k, v in shared.items()})
 
-    def _view(self, value: Any, part: slice) -> Any:
-        is_divided = isinstance(value, Tensor) and value.dim() and len(self._members) > 1
-        return value[part] if is_divided else value
+    def _view(self, key: str, value: Any, member: _Member) -> Any:
+        if not isinstance(value, Tensor) or value.shape != self.param.shape:
+            return value
+        # A bucket of one member may have quantized state, which cannot be sliced. Leave quantized
+        # and fake tensors as they are.
+        part = value[member.part] if len(self._members) > 1 else value
+        role, is_plain = f"{key} of", type(part) is Tensor
+        return FlatShardTensor(part, member.param.spec, role=role) if is_plain else part
 
 
 def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:

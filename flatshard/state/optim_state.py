@@ -325,8 +325,7 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     is_full = not isinstance(value, FlatShardTensor)
     part = part_per_element(spec, key, value.detach())
     assert part is not None, "state with the parameter's shape is per element"
-    part = part.to(device, copy=is_full)
-    return part if elementwise else FlatShardTensor(part, spec)
+    return FlatShardTensor(part.to(device, copy=is_full), spec, role=f"{key} of")
 
 
 def _fact(value: Any) -> str:

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flatshard import ShardedWrapper, declare_elementwise, sharded_modules
+from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, sharded_modules
 from flatshard.optimizer import state_dicts, stepper
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -158,9 +158,48 @@ def _stays(rank: int, world_size: int) -> None:
     for _ in range(3):
         train_steps(model, optimizer, case, rank, world_size, steps=1)
         states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
-        places.append([one.untyped_storage().data_ptr() for one in states])
+        places.append([one.local.untyped_storage().data_ptr() for one in states])
     assert places[1] == places[0]
     assert places[2] == places[0]
+
+
+def test_norms_and_means_of_state() -> None:
+    """State was 1-D and had only this rank's elements: a norm was wrong without an error."""
+    run_ranks(_reads_state, 3)
+
+
+def _reads_state(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    for kind, make in KINDS.items():
+        with naming(kind):
+            plain, model = case.model(), case.wrap(case.model())
+            expected, optimizer = make(trainable(plain)), make(trainable(model))
+            train_steps(model, optimizer, case, rank, world_size, steps=2)
+            for step in range(2):
+                for one in range(world_size):
+                    (local_loss(plain, case, step, one, world_size) / world_size).backward()
+                expected.step()
+                expected.zero_grad()
+            _compare_state(model, optimizer, plain, expected)
+            loaded = make(trainable(model))
+            train_steps(model, loaded, case, rank, world_size, steps=1)
+            loaded.load_state_dict(state_dicts.parts(optimizer))
+            for other in (optimizer, loaded):
+                _compare_state(model, other, plain, expected)
+            torch.save(state_dicts.parts(loaded), io.BytesIO())  # plain tensors again
+
+
+def _compare_state(model: Any, optimizer: Any, plain: Any, expected: Any) -> None:
+    for param, other in zip(trainable(model), trainable(plain), strict=True):
+        state, wanted = optimizer.state[param], expected.state[other]
+        assert state.keys() == wanted.keys()
+        for key, value in wanted.items():
+            found = state[key]
+            assert found.shape == value.shape, key
+            for read in (Tensor.norm, Tensor.sum, Tensor.mean, Tensor.max, torch.linalg.norm):
+                torch.testing.assert_close(read(found), read(value), check_dtype=False)
+            if isinstance(found, FlatShardTensor):
+                torch.testing.assert_close(found.full_tensor(), value)
 
 
 SURPRISES = (
