@@ -298,8 +298,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role)
     twin.origin = origin = tensor.origin
-    if origin.aliases is None:
-        origin.aliases = weakref.WeakValueDictionary()
+    origin.aliases = origin.aliases or weakref.WeakValueDictionary()
     origin.aliases[id(twin)] = twin
     return twin
 

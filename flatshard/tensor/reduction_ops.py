@@ -122,10 +122,9 @@ def _sharded_norms(
 
     Collective: all ranks of ``comms``, which must be the communicators of each of ``tensors``.
     """
-    parts = [own_part(tensor) for tensor in tensors]
     # Take the absolute values of complex numbers first, because torch warns when it counts nonzero
     # complex numbers (order 0). A norm depends only on absolute values, so it stays the same.
-    parts = [part.abs() if part.is_complex() else part for part in parts]
+    parts = [part.abs() if part.is_complex() else part for part in map(own_part, tensors)]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     # If this rank holds no elements of a tensor, the rank's value must not change the result of the
     # reduction over the ranks. So use 0, and infinity for negative orders: a negative power of
@@ -239,8 +238,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     wrote(gradients)
     # Remove duplicate communicators with a dictionary instead of a set, which has no fixed order:
     # all ranks must use the communicators in the same order.
-    specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
-    for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
+    for comm in dict.fromkeys(comm for g in sharded_in(gradients) for comm in g.spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 
@@ -286,7 +284,9 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
             "inputs) and backward(inputs=...) do not support sharded parameters. Call loss."
             "backward() and read p.grad, or work under ShardedWrapper.summon_full_params(model)."
         )
-    kwargs["allow_unused"] = True
+    # Of the two gradients of each parameter below, at least one is None. So allow None here, and
+    # check the inputs afterwards.
+    allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
     # Pass edges instead of the full parameters, which may be resharded (`FreedParameter`). A sum or
     # mean of a parameter (`OutsideUse`) leads to the sharded parameter, so ask for both gradients.
     edges = [_edge(t) if id(t) in params else t for t in args[1]]
@@ -294,6 +294,11 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     # For each input, the gradient of the input, and of the full parameter if there is one.
     of_full = dict(zip(params, found[len(edges) :], strict=False))
     pairs: Any = [(grad, of_full.get(id(t))) for t, grad in zip(args[1], found, strict=False)]
+    if not allow_unused and any(g is f is None for g, f in pairs):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set "
+            "allow_unused=True if this is the desired behavior."
+        )
     return tuple(g if f is None else f if g is None else f + g.full_tensor() for g, f in pairs)
 
 

@@ -77,9 +77,9 @@ _GRAD: Any = Tensor.grad
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
 
-# Gradients in ``.grad`` before their reduction over all ranks, mapped to the name of the unit. A
-# norm or an optimizer step with one of these gradients raises. The keys may be sharded or plain
-# tensors.
+# Gradients in ``.grad`` before their reduction over all ranks, and sharded tensors computed from
+# these gradients, mapped to the name of the unit. A norm or an optimizer step with one of these
+# tensors raises. The keys may be sharded or plain tensors.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 # Modules in which torch defines collectives. List modules instead of functions, to find the
 # collectives of newer versions of torch too. The operators' schemas do not help to find
@@ -162,8 +162,7 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
     if found != expected:
         raise RuntimeError(
             f"{where}: expected data of shape {expected[0]}, {expected[1]} on {expected[2]}, got "
-            f"{found[0]}, {found[1]} on {found[2]}. To convert all parameters, call model.to(...). "
-            "Optimizer state has only this rank's elements: assign it by p.local.copy_(...)."
+            f"{found[0]}, {found[1]} on {found[2]}. To convert all parameters, call model.to(...)."
         )
 
 
@@ -522,7 +521,11 @@ class FlatShardTensor(torch.Tensor):
                 if result.shape == out.shape and torch.can_cast(result.dtype, out.dtype):
                     return out.copy_(result)
             first_sharded(args, kwargs).refuse(func._schema.name)
-        return handler(func, args, kwargs)
+        result = handler(func, args, kwargs)
+        # The square or a copy of an unreduced gradient is unreduced, too.
+        for unit in {UNREDUCED[t] for t in sharded_in(args) if t in UNREDUCED} if UNREDUCED else ():
+            UNREDUCED.update((tensor, unit) for tensor in sharded_in((result,)))
+        return result
 
 
 def _has_out(given: dict[str, Any]) -> bool:

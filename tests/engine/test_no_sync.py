@@ -1,9 +1,11 @@
 """Gradients that are accumulated under `no_sync`, and steps that would miss them."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import naming, run_ranks
 from tests.oracle import assert_same
 from tests.side import pair
 from tests.ways import each_way
@@ -81,3 +83,37 @@ def _stepped_on_a_part(rank: int, world_size: int, way: str) -> None:
     # fc1's gradient, dropped in place, is the same object, and nothing is missing in it now.
     sharded.model.fc3(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
     sharded.optimizer.step()
+
+
+READS: dict[str, Any] = {
+    "norm": lambda grad, _: grad.norm(),
+    "pow": lambda grad, _: grad.pow(2).sum(),
+    "clone": lambda grad, _: grad.clone().max(),
+    "detach": lambda grad, _: grad.detach().mean(),
+    "with the parameter": lambda grad, param: (param.detach() * grad).sum(),
+    "in place": lambda grad, _: torch.zeros_like(grad).add_(grad).sum(),
+    "foreach": lambda grad, _: torch._foreach_mul([grad], 2.0)[0].norm(),
+}
+
+
+def test_numbers_computed_from_unreduced_gradients_are_refused() -> None:
+    """The sum of their squares added up the gradients of different batches, without an error."""
+    run_ranks(_read_without_sync, 2)
+
+
+def _read_without_sync(rank: int, world_size: int) -> None:
+    sharded, plain = pair(rank, world_size, "full")
+    weights: Any = [run.model.fc2.weight for run in (sharded, plain)]
+    with sharded.no_sync():
+        sharded.loss(0).backward()
+        for name, read in READS.items():
+            with naming(name), pytest.raises(RuntimeError, match="under no_sync and not reduced"):
+                read(weights[0].grad, weights[0])
+    with plain.no_sync():
+        plain.loss(0).backward()
+    for run in (sharded, plain):
+        run.loss(1).backward()
+    for name, read in READS.items():
+        with naming(name):
+            found, expected = (read(weight.grad, weight) for weight in weights)
+            torch.testing.assert_close(found, expected)

@@ -182,8 +182,11 @@ class OwnCheckpoint(torch.autograd.Function):
     """A checkpoint as in guided-diffusion, or with ``saves`` the adjoint method of torchdiffeq."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, saves: bool, x: Tensor, *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: Any, saves: bool, allows_unused: bool, x: Tensor, *params: Tensor
+    ) -> Tensor:
         ctx.run, ctx.kept = run, None if saves else (x, *params)
+        ctx.allows_unused = allows_unused
         ctx.save_for_backward(*((x, *params) if saves else ()))
         with torch.no_grad():
             return run(x)
@@ -194,8 +197,10 @@ class OwnCheckpoint(torch.autograd.Function):
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             output = ctx.run(x)
-        grads = torch.autograd.grad(output, [x, *params], gradient, allow_unused=True)
-        return None, None, *grads
+        # Without `allow_unused`, as a program has it that uses all parameters.
+        asks = {"allow_unused": True} if ctx.allows_unused else {}
+        grads = torch.autograd.grad(output, [x, *params], gradient, **asks)
+        return None, None, None, *grads
 
 
 def _own_checkpoint(m: Parent, x: Tensor, *, saves: bool, unused: bool) -> Tensor:
@@ -205,7 +210,7 @@ def _own_checkpoint(m: Parent, x: Tensor, *, saves: bool, unused: bool) -> Tenso
     def run(y: Tensor) -> Tensor:
         return F.linear(m.child(y), m.child.weight) + m.chain[0](y) * m.child.weight.sum()
 
-    result: Tensor = OwnCheckpoint.apply(run, saves, x, *params)
+    result: Tensor = OwnCheckpoint.apply(run, saves, unused, x, *params)
     return result
 
 
@@ -226,6 +231,22 @@ def _own_checkpoints(rank: int, world: int, way: str) -> None:
     for name, use in OWN_CHECKPOINTS.items():
         with naming(name):
             _compare(rank, world, way, partial(Parent, use), lambda m, x: m(x).pow(2).mean())
+
+
+def test_unused_parameters_in_a_checkpoint_of_the_program() -> None:
+    """Without `allow_unused=True`, the gradient was None where torch raises."""
+    run_ranks(_unused_parameters, 2)
+
+
+def _unused_parameters(rank: int, world: int) -> None:
+    def use(m: Parent, x: Tensor) -> Tensor:
+        params = (*m.child.parameters(), *m.chain[2].parameters())
+        result: Tensor = OwnCheckpoint.apply(m.child, True, False, x, *params)
+        return result
+
+    for model in (Parent(use).double(), _wrap(Parent(use), "full")):
+        with _quiet(), pytest.raises(RuntimeError, match="not have been used in the graph"):
+            model(_batch(0, rank)).pow(2).mean().backward()
 
 
 def test_gradients_of_parameters_without_grad_mode() -> None:
