@@ -102,6 +102,12 @@ class SavedTensors:
 
         Each call needs a later call of ``pop``.
         """
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(
+                "torch.func.jvp, vmap, grad and other transforms cannot call a sharded model: each "
+                "unit all-gathers its parameters. Under ShardedWrapper.summon_full_params(model, "
+                "writeback=False), pass model.module to the function."
+            )
         # Every unit's forward calls `push`, not only the outermost forward, because an activation
         # checkpoint may be between an outer and an inner unit. The checkpoint installs its hooks,
         # and needs the same tensors in forward and in recomputation. In recomputation, the outer

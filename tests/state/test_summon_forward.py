@@ -1,12 +1,15 @@
 """Forwards under `summon_full_params`, and summons between forward and backward."""
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flatshard import collectives
-from tests.harness import run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.side import pair
 from tests.state.summoning import assert_trains_alike, each_way, summon
 
@@ -53,6 +56,32 @@ def _rank0(rank: int, world_size: int, way: str) -> None:
         for _ in range(1 + 3 * rank):
             torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
     assert not events
+    assert_trains_alike(sharded, plain)
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,))[1],
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "grad": lambda model, x: torch.func.grad(lambda y: model(y).sum())(x),
+}
+
+
+def test_transforms_of_torch_func() -> None:
+    """Outside, jvp said that another rank had died, and vmap named a class inside of torch."""
+    run_ranks(each_way, 2, _transforms)
+
+
+def _transforms(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way)
+    x = sharded.inputs(0)
+    for name, transform in TRANSFORMS.items():
+        with naming(name), allow_warnings(FutureWarning, ".torch.jit.script. is deprecated"):
+            with pytest.raises(RuntimeError, match=r"torch\.func.*summon_full_params"):
+                transform(sharded.model, x)
+            with summon(sharded.model, writeback=False):
+                found = transform(sharded.model.module, x)
+            torch.testing.assert_close(found, transform(plain.model, x))
     assert_trains_alike(sharded, plain)
 
 
