@@ -25,7 +25,7 @@ SLACK = 8.0
 BAD_RANK = 1
 
 NAMED = (
-    r"unit 'fc\d', rank \d: "
+    r"units? 'fc\d( to fc\d)?', rank \d: "
     r"(all-gathering parameters for \w+|(reduce-scatter|all-reduc)ing gradients)"
     r"|used parameters of all units, backward, rank \d: exchanging values"
 )
