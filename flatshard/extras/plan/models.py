@@ -149,11 +149,11 @@ def _from_config(path: Path) -> nn.Module:
     try:
         transformers = importlib.import_module("transformers")
         config = transformers.AutoConfig.for_model(**text)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return transformers.AutoModelForCausalLM.from_config(config)
     except ModuleNotFoundError as error:
         raise ValueError(f"{path} needs transformers. Run: pip install transformers") from error
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: transformers {transformers.__version__} has no language model for model_type "
-            f"{kind!r}: {f'{error}'.partition(chr(10))[0]}"
+            f"{kind!r}. Name a function: package.module:build. {f'{error}'.partition(chr(10))[0]}"
         ) from error

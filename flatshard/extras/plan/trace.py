@@ -185,10 +185,11 @@ def _attention(
 ) -> Tensor:
     """Compute scaled dot-product attention with the kernel that torch would choose on CUDA.
 
-    Flash attention supports no masks and no float32. The memory-efficient kernel supports masks and
-    float32, but no grouped queries, so keys and values are repeated.
+    Flash attention supports no masks, no float32, and no values of another width than the queries
+    (DeepSeek). The memory-efficient kernel supports these, but no grouped queries, so keys and
+    values are repeated.
     """
-    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+    if attn_mask is None and query.itemsize == 2 and query.shape[-1] == value.shape[-1]:
         flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flatshard import MixedPrecision
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.plan import command
+from flatshard.extras.plan.models import read_spec
 from flatshard.extras.plan.report import Target
 from flatshard.memory_plan import CannotTraceError, plan
 
@@ -163,6 +164,15 @@ def test_unknown_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     config.write_text('{"model_type": "nonsense"}')
     assert main(["plan", str(config)]) == 2
     assert "has no language model for model_type 'nonsense'" in capsys.readouterr().err
+
+
+def test_architecture_without_fused_attention(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "state_size": 4}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "mamba", **sizes}))
+    with torch.device("meta"):
+        assert type(read_spec(str(config), 8)()).__name__ == "MambaForCausalLM"
 
 
 def test_a_model_of_another_kind() -> None:

@@ -146,6 +146,17 @@ def test_recurrent_model_stays_the_same() -> None:
     run_ranks(_plan_recurrent, 2)
 
 
+def test_narrow_values() -> None:
+    """The attention of DeepSeek: values have another width than queries. Flash attention cannot."""
+
+    def step(model: nn.Module) -> Tensor:
+        x = model(torch.ones(2, 4, 16, 24))
+        return F.scaled_dot_product_attention(x, x, x[..., :16]).sum(-1).sum()
+
+    for dtype in ("bf16", "fp32"):
+        assert plan(lambda: nn.Linear(24, 24), step=step, dtype=dtype, ranks=2).best is not None
+
+
 def test_mask_of_a_transformer() -> None:
     """torch reads the mask to see whether it is causal."""
     layer = partial(nn.TransformerEncoderLayer, 32, 2, 64)
