@@ -154,9 +154,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.transport not in ("nccl", "native", "sockets"):
-            raise ValueError(
-                f"transport: expected nccl, native or sockets, got {self.transport!r}."
-            )
+            raise ValueError(f"transport: expected nccl, native or sockets, got {self.transport!r}")
 
     def collective_seconds(self, nbytes: float, size: int, in_node: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.

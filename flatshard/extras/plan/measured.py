@@ -66,9 +66,8 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
     handles = [handle for unit in units for handle in unit.handles]
     trained = sum(h.layout.shard_numel for h in handles if h.params[0].requires_grad)
     with _unwrapped(sharding.wrapper):
-        module = sharding.wrapper.module
         traced = TracedModel.of(
-            lambda: module,
+            lambda: sharding.wrapper.module,
             step,
             on_gpu=kind == "cuda",
             device=str(settings.device),

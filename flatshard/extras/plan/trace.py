@@ -519,8 +519,7 @@ def trace(
                     stack.callback(handle.remove)
         for index, flat in enumerate(flats):
             for param in (fakes[one] for one in flat.params if one.requires_grad):
-                receive = partial(recorder.receive, index)
-                param.register_post_accumulate_grad_hook(receive)
+                param.register_post_accumulate_grad_hook(partial(recorder.receive, index))
         for name, stand_in in _STAND_INS.items():
             place, _, attribute = name.rpartition(".")
             if (owner := sys.modules.get(place)) is not None:
@@ -534,7 +533,10 @@ def trace(
         loss = step(model)
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"plan: expected `step` to return the loss, differentiable, got {got}.")
+            raise TypeError(
+                "plan: expected `step` to return the loss, a tensor with one element that requires "
+                f"a gradient, got {got}."
+            )
         recorder.in_backward = True
         found.events.append(Mark("backward"))
         # `loss.backward()` would turn `_Kernels` off during backward. But checkpoints recompute
