@@ -56,7 +56,7 @@ class _Metadata(pickle.Unpickler):
             is_plain = isinstance(found, type) and found.__module__ == _DCP + "metadata"
             if is_plain or isinstance(found, torch.dtype) or name in _PLAIN:
                 return found
-        raise pickle.UnpicklingError(f"it contains {module}.{name}, whose loading may run code")
+        raise pickle.UnpicklingError(f"the file has a {module}.{name}, whose loading may run code")
 
 
 def read_metadata(folder: Path) -> Any:

@@ -50,7 +50,9 @@ class RunState:
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
-        self.edits = ForwardEdits()  # on accelerators, replaced by the extra `device_checks`
+        # Finds parameters that a forward edits. On accelerators, the extra `device_checks` sets an
+        # object that does not make the host wait for the device.
+        self.edits = ForwardEdits()
         self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
         self.observers = Observers()
         # Device of the unsharded buffers. None: the model trains on a single rank, without

@@ -104,9 +104,9 @@ class SavedTensors:
         """
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(
-                "torch.func.jvp, vmap, grad and other transforms cannot call a sharded model: each "
-                "unit all-gathers its parameters. Under ShardedWrapper.summon_full_params(model, "
-                "writeback=False), pass model.module to the function."
+                "torch.func.jvp, vmap, grad and other transforms cannot call a sharded model: its "
+                "forward communicates. Under ShardedWrapper.summon_full_params(model, writeback="
+                "False), let the transformed function call model.module instead of the model."
             )
         # Every unit's forward calls `push`, not only the outermost forward, because an activation
         # checkpoint may be between an outer and an inner unit. The checkpoint installs its hooks,

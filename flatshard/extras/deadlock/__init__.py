@@ -59,7 +59,9 @@ class Watchdog(CollectiveWatch):
         self._waits: dict[watched, BlockedWait] = {}  # waits of all threads at the last `look`
         self._users: set[int] = set()  # ids of Python's threads that have waited for other ranks
         self._thread: threading.Thread | None = None
-        self._looking = threading.Lock()  # held during a check, which may run a backend's C++ code
+        # Held during a check. The end of the program waits for this lock, because a check may be in
+        # a backend's C++ code, which ends the process with SIGABRT if Python ends meanwhile.
+        self._looking = threading.Lock()
         self._deadlock = Deadlock()
         # Wait in a collective called by the user's program (not by flatshard). None if the last
         # `look` found no such wait.

@@ -574,11 +574,12 @@ def _key(rank: int) -> str:
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
     """Publish ``finding`` under the name of each of ``groups``, and of each group in the finding.
 
-    Ranks in a wait for a collective of these groups, or of any group of NCCL, read the finding.
+    Also publish it for each group of NCCL in which this rank has begun a collective. Ranks that
+    wait for a collective of one of these groups read the finding.
 
     Returns:
-        The published finding, which may be the finding of another rank: if several ranks find a
-        reason at the same time, the first one counts, so that all ranks raise the same text.
+        The finding that counts, which may be the finding of another rank. If several ranks publish
+        findings at the same time, the first one counts, so that all ranks raise the same text.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks

@@ -219,7 +219,9 @@ class _Recorder(TorchDispatchMode):
         # `weakref.ref` of each storage: its callback records when the storage is freed.
         self._refs: dict[int, weakref.ref[Any]] = {}
         self.in_backward = False
-        self._sum = -1  # block of the last operator's result, if autograd added two gradients
+        # The block that the last operator wrote if this operator was autograd's sum of two
+        # gradients, and otherwise -1.
+        self._sum = -1
 
     def observe(
         self, module: nn.Module, casts: UnitCasts, unit: int, *, is_root: bool
@@ -290,7 +292,8 @@ class _Recorder(TorchDispatchMode):
         name = f"{func.namespace}.{packet.__name__}"
         if "to_sparse" in func.__name__:  # the result's size depends on the values
             raise fake_tensor.DynamicOutputShapeException(func)
-        # Sparse tensors have no storage. Their values are made before the step, and not counted.
+        # Leave out sparse tensors, which have no storage. A step only reads sparse tensors that
+        # were made before it, because `to_sparse` raises above. Their memory is not counted.
         ins, outs = _strided((args, kwargs)), _strided(out)
         # Make a list first: `any` would stop at the first new tensor, and skip the next tensors.
         is_new = [self._allocate(one, name) for one in outs]
@@ -298,7 +301,8 @@ class _Recorder(TorchDispatchMode):
             return out  # a view
         if packet is _aten.mkldnn_rnn_layer:
             # The last output is oneDNN's workspace for backward: about 15 numbers per element of
-            # the first output (measured). Its fake tensor is empty. Assume the same for cuDNN.
+            # the first output (measured). Its fake tensor is empty. In the trace for a GPU, this
+            # operator stands for cuDNN's, whose workspace is assumed to be as large.
             self._trace.sizes[-1] = 15 * outs[0].nbytes
         if (workspace := _WORKSPACE.get(name)) is not None:
             self._trace.events.append(Free(self._trace.allocate(workspace(*args), name)))
@@ -319,7 +323,8 @@ class _Recorder(TorchDispatchMode):
             kind = "other" if any(one.is_complex() for one in (*ins, *outs)) else "fusible"
         reads, writes = (tuple(map(self._touch, some)) for some in (ins, outs))
         self._trace.events.append(Op(name, flops, reads, writes, kind))
-        # A recomputed forward runs with gradients enabled.
+        # Remember a sum of two gradients, which autograd computes. An addition of a checkpoint's
+        # recomputed forward is none: the recomputed forward runs with gradients enabled.
         is_sum = func is _aten.add.Tensor and self.in_backward and not torch.is_grad_enabled()
         self._sum = writes[0][0] if is_sum else -1
         return out
@@ -460,7 +465,7 @@ def _explained(found: StepTrace) -> Iterator[None]:
         if lines:
             place = f"at {lines[-1].filename}:{lines[-1].lineno} ({lines[-1].line})"
         else:  # in autograd's own code, which has no line
-            # -1: the root unit, which is the last one.
+            # If no unit's backward has begun, take the last unit, which is the root.
             units = [-1, *(one[1] for one in found.events if one[0] == "enter backward")]
             place = f"in the backward of {unit_text(found.names[units[-1]])}"
         reason = f"{f'{error}'.partition(chr(10))[0]:.300}".rstrip(".")
@@ -470,16 +475,20 @@ def _explained(found: StepTrace) -> Iterator[None]:
 _NEEDS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
-# Functions that read values, which fake tensors lack, and functions that run instead.
+# Functions of libraries that read values, which fake tensors lack. Each function is mapped to a
+# function that runs instead while a step is traced.
 _STAND_INS: dict[str, Any] = {
-    "torch._check_tensor_all_with": lambda *_: None,  # raises an error if values are bad
-    # Whether a mask of `nn.Transformer` is causal. Assume so: most of these masks are.
+    # torch's function raises an error if values are bad. Assume that no value is.
+    "torch._check_tensor_all_with": lambda *_: None,
+    # torch's function says whether a mask of `nn.Transformer` is causal. Assume that it is, because
+    # most of these masks are.
     "torch.nn.modules.transformer._detect_is_causal_mask": lambda mask, is_causal=None, size=None: (
         mask is not None if is_causal is None else is_causal
     ),
-    # Whether a row holds several sequences. transformers would make a mask for them.
+    # transformers' function finds rows that hold several sequences. Assume that no row does.
     "transformers.masking_utils.find_packed_sequence_indices": lambda _: None,
-    # Checkpoints would set the state of CUDA's generators to a fake tensor.
+    # torch's function returns the random states of GPUs, which a checkpoint sets again for the
+    # recomputation. A fake tensor cannot be such a state.
     "torch.utils.checkpoint.get_device_states": lambda *_: ([], []),
     # For an error in a rule for fake tensors, torch would print a traceback.
     "torch._subclasses.fake_tensor.log": logging.Logger("silent", logging.CRITICAL + 1),

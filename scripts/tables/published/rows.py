@@ -44,9 +44,10 @@ DEVICE_NAMES = [
     *((r"a[18]00.*\b40 ?g", "a100-40gb"), ("a[18]00", "a100"), ("v100", "v100"), ("l40s", "l40s")),
     *(("4090", "rtx4090"), ("h800", "h100")),
 ]
-# Numbers and dates of torchtitan's pull requests: for each week, the first pull request that was
-# not older when a later pull request was merged. A few dates are dates of logs. A run is mostly
-# measured when its pull request is opened.
+# Numbers and dates of torchtitan's pull requests, about one for each week, in the order of the
+# numbers. A run has the date of the last entry whose number is not larger than the run's. The dates
+# say when a pull request was opened, because most runs were measured then. A few dates are from the
+# log of a run.
 PULLS = [
     *((101, "2024-03-01"), (124, "2024-03-08"), (148, "2024-03-15"), (157, "2024-03-22")),
     *((165, "2024-03-27"), (181, "2024-04-02"), (215, "2024-04-10"), (248, "2024-04-17")),
@@ -131,10 +132,10 @@ def runs_flex(row: dict[str, str], date: str) -> bool:
 def attended_share(length: int, block: int = 128) -> float:
     """Return the share of causal attention that FlexAttention computes in torchtitan.
 
-    torchtitan masks other documents ("block_causal"), and FlexAttention skips blocks of scores that
-    are masked completely. If the lengths of documents are distributed exponentially (an estimate),
-    a token attends to ``DOCUMENT`` tokens on average. Blocks at the begin and at the end of a
-    document are computed completely.
+    A token attends to its own document only ("block_causal"), and FlexAttention skips blocks of
+    scores that are masked completely. If the lengths of documents are distributed exponentially (an
+    estimate), a token attends to ``DOCUMENT`` tokens on average. Blocks at the beginning and at the
+    end of a document are computed completely.
     """
     return min(1.0, (DOCUMENT + block) / (length / 2 + block / 2))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper
@@ -144,6 +145,33 @@ def _plan_recurrent(_rank: int, _world_size: int) -> None:
 
 def test_recurrent_model_stays_the_same() -> None:
     run_ranks(_plan_recurrent, 2)
+
+
+class Workspaces(TorchDispatchMode):
+    """Collects the bytes of oneDNN's workspaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            self.sizes.append(out[3].nbytes)
+        return out
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_workspaces_of_recurrent_layers_are_kept() -> None:
+    found = traced(Recurrent, recurrent_step).trace
+    planned = [
+        nbytes
+        for nbytes, maker in zip(found.sizes, found.makers, strict=True)
+        if maker == "aten.mkldnn_rnn_layer" and nbytes > 6 * 4 * 32 * 4  # more than the output
+    ]
+    with Workspaces() as real:
+        recurrent_step(Recurrent())
+    assert planned == pytest.approx(real.sizes, rel=0.3)  # larger layers differ by less
 
 
 def test_narrow_values() -> None:
