@@ -33,6 +33,7 @@ def _load() -> ModuleType:
 
 
 script = _load()
+script.MICRO_BATCHES = NUM_MICRO_BATCHES = 2
 ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4".split()
 
 
@@ -92,18 +93,17 @@ ONE_STEP: dict[str, dict[tuple[str, str], Coefficients]] = {
     },
 }
 
-# Which collectives of a step with four micro-batches are fewer than four times as many.
+# Which collectives of a step with several micro-batches are not several times as many.
 ONCE = {"SHARD_OP": [("all", "gather")], "HYBRID_SHARD_OP": [("across", "gather")]}
 
 
 def _times(name: str, key: tuple[str, str], mode: str) -> int:
-    """How often one of four micro-batches makes the collectives of ``ONE_STEP``."""
+    """How often several micro-batches make the collectives of ``ONE_STEP``."""
     group, kind = key
     if key in ONCE.get(name, []):
         return 1
-    if kind == "gather" or mode == "each":
-        return 4
-    return 4 if mode == "replicas" and group == "node" else 1
+    is_in_each = kind == "gather" or mode == "each" or (mode == "replicas" and group == "node")
+    return NUM_MICRO_BATCHES if is_in_each else 1
 
 
 @pytest.mark.parametrize("name", ONE_STEP)
@@ -117,12 +117,12 @@ def test_traffic(figures: dict[str, Any], name: str) -> None:
         }
         expected = {}
         for key, (count, of_psi, of_root) in ONE_STEP[name].items():
-            times = _times(name, key, step["mode"]) if step["micro_batches"] == 4 else 1
+            times = _times(name, key, step["mode"]) if step["micro_batches"] > 1 else 1
             expected[key] = (times * count, times * (of_psi * psi + of_root * root))
         assert actual == expected, (step["micro_batches"], step["mode"])
     modes = [(step["micro_batches"], step["mode"]) for step in one["steps"]]
-    crosses = [(4, "replicas")] if name.startswith("HYBRID") else []
-    assert modes == [(1, "each"), (4, "each"), (4, "last"), *crosses]
+    several = ["each", "last", *(["replicas"] if name.startswith("HYBRID") else [])]
+    assert modes == [(1, "each"), *((NUM_MICRO_BATCHES, mode) for mode in several)]
 
 
 def test_control_messages(figures: dict[str, Any]) -> None:
