@@ -76,7 +76,7 @@ def _transforms(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     x = sharded.inputs(0)
     for name, transform in TRANSFORMS.items():
-        with naming(name), allow_warnings(FutureWarning, ".torch.jit.script. is deprecated"):
+        with naming(name), allow_warnings(message=".torch.jit.script. is deprecated"):
             with pytest.raises(RuntimeError, match=r"torch\.func.*summon_full_params"):
                 transform(sharded.model, x)
             with summon(sharded.model, writeback=False):
