@@ -250,7 +250,10 @@ class Forward:
             self.end(output, failed=failed)
 
     def reshard_touched(self) -> None:
-        """Reshard units of ended forwards that were unsharded outside of the unit's own forward."""
+        """Reshard units that were unsharded outside of their own forward.
+
+        This is done for units that were unsharded in a forward that has ended.
+        """
         while self._touched and self._touched[-1][0] > self._state.depth:
             _, unit = self._touched.pop()
             unit.backward_follows = self._state.expects_backward

@@ -62,7 +62,10 @@ stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDiction
 
 
 class OptimizerExtension:
-    """Base class for code that an extra runs in optimizer steps, through ``extensions``."""
+    """Base class for code that an extra runs in optimizer steps.
+
+    The extra adds an object of a subclass to this module's list ``extensions``.
+    """
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before gradients are checked, in ``step()`` and after each call of a closure."""
@@ -629,8 +632,8 @@ class ParamBucket:
     def _view(self, key: str, value: Any, member: _Member) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
             return value
-        # A bucket of one member may have quantized state, which cannot be sliced. Leave quantized
-        # and fake tensors as they are.
+        # Only plain tensors become sharded tensors. If a bucket has one member, the optimizer may
+        # keep quantized state, which no code can slice: leave quantized and fake tensors unchanged.
         part = value[member.part] if len(self._members) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, member.param.spec, role=role) if is_plain else part

@@ -284,8 +284,9 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
             "inputs) and backward(inputs=...) do not support sharded parameters. Call loss."
             "backward() and read p.grad, or work under ShardedWrapper.summon_full_params(model)."
         )
-    # Of the two gradients of each parameter below, at least one is None. So allow None here, and
-    # check the inputs afterwards.
+    # Below, ask torch for two gradients of each parameter: the gradient of the full parameter, and
+    # the gradient of the sharded parameter. A graph that uses only one of them has no gradient of
+    # the other. So allow None here, and raise afterwards for inputs without any gradient.
     allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
     # Pass edges instead of the full parameters, which may be resharded (`FreedParameter`). A sum or
     # mean of a parameter (`OutsideUse`) leads to the sharded parameter, so ask for both gradients.

@@ -243,7 +243,7 @@ class Deadlock:
         """Compare the collectives begun by all ranks, if no backward has done so recently.
 
         If the ranks differ, logs an error and sets ``make_error``. In evaluation, there is no
-        backward: ranks in different collectives may not deadlock, but compute with wrong values.
+        backward: ranks in different collectives might compute with wrong values without a deadlock.
         """
         for history in known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:

@@ -25,7 +25,7 @@ _CHOICES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add: Any = parser.add_argument
-    text = "a preset such as llama3-8b, a config.json, or package.module:function"
+    text = "a preset (llama3-8b), a config.json, package.module:function, or 70B: ZeRO's formulas"
     add("spec", nargs="?", help=text)
     # The docstring of `plan` explains each option in an item of a list: "- ``name``: text".
     items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
@@ -56,7 +56,7 @@ def run(options: dict[str, Any]) -> None:
         print(f"{name}: attention {found.attention_flops / 1e12:.2f} TFLOP/s")
         print(f"{name}: memory {found.memory_rate / 1e9:.1f} GB/s")
     elif spec is None:
-        raise ValueError("expected a SPEC or --calibrate. SPEC: a preset, config.json or function.")
+        raise ValueError("expected a SPEC or --calibrate. Option --help lists the kinds of SPEC.")
     elif re.fullmatch(r"[0-9.]+[MBT]", spec):
         print(stages(amount(spec.replace("B", "G")), counts(options["ranks"])))
     else:

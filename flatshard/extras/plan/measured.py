@@ -129,8 +129,8 @@ def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
         # Change inner modules first. If a wrapper contains a wrapper, the `module` of the outer
         # wrapper is then the inner wrapper's module.
         for module in [*wrapper.modules()][::-1]:
-            # Restore the whole `__dict__` at the end, without attributes that the step has added.
-            # transformers notes in an attribute that it has added hooks, which are gone then.
+            # Restore the whole `__dict__` at the end. This also removes attributes that the step
+            # has added, such as transformers' mark that a module has hooks: no hook remains either.
             stack.callback(object.__setattr__, module, "__dict__", {**module.__dict__})
             hooks = [name for name in module.__dict__ if "_hooks" in name]
             module.__dict__.update({name: OrderedDict() for name in hooks})

@@ -155,5 +155,5 @@ def _from_config(path: Path) -> nn.Module:
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: transformers {transformers.__version__} has no language model for model_type "
-            f"{kind!r}. Pass a function (package.module:build). {f'{error}'.partition(chr(10))[0]}"
+            f"{kind!r}. Pass package.module:function. {f'{error}'.partition(chr(10))[0]}"
         ) from error

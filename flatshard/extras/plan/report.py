@@ -166,8 +166,8 @@ class Target:
         ]
         if not found:
             raise ValueError(
-                f"{', '.join(strategies)} needs several nodes: expected 2, 3, ... times "
-                f"per_node={self.per_node} ranks, got {list(counts(self.ranks))}."
+                f"{', '.join(strategies)} needs several nodes: expected a multiple of per_node="
+                f"{node} ranks, at least {2 * node}, got {list(counts(self.ranks))}."
             )
         return found
 

@@ -292,8 +292,8 @@ class _Recorder(TorchDispatchMode):
         name = f"{func.namespace}.{packet.__name__}"
         if "to_sparse" in func.__name__:  # the result's size depends on the values
             raise fake_tensor.DynamicOutputShapeException(func)
-        # Leave out sparse tensors, which have no storage. A step only reads sparse tensors that
-        # were made before it, because `to_sparse` raises above. Their memory is not counted.
+        # Leave out sparse tensors, which have no storage. All sparse tensors were made before the
+        # step, because `to_sparse` raises above. The memory of sparse tensors is not counted.
         ins, outs = _strided((args, kwargs)), _strided(out)
         # Make a list first: `any` would stop at the first new tensor, and skip the next tensors.
         is_new = [self._allocate(one, name) for one in outs]
@@ -323,8 +323,8 @@ class _Recorder(TorchDispatchMode):
             kind = "other" if any(one.is_complex() for one in (*ins, *outs)) else "fusible"
         reads, writes = (tuple(map(self._touch, some)) for some in (ins, outs))
         self._trace.events.append(Op(name, flops, reads, writes, kind))
-        # Remember a sum of two gradients, which autograd computes. An addition of a checkpoint's
-        # recomputed forward is none: the recomputed forward runs with gradients enabled.
+        # Remember the block if autograd has added two gradients. A checkpoint's recomputed forward
+        # runs in backward, too, but with gradients enabled, so its additions are not remembered.
         is_sum = func is _aten.add.Tensor and self.in_backward and not torch.is_grad_enabled()
         self._sum = writes[0][0] if is_sum else -1
         return out
@@ -475,8 +475,8 @@ def _explained(found: StepTrace) -> Iterator[None]:
 _NEEDS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
-# Functions of libraries that read values, which fake tensors lack. Each function is mapped to a
-# function that runs instead while a step is traced.
+# Names of functions of torch and transformers that read the values of tensors. Fake tensors have no
+# values. So while a step is traced, the function on the right runs instead.
 _STAND_INS: dict[str, Any] = {
     # torch's function raises an error if values are bad. Assume that no value is.
     "torch._check_tensor_all_with": lambda *_: None,

@@ -512,7 +512,7 @@ def step(form: Form, batch: int, model: nn.Module) -> Tensor:
     tokens = torch.zeros(batch, form.length // form.context_ranks, dtype=torch.long)
     logits = model(tokens)
     if form.loss == "chunked head":
-        return logits  # the head has computed the loss
+        return logits  # this is the loss, which the model's head has computed
     if form.loss == "compiled":
         return _CompiledLoss.apply(logits)
     targets = tokens % (form.vocab // form.tensor_ranks)
