@@ -26,10 +26,6 @@ from flatshard.module.run import accumulating, summon
 from flatshard.module.settings import (
     ProcessGroups,
     Settings,
-    as_flags,
-    find_device,
-    ranks_or_alone,
-    read_strategy,
 )
 from flatshard.module.sharding import (
     Sharding,
@@ -41,14 +37,12 @@ from flatshard.module.sharding import (
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
 from flatshard.options.extras import default_extra, extra
-from flatshard.options.offload import CPUOffload, as_cpu_offload
-from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
-from flatshard.options.transport_options import as_coalesce_bytes, as_transport
+from flatshard.options.offload import CPUOffload
+from flatshard.options.precision import MixedPrecision
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.units.boundary import as_boundary
 from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
 from flatshard.units.policies import Policy
 
@@ -206,53 +200,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         boundary: str | int = "element",
         **others: Any,
     ) -> None:
+        known = ShardedWrapper.__init__.__annotations__
+        given = {name: value for name, value in dict(locals()).items() if name in known}
         super().__init__()
-        own: dict[str, Any] = {
-            "broadcast_buffers": broadcast_buffers,
-            "sync_module_states": sync_module_states,
-            "device_id": device_id,
-            "device_mesh": device_mesh,
-            "mixed_precision": mixed_precision,
-            "cpu_offload": cpu_offload,
-            "ignored_states": ignored_states,
-        }
-        given, without_effect = own, []
+        without_effect: list[str] = []
         if others:  # keywords of torch's wrappers, or misspelled keywords
             torch_names = extra("torch_names", f"the keyword {next(iter(others))!r}")
-            known = ShardedWrapper.__init__.__annotations__
-            given, without_effect = torch_names.read_keywords(others, own, known)
-        if param_init_fn is not None and not callable(param_init_fn):
-            raise TypeError(
-                f"param_init_fn: expected a function that takes a module, got {param_init_fn!r}."
-            )
-        flags = as_flags(
-            sync_module_states=given["sync_module_states"],
-            broadcast_buffers=given["broadcast_buffers"],
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-        )
+            given, without_effect = torch_names.read_keywords(others, given)
         ignored = read_ignored(module, auto_wrap_policy, ignored_modules, given["ignored_states"])
-        transport = as_transport(collectives, wire_dtype)
-        ranks = ranks_or_alone(process_group, given["device_mesh"], mode=transport)
-        strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
-        device = find_device(module, ignored, given["device_id"], ranks.world.group)
-        settings = Settings(
-            ranks=ranks,
-            strategy=strategy,
-            placement=placement,
-            precision=as_mixed_precision(given["mixed_precision"]),
-            offload=as_cpu_offload(given["cpu_offload"]),
-            backward_prefetch=as_backward_prefetch(backward_prefetch),
-            forward_prefetch=flags["forward_prefetch"] is not False,
-            coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-            broadcast_buffers=flags["broadcast_buffers"] is not False,
-            device=device,
-            boundary=as_boundary(boundary),
-            policy=auto_wrap_policy,
-            allow_divergence=allow_divergence,
-            param_init_fn=param_init_fn,
-            sync_module_states=flags["sync_module_states"],
-        )
+        settings = Settings.read(module, ignored, given)
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         with local_parts(module, ignored, settings):
             plan = ModelPlan(module, settings, ignored)

@@ -204,7 +204,8 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     if not are_groups or (is_pair and len(groups) != 2):
         raise TypeError(
             "process_group: expected a ProcessGroup, or a pair (shard group, replicate group), "
-            f"got {process_group!r}."
+            f"got {process_group!r}. Pass a list of devices, DistributedDataParallel's second "
+            "argument, as device_ids=[...]."
         )
     return groups
 

@@ -19,22 +19,6 @@ def read_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
-    """Find modules and tensors to ignore. Raises if ``policy`` does not fit ``module``."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
-    if policy is not None:
-        check_policy(policy)
-    shardings = shardings_in(module)
-    _check_wrappers(module, policy, shardings)
-    return _find_ignored(module, ignored_modules, ignored_states, shardings)
-
-
-def _find_ignored(
-    module: nn.Module,
-    ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: Iterable[nn.Parameter | nn.Module] | None,
-    shardings: Sequence[Sharding],
-) -> Ignored:
     """Return the modules and tensors to be ignored by the wrapper of ``module``.
 
     The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
@@ -42,14 +26,22 @@ def _find_ignored(
 
     Args:
         module: the module to wrap.
+        policy: the user's ``auto_wrap_policy``, or None.
         ignored_modules: modules from the user's keyword of this name, or None.
         ignored_states: modules and parameters from the user's keyword of this name, or None.
-        shardings: the states of the ShardedWrappers inside ``module``.
 
     Raises:
-        TypeError: a keyword is not an iterable of modules (or parameters).
-        ValueError: both keywords are given, or a parameter to ignore is already sharded.
+        TypeError: ``module`` is no module, ``policy`` is no policy, or a keyword is not an iterable
+            of modules (or parameters).
+        ValueError: both keywords are given, a parameter to ignore is already sharded, or ``policy``
+            does not fit ``module``.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
+    if policy is not None:
+        check_policy(policy)
+    shardings = shardings_in(module)
+    _check_wrappers(module, policy, shardings)
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
@@ -60,12 +52,10 @@ def _find_ignored(
         *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
     ]
     tops = {top for top in chosen if isinstance(top, nn.Module)}
-    names = []
-    for name, inner in module.named_modules():
-        if inner in tops:
-            _check_apart(name, inner, shardings)
-            names.append(name)
-    sharded, tensors = sharded_ids(shardings), list(places_in(module))
+    # Names of the ignored modules and tensors, keyed by id: a shared module or a tied tensor has
+    # several names, of which the first is used.
+    names = {id(inner): name for name, inner in module.named_modules() if inner in tops}
+    tensors = list(places_in(module))
     # Do not raise if some objects are not in `module`: a user may pass the same list to several
     # wrappers, each of which contains only some of the objects.
     present = {*map(id, module.modules()), *(id(tensor) for _, _, _, tensor in tensors)}
@@ -76,29 +66,29 @@ def _find_ignored(
     single = {id(tensor) for name, _, _, tensor in tensors if name in listed}
     single -= {id(tensor) for name, _, _, tensor in tensors if name not in listed}
     single |= {id(tensor) for tensor in chosen if isinstance(tensor, Tensor)}
-    first_names: dict[int, str] = {}  # keyed by the tensor's id; a tied tensor has several names
-    places = set()
-    for name, inner, attribute, tensor in tensors:
-        first_names.setdefault(id(tensor), name)
+    for name, _, _, tensor in tensors:
         if id(tensor) in single:
-            places.add((inner, attribute))
+            names.setdefault(id(tensor), name)
+    places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
     ignored = Ignored(
         frozenset[nn.Module]().union(
             *(inner.modules() for inner in tops),
             *(sharding.ignored.modules for sharding in shardings),
         ),
         frozenset(places).union(*(sharding.ignored.places for sharding in shardings)),
-        (*names, *(name for key, name in first_names.items() if key in single)),
+        tuple(names.values()),
         is_elsewhere,
     )
-    # Raise if a wrapper inside the module has sharded an ignored tensor. A tensor that the inner
-    # wrapper ignores is not sharded, and may be ignored here, too.
-    sharded &= ignored.ids()
-    for key, name in first_names.items():
-        if key in sharded:
+    # Raise if a wrapper inside the module has sharded an ignored tensor, alone or as a part of an
+    # ignored module. A tensor that the inner wrapper ignores is not sharded, and may be ignored
+    # here, too.
+    sharded = sharded_ids(shardings) & ignored.ids()
+    for name, _, _, tensor in tensors:
+        if id(tensor) in sharded:
             raise ValueError(
-                f"ShardedWrapper: parameter {name!r} cannot be ignored, because a unit inside the "
-                "model has sharded it already. Let the inner ShardedWrapper ignore the parameter."
+                f"ShardedWrapper: parameter {name!r} cannot be ignored, because a ShardedWrapper "
+                "inside the model has sharded it already. Let the inner ShardedWrapper ignore the "
+                "parameter, or ignore only modules that contain no ShardedWrapper."
             )
     return ignored
 
@@ -119,27 +109,6 @@ def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
             name = type(value).__name__
             raise TypeError(f"{keyword}: {expected}, got a {name} at position {position}.")
     return found
-
-
-def _check_apart(name: str, module: nn.Module, shardings: Iterable[Sharding]) -> None:
-    """Raise ValueError if an inner ShardedWrapper shards parameters of an ignored module.
-
-    ``module`` must not be a ShardedWrapper or contain a ShardedWrapper. ``module`` may lie inside a
-    ShardedWrapper only if the ShardedWrapper ignores the module, too. ``shardings``: the states of
-    all ShardedWrappers in the model.
-    """
-    below = set(module.modules())
-    for sharding in shardings:
-        if sharding.wrapper in below:
-            raise ValueError(
-                f"ShardedWrapper: module {name!r} cannot be ignored, because it is or contains a "
-                "ShardedWrapper. Ignore only modules that contain no ShardedWrapper."
-            )
-        if module in set(sharding.wrapper.modules()) - sharding.ignored.modules:
-            raise ValueError(
-                f"ShardedWrapper: module {name!r} cannot be ignored, because it is in a "
-                "ShardedWrapper inside the model. Let the inner ShardedWrapper ignore the module."
-            )
 
 
 def check_tensors(

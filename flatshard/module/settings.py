@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.comm.communicator import Topology
 from flatshard.comm.process_groups import current_cuda
 from flatshard.comm.ranks import Ranks, read_ranks
-from flatshard.options.offload import CPUOffload
+from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import (
     BackwardPrefetch,
     Placement,
     ShardingStrategy,
+    as_backward_prefetch,
     as_strategy,
     resharding,
 )
-from flatshard.options.transport_options import TransportOptions, check_launch_without_group
+from flatshard.options.transport_options import (
+    as_coalesce_bytes,
+    as_transport,
+    check_launch_without_group,
+)
 from flatshard.units.boundary import Boundary, as_boundary
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_tree import unit_text
@@ -44,6 +48,10 @@ def as_flags(**given: Any) -> dict[str, bool | None]:
         if value is not None and value not in (True, False):
             raise TypeError(f"{keyword}: expected True or False, got {value!r}.")
     return {keyword: None if value is None else bool(value) for keyword, value in given.items()}
+
+
+# Keywords whose value None means True.
+_ON = ("forward_prefetch", "broadcast_buffers")
 
 
 def find_device(
@@ -114,6 +122,62 @@ class Settings:
     allow_divergence: Any = False
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync_module_states: bool | None = None
+
+    @classmethod
+    def read(cls, module: nn.Module, ignored: Ignored, given: Mapping[str, Any]) -> Settings:
+        """Check the keywords of ``ShardedWrapper``, and return the settings of the outermost unit.
+
+        Without a process group, warns, and the settings are for this rank alone.
+
+        Args:
+            module: the module to wrap.
+            ignored: the modules and tensors to ignore.
+            given: the value of each keyword of the constructor, by name.
+
+        Raises:
+            TypeError: a value has the wrong type.
+            ValueError: a value is not supported, or this host lacks the device.
+            RuntimeError: several ranks were started, but no process group exists.
+        """
+        init_fn, process_group = given["param_init_fn"], given["process_group"]
+        if init_fn is not None and not callable(init_fn):
+            raise TypeError(
+                f"param_init_fn: expected a function that takes a module, got {init_fn!r}."
+            )
+        flags = as_flags(
+            **{name: given[name] for name in ("sync_module_states", "limit_all_gathers", *_ON)}
+        )
+        transport = as_transport(given["collectives"], given["wire_dtype"])
+        if process_group is None and given["device_mesh"] is None:
+            if dist.is_available() and dist.is_initialized():
+                process_group = dist.group.WORLD
+            else:
+                check_launch_without_group()
+                warnings.warn(
+                    "ShardedWrapper: no process group, so this process trains alone and nothing is "
+                    "sharded. To train on several ranks, start them with torchrun.",
+                    stacklevel=3,
+                )
+        ranks = read_ranks(process_group, given["device_mesh"], mode=transport)
+        strategy, placement = read_strategy(
+            given["sharding_strategy"], given["reshard_after_forward"], ranks
+        )
+        return cls(
+            ranks=ranks,
+            strategy=strategy,
+            placement=placement,
+            precision=as_mixed_precision(given["mixed_precision"]),
+            coalesce_bytes=as_coalesce_bytes(given["coalesce_bytes"]),
+            device=find_device(module, ignored, given["device_id"], ranks.world.group),
+            boundary=as_boundary(given["boundary"]),
+            offload=as_cpu_offload(given["cpu_offload"]),
+            backward_prefetch=as_backward_prefetch(given["backward_prefetch"]),
+            policy=given["auto_wrap_policy"],
+            allow_divergence=given["allow_divergence"],
+            param_init_fn=init_fn,
+            sync_module_states=flags["sync_module_states"],
+            **{name: flags[name] is not False for name in _ON},
+        )
 
     @property
     def topology(self) -> Topology:
@@ -187,32 +251,6 @@ class Settings:
                 f"{self.device}. Leave the keyword out. To send fewer bytes, pass "
                 "MixedPrecision(param_dtype, reduce_dtype)."
             )
-
-
-def ranks_or_alone(
-    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: TransportOptions
-) -> Ranks:
-    """Return the ranks that train the model. Without a process group, warn and return this rank."""
-    given = process_group if isinstance(process_group, list | tuple) else ()
-    # Accept negative numbers, which cannot be devices: on ranks outside of a group, torch's
-    # `new_group` returns a negative number instead of a group.
-    if any(isinstance(d, str | torch.device) or (isinstance(d, int) and d >= 0) for d in given):
-        raise TypeError(
-            f"process_group: expected a ProcessGroup or a pair of ProcessGroups, got a list of "
-            f"devices, {process_group!r}. DistributedDataParallel takes this list as second "
-            f"argument. Here, pass it by name: device_ids={process_group!r}."
-        )
-    if process_group is None and device_mesh is None:
-        if dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
-        else:
-            check_launch_without_group()
-            warnings.warn(
-                "ShardedWrapper: no process group, so this process trains alone and nothing is "
-                "sharded. To train on several ranks, start them with torchrun.",
-                stacklevel=3,
-            )
-    return read_ranks(process_group, device_mesh, mode=mode)
 
 
 def read_strategy(

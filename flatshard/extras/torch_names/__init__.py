@@ -12,7 +12,7 @@ new names in torch.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flatshard.module.sharding import Sharding
@@ -166,15 +166,12 @@ def why_missing(name: str) -> str | None:
     return reason and f"{name} is not available on a ShardedWrapper: {reason}."
 
 
-def read_keywords(
-    extra: dict[str, Any], own: dict[str, Any], known: Iterable[str]
-) -> tuple[dict[str, Any], list[str]]:
+def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Translate keywords of torch's wrappers into keywords of ``ShardedWrapper``.
 
     Args:
         extra: all keywords outside of the constructor's signature.
-        own: values of the constructor's own keywords.
-        known: names of the constructor's own keywords.
+        own: the constructor's own keywords and their values.
 
     Returns:
         Two values: a copy of ``own`` with values from ``extra`` in place of None, and a list with a
@@ -184,7 +181,7 @@ def read_keywords(
     accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
     for name, value in extra.items():
         if name not in accepted:
-            close = difflib.get_close_matches(name, [*known, *accepted], n=1)
+            close = difflib.get_close_matches(name, [*own, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             hint += " docs/migration.md lists all keywords."
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
