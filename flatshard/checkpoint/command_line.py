@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "convert",
         help="write a model's weights in another format",
         description="Convert a file of torch.save or safetensors, or a checkpoint of flatshard, "
-        "FSDP1, FSDP2 (torch.distributed.checkpoint) or DeepSpeed ZeRO, one tensor at a time.",
+        "FSDP1 or FSDP2 (torch.distributed.checkpoint), one tensor at a time.",
     )
     one.add_argument("source", help="a file or a folder")
     one.add_argument("destination", help="model.safetensors, model.pt, or a folder")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
-import warnings
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.checkpoint.ranges import OpenFiles, Progress, write_range
+from flatshard.checkpoint.folder import log_speed, zip_stream
+from flatshard.checkpoint.ranges import OpenFiles, write_range
 from flatshard.checkpoint.safetensors import as_saved, plan_files
 from flatshard.checkpoint.sources import open_source
 
-FORMATS = ("safetensors", "torch", "dcp")
+FORMATS = ("safetensors", "torch")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -36,8 +36,7 @@ def convert(
 
     The source may be a file of ``torch.save`` (also of a DistributedDataParallel model, and with
     the model nested in a dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard,
-    FSDP1, FSDP2), a folder of DeepSpeed (ZeRO-1, 2, 3), or safetensors. Tensors are read and
-    written one at a time.
+    FSDP1, FSDP2), or safetensors. Tensors are read and written one at a time.
 
     Example:
         ```python
@@ -52,8 +51,8 @@ def convert(
         source: a file or a folder.
         destination: a file whose name ends with ``.safetensors`` or ``.pt``, or a folder. It must
             not exist.
-        to: the format to write: "safetensors", "torch" or "dcp". None: "torch" if the destination's
-            name ends with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise "safetensors".
+        to: the format to write: "safetensors" or "torch". None: "torch" if the destination's name
+            ends with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise "safetensors".
         key: the entry of a nested checkpoint that contains the model ("app.model", for example).
             None: the entry that is called model, module, state_dict or model_state_dict.
         dtype: dtype in which floating point tensors are written. None: as in the source.
@@ -88,18 +87,15 @@ def convert(
             ties[name] = first[place]
             continue
         like[name] = as_saved(one, dtype)
-    write_safetensors = partial(_write_safetensors, max_shard_size)
-    write: Any = {"safetensors": write_safetensors, "torch": _write_torch, "dcp": _write_dcp}[to]
-    num_bytes = sum(one.nbytes for one in like.values())
-    progress = Progress("converting", num_bytes, is_shown=True)
+    begun = time.monotonic()
+    write = _write_torch if to == "torch" else partial(_write_safetensors, max_shard_size)
 
     def read(name: str) -> Tensor:
         kept = ties.get(name, name)
-        progress.advance(like[kept].nbytes)
         return found.read(model[kept]).to(like[kept].dtype)
 
     write(final, like, ties, read)
-    progress.end(final, num_bytes)
+    log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 
 
 Read = Callable[[str], Tensor]
@@ -123,26 +119,18 @@ def _write_safetensors(
 
 @contextlib.contextmanager
 def _replacing(final: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``final``, for the caller to write a file or folder there.
+    """Yield a temporary path beside ``final``, for the caller to write a file there.
 
     At the end of the context, the temporary path is renamed to ``final``. After an error, the
     temporary path is deleted.
     """
     beside = final.with_name(f"{final.name}.incomplete")
-    _remove(beside)  # a run that was killed may have left this path
     try:
         yield beside
         beside.replace(final)
     except BaseException:
-        _remove(beside)
+        beside.unlink(missing_ok=True)
         raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        path.unlink()
 
 
 def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
@@ -152,9 +140,11 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     with _replacing(final) as beside:
-        beside.touch()  # unlike torch.save, raises OSError if the path cannot be written
-        with torch.serialization.skip_data():
-            torch.save(state, beside)
+        with torch.serialization.skip_data(), zip_stream(beside) as stream:
+            torch.save(state, stream)
+            # Reserve the room now, so that a full disk raises here. The room is a hole in the file,
+            # and SIGBUS would end the process that writes into a hole of a full disk.
+            os.posix_fallocate(stream.fileno(), 0, stream.tell())
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             state = torch.load(beside, mmap=True, weights_only=True)
         for name in like:
@@ -162,28 +152,3 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
         del state
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
-
-
-def _write_dcp(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
-    # Import here, because torch.distributed.checkpoint loads slowly.
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    class Planner(DefaultSavePlanner):
-        def lookup_object(self, index: Any) -> Tensor:
-            return read(index.fqn)
-
-    state = like | {alias: like[kept] for alias, kept in ties.items()}
-    # torch.distributed.checkpoint (DCP) warns if it runs in a single process. Here a single process
-    # is intended.
-    no_warning = warnings.catch_warnings(action="ignore", category=UserWarning)
-    with no_warning, _replacing(final) as beside:
-        # DCP keeps all tensors of a file in memory until the file is written. So write one file per
-        # tensor.
-        writer = FileSystemWriter(beside, single_file_per_rank=False)
-        try:
-            save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-        except CheckpointException as error:
-            raise error.failures[0][0] from error  # keyed by rank: this process is rank 0

@@ -8,49 +8,69 @@ Import this module inside functions, because ``torch.distributed.checkpoint`` lo
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import pickle
-from pathlib import Path
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import default_planner, metadata
 from torch.distributed.checkpoint import filesystem as dcp
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem
 
-from flatshard.checkpoint.folder import Advance
+from flatshard.checkpoint.folder import zip_stream
 
 # ---------------------------------------------------------------- writing
 
 
-class SavePlanner(default_planner.DefaultSavePlanner):
-    """Torch's default planner for saving, which also counts the bytes that this rank writes."""
+class Writer(dcp.FileSystemWriter):
+    """Torch's writer. Its metadata loads in any version of Python; a full disk is an OSError."""
 
-    def __init__(self, advance: Advance) -> None:
-        super().__init__()
-        self._advance = advance
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _Files()
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        data = super().resolve_data(write_item)
-        self._advance(data.nbytes if isinstance(data, Tensor) else 0)
-        return data
+    def storage_meta(self) -> None:
+        # Torch would pickle the folder's path here, and Python 3.13 gives its class another name.
+        return None
+
+
+class _Files(dcp.FileSystem):
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with zip_stream(path) as stream:
+            yield stream
 
 
 # ---------------------------------------------------------------- reading
 
 
 _DCP, _PLAIN = "torch.distributed.checkpoint.", ("Size", "_get_layout", "_StorageInfo")
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Return the member ``name`` of an enum: early versions of Python 3.11 pickle it as getattr."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError("the file has a builtins.getattr, whose loading may run code")
 
 
 class _Metadata(pickle.Unpickler):
     """Unpickles DCP's metadata safely. Torch calls ``pickle.load``, which runs code in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("pathlib", "PosixPath"):
-            return os.path.join
+        # Python 3.13 calls it pathlib._local.PosixPath, other versions pathlib.PosixPath. A path of
+        # Windows must load on Linux too. A PurePath never touches files.
+        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            return PurePath
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module in ("torch", "torch.serialization", _DCP + "metadata", _DCP + "filesystem"):
             found = super().find_class(module, name)
             is_plain = isinstance(found, type) and found.__module__ == _DCP + "metadata"
@@ -65,11 +85,11 @@ def read_metadata(folder: Path) -> Any:
     Raises:
         ValueError: the file is corrupt.
     """
+    content = io.BytesIO((folder / ".metadata").read_bytes())
     try:
-        with open(folder / ".metadata", "rb") as stream:
-            metadata = _Metadata(stream).load()
+        metadata = _Metadata(content).load()
         metadata.storage_data.values()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
+    except Exception as error:  # pickle raises errors of many types for bytes that are no pickle
         text = f"{folder / '.metadata'} cannot be read: {error}. Use another checkpoint."
         raise ValueError(text) from error
     return metadata
@@ -87,12 +107,13 @@ def incomplete_tensors(metadata: Any) -> list[str]:
     return incomplete
 
 
-def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advance: Advance) -> None:
+def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any]) -> None:
     """Overwrite ``targets``, whose keys are DCP's flat names, with the saved values.
 
     No communication.
     """
-    planner, reader = _Planner(advance), dcp.FileSystemReader(folder)
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = dcp.FileSystemReader(folder)
     with torch.no_grad():
         planner.set_up_planner(targets, found, False)
         plan = planner.create_local_plan()
@@ -102,15 +123,8 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advanc
 
 
 class _Planner(default_planner.DefaultLoadPlanner):
-    """Torch's default planner for loading, which also counts bytes, and runs no code in files."""
-
-    def __init__(self, advance: Advance) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._advance = advance
+    """Torch's default planner for loading, but runs no code in files."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         content = torch.load(value, map_location="cpu", weights_only=True)
         self.state_dict[read_item.dest_index.fqn] = content
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._advance(tensor.nbytes)

@@ -10,13 +10,15 @@ checkpoint, rank 0 first renames the checkpoint to ``NAME.incomplete``.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
 import os
 import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,7 @@ MARKER = "flatshard.json"
 _FORMAT = "flatshard.checkpoint/1"
 INCOMPLETE = ".incomplete"
 
-Advance = Callable[[int], object]
-"""Called with the number of bytes that this rank has just written or read."""
+logger = logging.getLogger("flatshard.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -102,24 +103,25 @@ def _complete_in(directory: Path) -> list[tuple[float, Path]]:
     return found
 
 
-def record_of(path: Path, advance: Advance) -> FileRecord:
+def record_of(path: Path) -> FileRecord:
     """Read a file, and return its length and checksum."""
     piece, crc32, length = memoryview(bytearray(4 << 20)), 0, 0
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):
             crc32, length = zlib.crc32(piece[:count], crc32), length + count
-            advance(count)
     return FileRecord(length, crc32)
 
 
-def check_sum(folder: Path, marker: Marker, name: str, advance: Advance) -> None:
+def check_sums(folder: Path, marker: Marker, names: Iterable[str]) -> None:
     """Raise ValueError if the content of a file is not the content that was saved."""
-    got, expected = record_of(folder / name, advance), marker.files[name]
-    if got != expected:
-        raise ValueError(
-            f"{folder / name} is corrupted: expected CRC-32 {expected.crc32:08x} and "
-            f"{expected.bytes} bytes, got {got.crc32:08x} and {got.bytes}. Load another checkpoint."
-        )
+    for name in names:
+        got, expected = record_of(folder / name), marker.files[name]
+        if got != expected:
+            raise ValueError(
+                f"{folder / name} is corrupted: expected CRC-32 {expected.crc32:08x} and "
+                f"{expected.bytes} bytes, got {got.crc32:08x} and {got.bytes}. Load another "
+                "checkpoint."
+            )
 
 
 def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: float = 0) -> None:
@@ -156,6 +158,38 @@ def own_file(rank: int) -> str:
 def incomplete(path: Path) -> Path:
     """Return the folder into which ranks write the files, before it is renamed to ``path``."""
     return path.with_name(path.name + INCOMPLETE)
+
+
+def log_speed(did: str, path: object, num_bytes: int, begun: float) -> None:
+    """Log how many bytes all ranks have written or read since ``begun``, and how fast."""
+    seconds = max(time.monotonic() - begun, 1e-9)
+    said = f"{num_bytes / 1e9:.3f} GB in {seconds:.2f} s, {num_bytes / seconds / 1e9:.2f} GB/s"
+    logger.info("%s %s: %s", did, path, said)
+
+
+# ---------------------------------------------------------------- writing
+
+
+class _ZipStream(io.BufferedWriter):
+    def flush(self) -> None:
+        # After an error, torch's wrapper of this stream flushes it when the wrapper is deleted.
+        if not self.closed:
+            super().flush()
+
+
+@contextlib.contextmanager
+def zip_stream(path: str | os.PathLike[str]) -> Iterator[io.BufferedWriter]:
+    """Open a file for ``torch.save``. If the disk is full, this raises the OSError of the write.
+
+    torch.save, when a write fails, raises a RuntimeError about a position in the zip file.
+    """
+    with _ZipStream(io.FileIO(path, "w")) as stream:
+        try:
+            yield stream
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 # ---------------------------------------------------------------- writing, on rank 0

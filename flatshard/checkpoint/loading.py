@@ -6,9 +6,9 @@ import contextlib
 import os
 import random
 import sys
+import time
 import zlib
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.host_ranks import Training
-from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
 from flatshard.optimizer.stepper import ONE_PER_PARAMETER
@@ -72,8 +71,8 @@ def load(
         The ``extra`` that was passed to ``save``.
 
     Raises:
-        FileNotFoundError: on all ranks: the folder is no complete checkpoint, or lacks a file. The
-            error names the most recent complete checkpoint.
+        FileNotFoundError: on all ranks: the folder is no complete checkpoint, or lacks a file (the
+            error names the most recent complete checkpoint), or ``path`` is None.
         ValueError: on all ranks, before any tensor is overwritten: names or shapes do not fit (the
             error lists all of them), a file is corrupted or truncated, or the folder has another
             format.
@@ -84,19 +83,26 @@ def load(
     from flatshard.checkpoint import dcp_files
 
     training = Training(model, optimizer, "checkpoint.load()")
-    path, ranks = Path(path), training.ranks
+    op_name = f"checkpoint.load({path and str(path)!r})"
+    is_given, path, ranks = path is not None, Path(path or ""), training.ranks
     wait_for_pending()
-    op_name = f"checkpoint.load({str(path)!r})"
+    begun = time.monotonic()
 
     def own_file(rank: int) -> StateDict:
         file = path / folders.own_file(rank)
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
     def prepare() -> tuple[Marker, Metadata, StateDict, StateDict]:
+        if not is_given:
+            raise FileNotFoundError(
+                "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
+                "None if a directory has no complete checkpoint. Then train from the start: call "
+                "load() only if latest() returned a path."
+            )
         marker = _require_complete(path)
         # Check the metadata even without ``verify``: metadata with a flipped bit may still parse,
         # and then describes other tensors.
-        folders.check_sum(path, marker, ".metadata", lambda _: None)
+        folders.check_sums(path, marker, [".metadata"])
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
@@ -108,20 +114,18 @@ def load(
     marker, found, wanted, targets = ranks.agree(prepare, op_name)
     saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
     ranks.compare(saved_at, op_name, lambda _: f"Put {path} on a file system that all hosts share.")
-    num_bytes = marker.bytes * (1 + verify) // ranks.size
-    progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)
     if verify:
         mine = sorted(marker.files)[ranks.rank :: ranks.size]
-        check = partial(folders.check_sum, path, marker, advance=progress.advance)
-        ranks.agree(lambda: [check(name) for name in mine], op_name)
+        ranks.agree(lambda: folders.check_sums(path, marker, mine), op_name)
 
     def read() -> tuple[StateDict | None, StateDict]:
-        dcp_files.read(path, found, targets, progress.advance)
+        dcp_files.read(path, found, targets)
         is_there = ranks.rank < marker.world_size
         return own_file(ranks.rank)["rng"] if is_there else None, own_file(0)
 
     rng, first = ranks.agree(read, op_name)
-    progress.end(path, marker.bytes)
+    if ranks.rank == 0:
+        folders.log_speed("loaded", path, marker.bytes, begun)
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
     if optimizer is not None:

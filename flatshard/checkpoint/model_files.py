@@ -7,6 +7,7 @@ and the ranks only exchange errors and compare their arguments.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from flatshard.checkpoint.folder import log_speed
 from flatshard.checkpoint.host_ranks import sharded
-from flatshard.checkpoint.ranges import OpenFiles, Place, Progress, read_range, write_range
+from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
 from flatshard.checkpoint.safetensors import Plan, as_saved, find_tensors, plan_files
 from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
@@ -75,7 +77,7 @@ def save_safetensors(
         RuntimeError: a forward or backward of the model is running.
     """
     shards, ranks = sharded(model, "save_safetensors()")
-    op_name, is_first = "save_safetensors", ranks.rank == 0
+    op_name, is_first, begun = "save_safetensors", ranks.rank == 0, time.monotonic()
 
     def prepare() -> tuple[Entries, Plan]:
         entries = shards.entries()
@@ -95,18 +97,14 @@ def save_safetensors(
         if is_first:
             incomplete.callback(plan.discard)
         ranks.on_first(plan.create, op_name)
-        progress = Progress("saving", _held_bytes(entries), is_shown=is_first)
-        ranks.agree(lambda: _write(entries, plan, is_first, progress), op_name)
+        ranks.agree(lambda: _write(entries, plan, is_first), op_name)
         ranks.on_first(plan.commit, op_name)
         incomplete.pop_all()
-    progress.end(path, sum(place.nbytes for place in plan.places.values()))
+    if is_first:
+        log_speed("saved", path, sum(place.nbytes for place in plan.places.values()), begun)
 
 
-def _held_bytes(entries: Entries) -> int:
-    return sum(one.local.nbytes for one in entries.values())
-
-
-def _write(entries: Entries, plan: Plan, is_first: bool, progress: Progress) -> None:
+def _write(entries: Entries, plan: Plan, is_first: bool) -> None:
     """Write this rank's elements of the planned tensors."""
     with OpenFiles(os.O_WRONLY) as files, torch.no_grad():
         for name, place in plan.places.items():
@@ -119,7 +117,6 @@ def _write(entries: Entries, plan: Plan, is_first: bool, progress: Progress) -> 
             if low < high and (one.replicas is not None or is_first):
                 part = one.local[low:high]
                 write_range(files[place.path], place, part, one.order, one.offset + low)
-            progress.advance(one.local.nbytes)
         files.sync()
 
 
@@ -163,7 +160,7 @@ def load_safetensors(
         RuntimeError: a forward or backward of the model is running.
     """
     shards, ranks = sharded(model, "load_safetensors()")
-    op_name = "load_safetensors"
+    op_name, begun = "load_safetensors", time.monotonic()
 
     def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
         entries, found = shards.entries(), find_tensors(path)
@@ -179,12 +176,13 @@ def load_safetensors(
     entries, places, keys = ranks.agree(prepare, op_name)
     facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
     ranks.compare(facts, op_name, lambda _: _REMEDY)
-    progress = Progress("loading", _held_bytes(entries), is_shown=ranks.rank == 0)
     try:
-        ranks.agree(lambda: _read(entries, places, progress), op_name)
+        ranks.agree(lambda: _read(entries, places), op_name)
     finally:
         shards.mark_written()
-    progress.end(path, sum(places[name].nbytes for name in entries if name in places))
+    if ranks.rank == 0:
+        num_bytes = sum(places[name].nbytes for name in entries if name in places)
+        log_speed("loaded", path, num_bytes, begun)
     return keys
 
 
@@ -205,7 +203,7 @@ def _check_fits(
         raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}. {remedy}")
 
 
-def _read(entries: Entries, places: Places, progress: Progress) -> None:
+def _read(entries: Entries, places: Places) -> None:
     """Read this rank's ranges into its shards, and read all tensors that are not sharded."""
     with OpenFiles(os.O_RDONLY) as files, torch.inference_mode(False), torch.no_grad():
         for name, one in entries.items():
@@ -221,4 +219,3 @@ def _read(entries: Entries, places: Places, progress: Progress) -> None:
                     permuted = one.entry.permute(tuple(one.order))
                     permuted.copy_(local.view(permuted.shape))
                 torch.autograd.graph.increment_version(one.entry)
-            progress.advance(local.nbytes)

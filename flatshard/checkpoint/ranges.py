@@ -1,4 +1,4 @@
-"""Reads and writes ranges of a tensor's elements in a file; ``Progress`` logs bytes and speed.
+"""Reads and writes ranges of a tensor's elements in a file.
 
 In a file, a tensor lies row by row. In memory, the dimensions of a parameter may have another order
 (channels_last). A range of the parameter in memory is then cut into boxes, and each box into pieces
@@ -8,24 +8,17 @@ that are contiguous in the file.
 from __future__ import annotations
 
 import ctypes
-import importlib
-import importlib.util
 import itertools
-import logging
 import math
 import operator
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatshard.units.layout import boxes_of, strides_of
-
-logger = logging.getLogger("flatshard.checkpoint")
 
 # Size of the buffer for elements that are cast, copied to another device, or reordered.
 PIECE_BYTES = 16 << 20
@@ -159,30 +152,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return a contiguous CPU tensor's bytes, without a copy. Numpy may not be installed."""
     array = ctypes.c_char * tensor.nbytes
     return memoryview(array.from_address(tensor.data_ptr())).cast("B")
-
-
-class Progress:
-    """Logs the bytes and speed of a save or load. In a terminal, also shows a bar (after 2 s)."""
-
-    def __init__(self, verb: str, total: int, *, is_shown: bool) -> None:
-        self._verb, self._is_shown, self._begun = verb, is_shown, time.monotonic()
-        self._bar: Any = None
-        # Do not call tqdm outside of a terminal, where it shows no bar: tqdm makes a semaphore, and
-        # the semaphore stays in the system if the process is killed.
-        if is_shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-            options = {"unit": "B", "unit_scale": True, "delay": 2, "leave": False}
-            self._bar = importlib.import_module("tqdm").tqdm(desc=verb, total=total, **options)
-
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes that this rank has written or read."""
-        if self._bar is not None:
-            self._bar.update(num_bytes)
-
-    def end(self, path: object, num_bytes: int) -> None:
-        """Log the number of bytes that all ranks have written or read, and the speed."""
-        if self._bar is not None:
-            self._bar.close()
-        if self._is_shown:
-            seconds = max(time.monotonic() - self._begun, 1e-9)
-            said = f"{num_bytes / 1e9:.3f} GB in {seconds:.2f} s, {num_bytes / seconds / 1e9:.2f}"
-            logger.info("%s %s: %s GB/s", self._verb, path, said)

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -20,12 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.host_ranks import HostRanks, Training
-from flatshard.checkpoint.ranges import Progress
 from flatshard.checkpoint.sources import leaves
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied
@@ -171,11 +171,6 @@ class Snapshot:
             for names, leaf in leaves(self.tensors)
             if isinstance(leaf, FlatShardTensor)
         }
-
-    def num_bytes(self) -> int:
-        """Return the approximate number of bytes that this rank writes."""
-        tensors = (leaf for _, leaf in leaves(self.tensors) if isinstance(leaf, Tensor))
-        return sum(getattr(tensor, "local", tensor).nbytes for tensor in tensors)
 
 
 def _load_error(value: object) -> Exception | None:
@@ -331,12 +326,12 @@ class Save:
 
     def _write_files(self, snapshot: Snapshot, own: bytes) -> None:
         # Import here, because torch.distributed.checkpoint loads slowly.
-        from torch.distributed.checkpoint import api, filesystem, state_dict_saver
+        from torch.distributed.checkpoint import api, state_dict_saver
 
         from flatshard.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
-        progress = Progress("saving", snapshot.num_bytes(), is_shown=ranks.rank == 0)
+        begun = time.monotonic()
         try:
             where = named(f"{self.op_name}, rank {ranks.global_rank}")
             # Suppress the warning of DCP in a single process: saving without other processes is
@@ -344,8 +339,7 @@ class Save:
             with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
                     snapshot.tensors,
-                    storage_writer=filesystem.FileSystemWriter(folder),
-                    planner=dcp_files.SavePlanner(progress.advance),
+                    storage_writer=dcp_files.Writer(folder),
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
@@ -362,7 +356,7 @@ class Save:
             # `.metadata`.
             mine = [own_file, *folder.glob(f"__{ranks.rank}_*")]
             mine += [folder / ".metadata"] if ranks.rank == 0 else []
-            return {file.name: folders.record_of(file, lambda _: None) for file in mine}
+            return {file.name: folders.record_of(file) for file in mine}
 
         records = ranks.gather(ranks.agree(sum_up, self.op_name), self.op_name)
 
@@ -376,6 +370,6 @@ class Save:
             step = snapshot.extra.get("step")
             marker = Marker(ranks.size, step if isinstance(step, int) else None, files)
             folders.finish(self.path, marker, self.keep)
-            progress.end(self.path, marker.bytes)
+            folders.log_speed("saved", self.path, marker.bytes, begun)
 
         ranks.on_first(complete, self.op_name)

@@ -1,28 +1,17 @@
 """``Source``: a checkpoint of any known library, whose tensors are read one at a time.
 
-Reading runs no code from the files. Pickles are loaded with ``weights_only``. Objects of
-DeepSpeed's classes are replaced by objects without behaviour, so DeepSpeed need not be installed.
-
-[Note: DeepSpeed]
-A folder of ZeRO contains the fp32 weights in flat partitions, in the layout that DeepSpeed's script
-``zero_to_fp32.py`` reads.
-
-stages 1, 2   each parameter group is one vector, which is cut into one part per rank
-stage 3       each parameter is padded and cut into one part per rank; the parts of a rank are
-              concatenated into one vector
+Reading runs no code from the files. Pickles are loaded with ``weights_only``.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
-import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,13 +92,17 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
-        if (folder := _deepspeed_folder(path)) is not None:
-            return _deepspeed(folder)
+        if any(path.glob("*_model_states.pt")) or any(path.glob("*/*_model_states.pt")):
+            raise ValueError(
+                f"{path}: DeepSpeed wrote this folder, and flatshard does not read it. Run "
+                "DeepSpeed's script zero_to_fp32.py, which is beside the checkpoint, with "
+                "--safe_serialization, and convert the files that it writes."
+            )
         if not list(path.glob("*.safetensors")):
             held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
             raise ValueError(
-                f"{path}: expected files of torch.distributed.checkpoint, DeepSpeed or "
-                f"safetensors in this folder, got {held}. Check the path."
+                f"{path}: expected files of torch.distributed.checkpoint or safetensors in this "
+                f"folder, got {held}. Check the path."
             )
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
@@ -149,17 +142,8 @@ def _torch(path: Path) -> Source:
     return source
 
 
-class _Inert:
-    """Replaces an object whose library (DeepSpeed, for example) may not be installed."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-
-def load_torch(path: Path, library: str = "") -> Any:
+def load_torch(path: Path) -> Any:
     """Load a file of ``torch.save``. Tensors in zip files are mapped, not read.
-
-    Objects of ``library``'s classes are replaced by ``_Inert`` objects, which run no code.
 
     Raises:
         ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
@@ -167,14 +151,12 @@ def load_torch(path: Path, library: str = "") -> Any:
     is_zip = zipfile.is_zipfile(path)
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
-        stand_ins: list[Any] = [(_Inert, one) for one in found if library and library in one]
-        if len(found) > len(stand_ins):
+        if found:
             raise ValueError(
                 f"{path} contains objects such as {found[0]}, whose loading may run code, so the "
                 "file is not loaded. Save a state_dict() instead."
             )
-        with torch.serialization.safe_globals(stand_ins):
-            return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).partition(". ")[0].partition("\n")[0]
         text = f"{path}: torch.load cannot read this file safely: {why}. Save a state_dict()."
@@ -207,7 +189,7 @@ def _dcp(folder: Path) -> Source:
     def read(names: Names) -> Tensor:
         one = entries[names_of[names]]
         state = {names_of[names]: torch.empty(one.size, dtype=one.properties.dtype)}
-        dcp_files.read(folder, metadata, state, lambda _: None)
+        dcp_files.read(folder, metadata, state)
         return state[names_of[names]]
 
     source = Source("torch.distributed.checkpoint", {}, read)
@@ -221,110 +203,3 @@ def _dcp(folder: Path) -> Source:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
     return source
-
-
-# ---------------------------------------------------------------- DeepSpeed
-
-
-def _deepspeed(folder: Path) -> Source:
-    pieces, ties, facts = _find_pieces(folder)
-    tensors: dict[Names, Tensor] = {
-        (name,): _meta(one.shape, one.parts[0].dtype) for name, one in pieces.items()
-    }
-    return Source("DeepSpeed", tensors, lambda names: pieces[names[0]].read(), facts, ties=ties)
-
-
-class _Pieces(NamedTuple):
-    """A tensor that is the concatenation of parts of mapped files, perhaps followed by padding."""
-
-    shape: tuple[int, ...]
-    parts: list[Tensor]
-
-    def read(self) -> Tensor:
-        flat = torch.cat([part.reshape(-1) for part in self.parts])
-        return flat[: math.prod(self.shape)].view(self.shape)
-
-
-def _deepspeed_folder(path: Path) -> Path | None:
-    """Return DeepSpeed's folder of one step: ``path``, or the folder that ``path/latest`` names.
-
-    Returns None if the folder has no files of DeepSpeed.
-    """
-    latest = path / "latest"
-    folder = path / latest.read_text().strip() if latest.is_file() else path
-    return folder if list(folder.glob("*_model_states.pt")) else None
-
-
-def _find_pieces(folder: Path) -> tuple[dict[str, _Pieces], dict[str, str], dict[str, object]]:
-    """Find the weights in DeepSpeed's files.
-
-    Returns:
-        The pieces of each weight, keyed by name; other names of tied weights, mapped to a name that
-        has pieces; and facts for ``flatshard inspect``.
-
-    Raises:
-        ValueError: a file is missing or corrupt, or tensor parallelism has split the model.
-    """
-    models = [load_torch(one, "deepspeed") for one in _by_rank(folder, "model")]
-    states = [load_torch(one, "deepspeed") for one in _by_rank(folder, "optim")]
-    first = models[0]
-    if list(folder.glob("*mp_rank_01_*")) or list(folder.glob("*expert*")):
-        raise ValueError(
-            f"{folder}: DeepSpeed trained this model with tensor or expert parallelism. Expected a "
-            "checkpoint of ZeRO or of plain data parallelism. Pass the folder of such a checkpoint."
-        )
-    facts = {"DeepSpeed": first["ds_version"], "step": first["global_steps"]}
-    ties, whole = first.get("shared_params") or {}, first["module"]
-    if not states:  # without ZeRO
-        found = {n: _Pieces(tuple(t.shape), [t]) for n, t in whole.items() if n not in ties}
-        return found, ties, facts | {"world size": first["dp_world_size"]}
-    optims = [one["optimizer_state_dict"] for one in states]
-    stage, counts = optims[0]["zero_stage"], optims[0]["partition_count"]
-    stage = getattr(stage, "args", [stage])[0]
-    size = max(counts) if isinstance(counts, list) else counts
-    if len(states) != size or (stage == 3 and len(models) != size):
-        raise ValueError(
-            f"{folder} is incomplete: expected files of {size} ranks, got {len(states)}. Copy the "
-            "files of all ranks into this folder."
-        )
-    names = first["buffer_names"] if stage == 3 else [name for name in whole if name not in ties]
-    found = {name: _Pieces(tuple(whole[name].shape), [whole[name]]) for name in names}
-    for name, shape in (first["frozen_param_shapes"] or {}).items():
-        found[name] = _Pieces(tuple(shape), [one["frozen_param_fragments"][name] for one in models])
-    merge = _stage_3 if stage == 3 else _stage_2
-    found.update(merge(first["param_shapes"], optims))
-    return found, ties, facts | {"ZeRO stage": stage, "world size": size}
-
-
-def _by_rank(folder: Path, kind: str) -> list[Path]:
-    found = folder.glob(f"*_{kind}_states.pt")
-    return sorted(found, key=lambda one: [int(n) for n in re.findall(r"\d+", one.name)])
-
-
-def _stage_2(groups: list[Any], optims: list[Any]) -> Iterator[tuple[str, _Pieces]]:
-    for number, shapes in enumerate(groups):
-        vectors = [one["single_partition_of_fp32_groups"][number] for one in optims]
-        paddings = optims[0].get("param_alignment_paddings") or [[0] * len(shapes)] * len(groups)
-        start = 0
-        for (name, shape), padding in zip(shapes.items(), paddings[number], strict=True):
-            end = start + math.prod(shape)
-            yield name, _Pieces(tuple(shape), _cut(vectors, start, end))
-            start = end + padding
-
-
-def _stage_3(groups: list[Any], optims: list[Any]) -> Iterator[tuple[str, _Pieces]]:
-    start = 0
-    for name, shape in (item for shapes in groups for item in shapes.items()):
-        end = start + -(-math.prod(shape) // len(optims))
-        parts = [part for one in optims for part in _cut(one["fp32_flat_groups"], start, end)]
-        yield name, _Pieces(tuple(shape), parts)
-        start = end
-
-
-def _cut(vectors: Iterable[Tensor], start: int, end: int) -> list[Tensor]:
-    """Return views of elements ``[start, end)`` of the concatenated vectors, one per vector."""
-    parts = []
-    for one in vectors:
-        parts.append(one[max(0, start) : max(0, end)])
-        start, end = start - one.numel(), end - one.numel()
-    return parts

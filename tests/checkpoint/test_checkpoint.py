@@ -1,20 +1,29 @@
 """`flatshard.checkpoint`: a training that is saved goes on on any ranks, as if it had not ended."""
 
+import io
 import os
+import pickle
 import random
-from pathlib import Path
+import re
+from enum import Enum
+from pathlib import Path, PurePath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
+from flatshard.checkpoint import dcp_files
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
@@ -190,6 +199,58 @@ def _load_wide(rank: int, world_size: int, folder: Path) -> tuple[StateDict, Sta
     checkpoint.load(folder / "one", model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.1
     return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+
+
+def test_no_path_is_in_the_metadata(tmp_path: Path) -> None:
+    """The class of a path has another name in Python 3.13, where others could not unpickle it."""
+    checkpoint.save(tmp_path / "one", nn.Linear(3, 3))
+    assert b"pathlib" not in (tmp_path / "one" / ".metadata").read_bytes()
+
+
+class _OtherPython(pickle.Pickler):
+    """Writes enums as Python 3.11.0 to 3.11.3 does, and can write the path of Windows on Linux."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("path", "written"),
+    [
+        *((Path("runs/1"), f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")),
+        (Path(), "pathlib.PosixPath"),
+        *((PureWindowsPath("C:/1"), f"{name}WindowsPath") for name in ("pathlib.", "pathlib.Pure")),
+        (PureWindowsPath("C:/1"), "pathlib._local.WindowsPath"),
+        (PurePath("1"), "pathlib._local.PurePosixPath"),
+        (PurePath("1"), "pathlib.types.of.a.later.Python.PosixPath"),
+        ("runs/1", None),
+        (None, None),
+    ],
+)
+def test_folders_of_any_python(path: Any, written: str | None, tmp_path: Path) -> None:
+    """torch's own writer pickles the path of the folder: read whatever its class was called."""
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def dump(metadata: Any, file: Any) -> None:
+        metadata.storage_meta = StorageMeta(path)
+        data = io.BytesIO()
+        _OtherPython(data, protocol=2, fix_imports=False).dump(metadata)
+        content = data.getvalue()
+        if written is not None:
+            name = "\n".join(written.rsplit(".", 1)).encode()
+            content, count = re.subn(rb"cpathlib[.\w]*\n\w+(?=\n)", b"c" + name, content)
+            assert count == 1
+        assert b"cbuiltins\ngetattr\n" in content
+        file.write(content)
+
+    with mock.patch.object(filesystem, "pickle", SimpleNamespace(dump=dump)):
+        checkpoint.save(tmp_path / "one", model)
+    checkpoint.load(tmp_path / "one", other)
+    assert torch.equal(model.weight, other.weight)
+    found = dcp_files.read_metadata(tmp_path / "one").storage_meta.checkpoint_id
+    assert path is None or str(found) == str(PurePath(path)) or "\\" in str(path)
 
 
 def test_without_state_of_the_optimizer(tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def _compiled_with_a_slice(rank: int, world_size: int) -> None:
     ):
         model = _Sliced()
         model.load_state_dict(plain.state_dict())
-        with torch.no_grad():
+        # Python 3.13.0: "Guards may run slower on Python 3.13.0".
+        with torch.no_grad(), allow_warnings(RuntimeWarning):
             assert torch.equal(make(model)(rows), plain(rows))
 
 

@@ -61,6 +61,7 @@ SMALL = (SPEC, "--batch", "4", "--seq", "32", "--ranks", "2..8", "--per-node", "
 
 
 def test_table_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
     assert main(["plan", *SMALL, "--json", "--plot", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)

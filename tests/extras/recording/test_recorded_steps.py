@@ -169,6 +169,7 @@ def _times(rank: int, world_size: int) -> None:
 
 
 def test_files_are_checked_first(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     run_ranks(_files, 2, tmp_path)
 
 
