@@ -1,31 +1,95 @@
 #!/usr/bin/env bash
-# The core tests with the oldest and newest torch and Python that flatshard is for.
+# Tests of checkpoints, state, parity and the quickstart, on each Python from 3.11 that the machine
+# has, and on the oldest torch. The newest torch on the Python of .venv is left out, because
+# scripts/test.sh runs all tests there.
 #   bash scripts/test_versions.sh [PYTEST ARGUMENT...]
-# VERSIONS chooses the pairs PYTHON:TORCH (a torch left out is the newest). Each has an environment
-# of its own, .venv/PYTHON-TORCH. A pair that fails does not keep the others from being tested; one
-# whose Python is not installed is left out, and named at the end.
+#   bash scripts/test_versions.sh install    # only make the environments
+# VERSIONS  the pairs PYTHON:TORCH to test instead (no torch: the newest)
+# PAGE      a page whose table of versions is replaced by what ran, such as docs/evidence.md
+# Each pair has an environment in .venv/versions. The pairs are tested side by side. A pair whose
+# Python the machine lacks is named at the end; a pair that cannot be installed has failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
+OLDEST="$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
 export OMP_NUM_THREADS=1
-[ $# -gt 0 ] || set -- -x tests/units tests/tensor tests/engine tests/parity
-failed="" missing=""
-for pair in ${VERSIONS:-3.11:2.11.0 3.11:2.13.0 3.11: 3.13:}; do
-    version="${pair%%:*}" torch="${pair#*:}"
-    if ! command -v "python$version" > /dev/null; then
+folder=.venv/versions
+mkdir -p "$folder"
+
+# python_of VERSION: prints the Python of this version, such as 3.13.
+python_of() {
+    local found pyenv
+    pyenv="$(pyenv root 2> /dev/null || echo "$HOME/.pyenv")"
+    for found in "python$1" "$pyenv/versions/$1."*/bin/python; do
+        # Run each, because the commands of pyenv on PATH also exist for versions that fail.
+        if "$found" -c "import ensurepip, sys; sys.exit(sys.version_info[:2] != (${1/./, }))" 2> /dev/null
+        then
+            echo "$found"
+            return
+        fi
+    done
+    return 1
+}
+
+# test_pair PAIR [ARGUMENT...]: makes the environment of a pair, and runs the tests unless the only
+# argument is "install". Writes a row of the table.
+test_pair() {
+    local pair="$1" torch="${1#*:}" python
+    shift
+    PYTHON="$(python_of "${pair%%:*}")" FLATSHARD_TORCH="${torch:+torch==$torch}"
+    FLATSHARD_VENV="$folder/${pair%%:*}-${torch:-newest}"
+    setup versions
+    [ "$*" != install ] || return 0
+    "$python" -m pytest -q -p no:cacheprovider -p no:xdist "$@" | tee "$folder/said-$pair"
+    "$python" -c 'import sys, torch; print(f"| {sys.version.split()[0]} | {torch.__version__} |", end=" ")' \
+        > "$folder/row-$pair"
+    tail -n 1 "$folder/said-$pair" | sed 's/ in [0-9].*/ |/' >> "$folder/row-$pair"
+}
+
+here="$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)"
+if [ -z "${VERSIONS:-}" ]; then
+    VERSIONS="3.11:$OLDEST.0"
+    for version in 3.11 3.12 3.13 3.14; do
+        [ "$version" = "$here" ] && [ -z "${PAGE:-}" ] || VERSIONS+=" $version:"
+    done
+fi
+[ $# -gt 0 ] || set -- \
+    tests/checkpoint/test_checkpoint.py tests/checkpoint/test_safetensors.py \
+    tests/state/test_torch_checkpoints.py tests/state/test_sharded_state_dict.py \
+    tests/parity/test_parity.py tests/tutorials/test_documents.py::test_quickstart
+
+rm -f "$folder"/row-* "$folder"/said-*
+failed="" missing="" pairs=()
+for pair in $VERSIONS; do
+    if ! python_of "${pair%%:*}" > /dev/null; then
         missing+=" $pair"
         continue
     fi
-    echo "== Python $version, torch ${torch:-newest}"
-    # In a shell of its own: an installation that fails ends it.
-    (
-        set -e
-        PYTHON="python$version" FLATSHARD_TORCH="${torch:+torch==$torch}"
-        FLATSHARD_VENV=".venv/$version-${torch:-newest}"
-        setup dev
-        "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
-    ) || failed+=" $pair"
+    # One after another, because later ones use wheels that earlier ones have unpacked.
+    (set -e; test_pair "$pair" install) &
+    wait $! && pairs+=("$pair") || failed+=" $pair (installation)"
 done
-[ -z "$missing" ] || echo "not tested, Python is not installed:$missing" >&2
+if [ "$*" != install ]; then
+    running=()
+    for pair in "${pairs[@]}"; do
+        (set -e; test_pair "$pair" "$@") > "$folder/log-$pair" 2>&1 &
+        running+=($!)
+    done
+    for number in "${!running[@]}"; do
+        wait "${running[$number]}" || failed+=" ${pairs[$number]}"
+        echo "== Python and torch ${pairs[$number]}"
+        cat "$folder/log-${pairs[$number]}"
+    done
+    table="| Python | torch | tests |
+|---|---|---|
+$(cat "$folder"/row-* 2> /dev/null)"
+    echo "$table"
+    [ -z "${PAGE:-}" ] || .venv/bin/python -c '
+import pathlib, sys
+sys.path.append("scripts/tables")
+from table_cells import write_table
+write_table(pathlib.Path(sys.argv[1]), "versions", sys.argv[2])' "$PAGE" "$table"
+fi
+[ -z "$missing" ] || echo "not tested, because this machine has no such Python:$missing"
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

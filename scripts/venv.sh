@@ -3,6 +3,7 @@
 #   FLATSHARD_VENV   where the environment is (default: .venv in the repository)
 #   FLATSHARD_TORCH  the torch to install, such as "torch==2.13.0" (default: what pyproject.toml says)
 #   PYTHON           the Python that makes it (default: python3)
+#   FLATSHARD_CACHE  a folder for unpacked wheels, which environments share (default: none is kept)
 
 setup() {
     local venv="${FLATSHARD_VENV:-.venv}" base="${PYTHON:-python3}" extra missing=""
@@ -32,13 +33,16 @@ setup() {
 }
 
 # install VENV ARGUMENT...: as `pip install ARGUMENT...` does, with uv, which unpacks on all cores and
-# takes half the time. uv reads the settings of pip from the environment here, and keeps no cache.
-# Where uv cannot be installed, or fails, pip installs.
+# takes half the time. uv reads the settings of pip from the environment here. Where uv cannot be
+# installed, or fails, pip installs.
 install() {
-    local venv="$1" python="$1/bin/python"
+    local venv="$1" python="$1/bin/python" uv=.venv/bin/uv
     shift
     (
-        "$python" -m pip install --quiet uv
+        if [ ! -x "$uv" ]; then
+            "$python" -m pip install --quiet uv
+            uv="$venv/bin/uv"
+        fi
         while IFS='=' read -r name value; do
             value="${value:1:-1}"
             case "${name##*.}" in
@@ -50,8 +54,8 @@ install() {
                 index-url) export UV_DEFAULT_INDEX="$value" ;;
             esac
         done < <("$python" -m pip config list)
-        export UV_CACHE_DIR="$venv/uv-cache" UV_INDEX_STRATEGY=unsafe-best-match
-        trap 'rm -rf "$UV_CACHE_DIR"' EXIT
-        "$venv/bin/uv" pip install --quiet --python "$python" "$@"
+        export UV_CACHE_DIR="${FLATSHARD_CACHE:-$venv/uv-cache}" UV_INDEX_STRATEGY=unsafe-best-match
+        [ -n "${FLATSHARD_CACHE:-}" ] || trap 'rm -rf "$UV_CACHE_DIR"' EXIT
+        "$uv" pip install --quiet --python "$python" "$@"
     ) || "$python" -m pip install --quiet "$@"
 }

@@ -351,5 +351,5 @@ def test_says_how_fast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         save_safetensors(model, tmp_path)
         load_safetensors(model, tmp_path)
     said = [record.getMessage() for record in caplog.records]
-    for verb, line in zip(("saving", "loading"), said, strict=True):
+    for verb, line in zip(("saved", "loaded"), said, strict=True):
         assert re.fullmatch(rf"{verb} {tmp_path}: 0.004 GB in .* s, .* GB/s", line), line
