@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests of checkpoints, state, parity and the quickstart, on each Python from 3.11 that the machine
-# has, and on the oldest torch. The newest torch on the Python of .venv is left out, because
+# has, and on the oldest torch. Each version runs the tests with the mark `versions`, and a part of
+# the others; with THOROUGH=1, all. The newest torch on the Python of .venv is left out, because
 # scripts/test.sh runs all tests there.
 #   bash scripts/test_versions.sh [PYTEST ARGUMENT...]
 #   bash scripts/test_versions.sh install    # only make the environments
@@ -54,10 +55,11 @@ if [ -z "${VERSIONS:-}" ]; then
         [ "$version" = "$here" ] && [ -z "${PAGE:-}" ] || VERSIONS+=" $version:"
     done
 fi
-[ $# -gt 0 ] || set -- \
-    tests/checkpoint/test_checkpoint.py tests/checkpoint/test_safetensors.py \
-    tests/state/test_torch_checkpoints.py tests/state/test_sharded_state_dict.py \
-    tests/parity/test_parity.py tests/tutorials/test_documents.py::test_quickstart
+parts=1
+if [ $# -eq 0 ]; then
+    set -- tests/checkpoint tests/state tests/parity tests/tutorials/test_documents.py::test_quickstart
+    [ -n "${THOROUGH:-}" ] || parts=6
+fi
 
 rm -f "$folder"/row-* "$folder"/said-*
 failed="" missing="" pairs=()
@@ -73,7 +75,8 @@ done
 if [ "$*" != install ]; then
     running=()
     for pair in "${pairs[@]}"; do
-        (set -e; test_pair "$pair" "$@") > "$folder/log-$pair" 2>&1 &
+        # The numbers differ, so that versions run different parts.
+        (set -e; SAMPLE="${#running[@]}/$parts"; export SAMPLE; test_pair "$pair" "$@") > "$folder/log-$pair" 2>&1 &
         running+=($!)
     done
     for number in "${!running[@]}"; do

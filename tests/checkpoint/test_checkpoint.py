@@ -48,7 +48,7 @@ STAGES: list[tuple[Keywords | str, int, int] | None] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.versions)])
 def test_goes_on_anywhere(kind: str, tmp_path: Path) -> None:
     """Each stage loads what the one before it saved; together they are one training run."""
     plain = CASE.model()
@@ -104,6 +104,7 @@ def _stage(
     return result if rank == 0 else None
 
 
+@pytest.mark.versions
 def test_generators_go_on(tmp_path: Path) -> None:
     first = run_ranks(_draw_saved, 3, tmp_path)
     assert run_ranks(_draw_loaded, 3, tmp_path) == first
@@ -201,6 +202,7 @@ def _load_wide(rank: int, world_size: int, folder: Path) -> tuple[StateDict, Sta
     return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)["state"]
 
 
+@pytest.mark.versions
 def test_no_path_is_in_the_metadata(tmp_path: Path) -> None:
     """The class of a path has another name in Python 3.13, where others could not unpickle it."""
     checkpoint.save(tmp_path / "one", nn.Linear(3, 3))
@@ -216,6 +218,7 @@ class _OtherPython(pickle.Pickler):
         return NotImplemented
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("path", "written"),
     [

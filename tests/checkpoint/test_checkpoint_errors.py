@@ -340,6 +340,7 @@ def _different_state(rank: int, _: int, path: Path) -> None:
     assert len(optimizer.state) == 4
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("async_", "limit"), [(False, 10_000), (True, 10_000), (False, 2_000)])
 def test_a_full_disk_is_an_error_on_all_ranks(async_: bool, limit: int, tmp_path: Path) -> None:
     """A limit on the size of files, met in the middle of one: EFBIG, as ENOSPC would be.

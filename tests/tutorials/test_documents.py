@@ -380,6 +380,7 @@ def _environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
+@pytest.mark.versions
 def test_quickstart(tmp_path: Path) -> None:
     """It trains, resumes on another number of ranks, and prints what README shows."""
     program = next(one for one in PROGRAMS if one.document == "README.md")
