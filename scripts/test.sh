@@ -10,10 +10,9 @@ cd "$(dirname "$0")/.."
 
 versions() { [ -z "${MUST_RUN:-}" ] || nice bash scripts/test_versions.sh "$@"; }
 
-if [ -n "${MUST_RUN:-}" ]; then
-    export FLATSHARD_CACHE="$PWD/.venv/cache"
-    trap 'rm -rf "$FLATSHARD_CACHE"' EXIT
-fi
+log="$(mktemp)"
+trap 'rm -rf "$log" ${FLATSHARD_CACHE:+"$FLATSHARD_CACHE"}' EXIT
+[ -z "${MUST_RUN:-}" ] || export FLATSHARD_CACHE="$PWD/.venv/cache"
 # Byte code is made of what the tests import, and not of everything that is installed.
 PIP_COMPILE=0 setup accelerate dev docs examples lightning models optimizers transformers trl tutorials
 # One file more at a time than cores, since ranks wait for one another, and two more take longer;
@@ -24,7 +23,7 @@ export OMP_NUM_THREADS=1
 # Each rank's process imports the tests: that they are compiled once is a part of the time.
 unset PYTHONDONTWRITEBYTECODE
 # The environments of other versions are made beside the tests.
-versions install > .venv/versions.log 2>&1 &
+versions install > "$log" 2>&1 &
 installing=$!
 "$python" -m ruff check
 "$python" -m ruff format --check
@@ -34,6 +33,6 @@ types=$!
 failed=0
 "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || failed=$?
 wait "$types"
-wait "$installing" || cat .venv/versions.log
+wait "$installing" || cat "$log"
 versions || failed=$?
 exit "$failed"
