@@ -11,8 +11,8 @@ cd "$(dirname "$0")/.."
 versions() { [ -z "${MUST_RUN:-}" ] || nice bash scripts/test_versions.sh "$@"; }
 
 log="$(mktemp)"
-trap 'rm -rf "$log" ${FLATSHARD_CACHE:+"$FLATSHARD_CACHE"}' EXIT
-[ -z "${MUST_RUN:-}" ] || export FLATSHARD_CACHE="$PWD/.venv/cache"
+trap 'rm -rf "$log" .venv/cache' EXIT
+[ -z "${MUST_RUN:-}" ] || export FLATSHARD_CACHE="${FLATSHARD_CACHE:-$PWD/.venv/cache}"
 # Byte code is made of what the tests import, and not of everything that is installed.
 PIP_COMPILE=0 setup accelerate dev docs examples lightning models optimizers transformers trl tutorials
 # One file more at a time than cores, since ranks wait for one another, and two more take longer;
