@@ -1014,6 +1014,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             # A wrapper that is still being built or copied has no `_sharding`. Then pass None.
             return torch_names.attribute(name, self.__dict__.get("_sharding"), error)
 
+    def _interrupt(self) -> None:
+        self._sharding.context.interrupt()
+
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, module) pairs under the names that the model had before it was wrapped."""
         # Raise if the caller is DistributedDataParallel or a similar wrapper, which would broadcast

@@ -59,6 +59,10 @@ from flatshard.tensor.sharded_tensor import untraced
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
+def _nothing() -> None:
+    """A dead weak reference."""
+
+
 class Backward:
     """Runs the backward passes of one model.
 
@@ -74,7 +78,7 @@ class Backward:
 
         # Weak reference to the callback (`_end`) that autograd holds. The reference returns None
         # once autograd has dropped the callback, because the backward is over or has failed.
-        self._end_callback: Callable[[], object] = lambda: None
+        self._end_callback: Callable[[], object] = _nothing
         self._had_accumulated = False  # whether a failure would lose accumulated gradients
 
         # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
@@ -114,9 +118,10 @@ class Backward:
         must_wait = not self._may_reduce_early()
         _running.add(self)
         # Autograd calls `_end` after the last node, or drops the callback if the backward fails.
-        # Keep only a weak reference to the callback: a dead reference shows the failure.
+        # Keep only a weak reference to the callback: a dead reference shows the failure. Python
+        # calls `_fail` when autograd drops the callback.
         callback = partial(self._end)
-        self._end_callback = weakref.ref(callback)
+        self._end_callback = weakref.ref(callback, self._fail)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._had_accumulated = self._state.has_inner_backward = False
         for unit in self._state.units:
@@ -305,6 +310,7 @@ class Backward:
         # raise an observer's warning as an error.
         for observer in self._observers.all:
             observer.end_backward()
+        self._end_callback = _nothing  # this backward has not failed, so do not call `_fail`
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
         """Reduce all remaining gradients, and publish the averages in ``.grad``. Collective.
@@ -337,6 +343,19 @@ class Backward:
             for _, handle in self._state.handles:
                 if handle.is_aliased:
                     handle.give_hooks_back()
+
+    def _fail(self, _: object) -> None:
+        """Let the modules hold sharded parameters again, because this backward has failed.
+
+        Called before the caller of ``backward()`` sees the exception. So no code of the caller
+        finds an unsharded parameter in a module: a value written there would be lost.
+        """
+        # Only do work that cannot wait or raise. The destructor of autograd's graph task calls this
+        # method: Python would print an exception and go on. With accelerators, the destructor may
+        # run on the thread of a device. It holds Python's lock, and no hook of this backward runs
+        # any more. All else, such as the wait for unfinished reductions, is left to `_drop`.
+        for unit in self._state.units:
+            unit.leave_failed_backward()
 
     def recover(self) -> None:
         """Drop the gradients and reductions of the last backward, if it failed.

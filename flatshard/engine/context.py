@@ -63,6 +63,7 @@ class RunContext(RunState):
         self._forward = Forward(self, self._backward, self._prefetch, root_module)
         self._touch = Touch(self, self._forward, self._backward)
         self.recover, self.give_back = self._forward.recover, self._forward.give_back
+        self.interrupt = self._forward.interrupt
         for unit_hooks in hooks:
             unit_hooks.attach(self._forward, self._backward)
         self.refresh()

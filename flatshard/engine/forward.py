@@ -249,6 +249,31 @@ class Forward:
         if state.depth == 0:
             self.end(output, failed=failed)
 
+    def interrupt(self) -> None:
+        """End all forwards under way, which ended with an exception that is no ``Exception``.
+
+        After ``KeyboardInterrupt`` and ``SystemExit``, torch does not call ``leave``. The exception
+        may have come at any line, also in the middle of a method of this class. So this method
+        relies on no count, and may be called again.
+        """
+        state = self._state
+        was_running, state.depth = state.depth > 0, 0
+        while self.saved.is_active:
+            self.saved.pop()
+        self._touched.clear()
+        for unit in state.units:
+            unit.running.clear()
+        if self._backward.is_running:  # a recomputed forward; the backward ends with the exception
+            return
+        # First let all modules hold sharded parameters, and only then wait for all-gathers: the
+        # user may interrupt the wait, too.
+        for unit in state.units:
+            unit.put_back()
+        for unit in state.units:
+            unit.reshard()
+        if was_running:
+            self.end(failed=True)
+
     def reshard_touched(self) -> None:
         """Reshard units that were unsharded outside of their own forward.
 

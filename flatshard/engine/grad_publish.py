@@ -171,9 +171,6 @@ class GradPublish:
         to the ``.grad`` of these parameters. Autograd never writes to the ``.grad`` of other
         sharded parameters.
         """
-        # First restore gradients that an earlier backward has set aside. Such gradients are left
-        # only if a user's hook raised an exception at the end of that backward.
-        self._show_earlier()
         for param in self._params:
             param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
             if param.sharded.grad is not None:
@@ -181,8 +178,8 @@ class GradPublish:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a backward that fails would lose accumulated or earlier gradients."""
-        return self._buffer.waits_for(Sync.ALL) or bool(self._earlier_grads)
+        """Whether a backward that fails would lose accumulated gradients."""
+        return self._buffer.waits_for(Sync.ALL)
 
     # ------------------------------------------------------------ reduced gradients
 
@@ -277,11 +274,13 @@ class GradPublish:
         """After a backward that failed, drop all gradients that are not published in ``.grad``."""
         self._buffer.drop()
         self._reduced = None
-        for param in self._params:
-            param.full.grad = None
-        # Do not restore earlier gradients: the user may have called zero_grad() after the failure.
-        self._earlier_grads.clear()
         self.unreduced.was_edited = False
+
+    def leave_failed_backward(self) -> None:
+        """Make ``.grad`` what it was before the backward that has failed."""
+        for param in self._params:
+            param.full.grad = None  # the failed backward may have left this rank's own gradient
+        self._show_earlier()
 
     # ------------------------------------------------------------ conversion
 

@@ -301,8 +301,8 @@ class FlatParamHandle:
         """Version counter of the shard, which grows with every write."""
         if self.is_whole:
             # The parameters became views of the shard by assignment to `.data`. Such views do not
-            # share the shard's version counter, so add up the counters of all parameters.
-            return sum(param.sharded._version for param in self.params)
+            # share the shard's version counter, so add up all counters.
+            return sum([param.sharded._version for param in self.params], self.flat_param._version)
         return self.flat_param._version
 
     @property
@@ -432,8 +432,6 @@ class FlatParamHandle:
             # that `drop` frees next.
             reduce.abandon()
         self.grad_publish.drop()
-        if self.is_aliased:
-            self.give_hooks_back()
 
     def give_hooks_back(self) -> None:
         """Put back the users' hooks that ``GradPublish.hold_earlier`` took off the parameters."""

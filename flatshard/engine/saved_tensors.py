@@ -125,6 +125,10 @@ class SavedTensors:
         hooks.__enter__()
         self._active.append(hooks)
 
+    @property
+    def is_active(self) -> bool:
+        return bool(self._active)
+
     def pop(self) -> None:
         hooks = self._active.pop()
         if hooks is not None:

@@ -457,6 +457,28 @@ class Unit:
             and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
         )
 
+    def leave_failed_backward(self) -> None:
+        """Undo what users can see of a failed backward. No communication, and no wait.
+
+        State: any phase -> IDLE, unless a forward of the unit is around the backward.
+        """
+        for handle in self.handles:
+            handle.grad_publish.leave_failed_backward()
+            if handle.is_aliased:
+                handle.give_hooks_back()
+        if not self.running:  # otherwise the forward around the failed backward may go on
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Let the modules hold sharded parameters, and keep the buffers for now.
+
+        No communication, and no wait. State: any phase -> IDLE.
+        """
+        if not self.is_summoned:
+            for handle in self.handles:
+                handle.put_back()
+        self.enter(Phase.IDLE)
+
     def reset(self) -> None:
         """Return to IDLE after a failed step, and drop the step's gradients."""
         self.running.clear()

@@ -129,9 +129,8 @@ class RootChecks(RootModule):
         self._modules = list(root.wrapper.modules())
 
     def recover(self) -> None:
-        # During a step, an optimizer has plain tensors in place of the sharded parameters. If an
-        # exception interrupted the step, put the sharded parameters back.
-        optimizer_step.restore_all()
+        if optimizer_step.stepping:
+            optimizer_step.restore_all()
         if self.writes.given:
             self.writes.take_over()
 

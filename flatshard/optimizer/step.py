@@ -47,17 +47,53 @@ def restore_all() -> None:
         stepping.pop(optimizer).undo(optimizer)
 
 
+def _restore_after_failure(optimizer: Optimizer) -> None:
+    """Make all steps of the optimizer's class call ``restore_all`` if they raise.
+
+    Without this, the caller would find the plain parameters in ``optimizer.param_groups``, and an
+    optimizer made of them would train nothing. The step that runs now counts, too.
+    """
+    # Torch has no hook for a step that raises. But the wrapper that calls the hooks (torch's
+    # `profile_hook_step`) reads the function `func` from its closure after the hooks before the
+    # step. So replace `func` there. If another version of torch has no such wrapper, `restore_all`
+    # is still called before the next forward or step.
+    step: Any = type(optimizer).step
+    while step is not None:
+        cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
+        if step.__globals__["__name__"] == Optimizer.__module__ and "func" in cells:
+            if not hasattr(cells["func"].cell_contents, "restores"):
+                cells["func"].cell_contents = _restoring(cells["func"].cell_contents)
+            return
+        step = getattr(step, "__wrapped__", None)
+
+
+def _restoring(step: Any) -> Any:
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except BaseException:
+            restore_all()
+            raise
+
+    call.restores = True  # type: ignore[attr-defined]
+    torch._dynamo.decorators.skip(call)  # Dynamo then compiles `step`, but not `call`
+    return call
+
+
 @untraced
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if unhooked:
         return
-    restore_all()
+    if stepping:
+        restore_all()
     for extension in extensions:
         extension.before_step(optimizer)
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
     if "flatshard" not in before:
         watch(optimizer)
+        _restore_after_failure(optimizer)
     # Users' hooks must see the sharded parameters. So `_begin` must run after all pre hooks of
     # users, and `_end` before all post hooks of users. Move both in each step, because users may
     # have added hooks since the last step.
@@ -93,7 +129,11 @@ def _begin(
     else:
         _check_params(optimizer)
     stepper = stepping[optimizer] = stepper_of(optimizer)
-    stepped = stepper.begin(optimizer, closure)
+    try:
+        stepped = stepper.begin(optimizer, closure)
+    except BaseException:
+        restore_all()
+        raise
     if len(args) > 1:
         return (stepped, closure, *args[2:]), kwargs
     return (stepped,), kwargs if closure is None else {**kwargs, "closure": closure}

@@ -34,7 +34,7 @@ from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, LocalView, local_range
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -387,24 +387,6 @@ def apart(state: State) -> State:
     }
 
 
-class BucketView(Tensor):
-    """A view of a bucket's state in ``optimizer.state_dict()``. A deep copy copies only the view.
-
-    A deep copy of a plain tensor copies the whole storage, which here is the state of the whole
-    bucket. So ``dataclasses.asdict``, which copies each tensor separately, would copy the bucket's
-    state once per member.
-    """
-
-    # Operations on a view return plain tensors, not views of this class.
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.detach().clone())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
-
-
 def shown(state: State) -> State:
     """Return a parameter's state as ``optimizer.state_dict()`` shall show it.
 
@@ -415,7 +397,7 @@ def shown(state: State) -> State:
 
 
 def _shown(value: Any) -> Any:
-    return value.local.as_subclass(BucketView) if isinstance(value, FlatShardTensor) else value
+    return value.local.as_subclass(LocalView) if isinstance(value, FlatShardTensor) else value
 
 
 def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

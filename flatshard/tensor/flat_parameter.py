@@ -20,7 +20,13 @@ from flatshard.comm.communicator import Topology
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import GRADIENT, OWN_ATTRIBUTES, FlatShardTensor, attributes_of
+from flatshard.tensor.sharded_tensor import (
+    GRADIENT,
+    OWN_ATTRIBUTES,
+    FlatShardTensor,
+    LocalView,
+    attributes_of,
+)
 from flatshard.tensor.unsharded import average_full_gradients, register_hook
 from flatshard.units.layout import FlatLayout, view_of
 from flatshard.units.module_tree import ParamInfo, unit_text
@@ -68,6 +74,7 @@ class FlatParameter(nn.Parameter):
     flat_layout: FlatLayout
     rank: int
     _params: Sequence[weakref.ref[OriginalParam]]
+    data = LocalView.data  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

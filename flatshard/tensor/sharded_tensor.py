@@ -166,6 +166,35 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
         )
 
 
+class LocalView(Tensor):
+    """Elements that this rank holds, as users get them: a view of a shard or of optimizer state.
+
+    Operations return plain tensors.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The tensor without autograd, as ``Tensor.data``; an assignment copies the new values."""
+        # `detach` keeps the version counter, but torch's `data` has a new one. By the counter,
+        # flatshard sees that the shard was written, and that unsharded buffers are stale.
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        check_data("this rank's part of a flat parameter", self, value)
+        with torch.no_grad():
+            self.copy_(value)
+
+    # torch would copy the whole storage, the shard of the unit, for each view.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
+
+
 class FlatShardTensor(torch.Tensor):
     """A parameter, gradient or state tensor; each rank holds only a 1-D range of the elements.
 
@@ -266,7 +295,7 @@ class FlatShardTensor(torch.Tensor):
 
     def to_local(self) -> Tensor:
         """Return this rank's elements in memory order, ``(spec.numel,)``, without a copy."""
-        return self.local
+        return self.local.as_subclass(LocalView)
 
     def full_tensor(self) -> Tensor:
         """Return the full tensor as a plain tensor, with the parameter's shape and strides.

@@ -26,7 +26,19 @@ class ModuleProxy(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Collective."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupt()
+            raise
+
+    def _interrupt(self) -> None:
+        """Called if the forward has ended with a ``KeyboardInterrupt``, for example.
+
+        Torch calls the module's hooks with ``always_call`` only after an ``Exception``.
+        """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
