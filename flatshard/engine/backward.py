@@ -285,7 +285,6 @@ class Backward:
                 used = self._reduce_rest()
             failed = False
         finally:
-            self._is_active = failed  # after a failure, the next step calls `_drop`
             for unit in state.units:
                 # Leave a unit in phase FORWARD unsharded: a forward may run a backward inside (to
                 # compute forces, for example) and then continue. No computation of this backward is
@@ -295,22 +294,26 @@ class Backward:
                     unit.reshard(Moment.BACKWARD_OVER)
                 if is_outermost:
                     unit.end_iteration()
+            # After a failure, the next step calls `_drop`. Set this last: `_drop` must also reshard
+            # the units that an interrupted loop has left out.
+            self._is_active = failed
+        self._end_callback = _nothing  # autograd drops the callback now, so do not call `_fail`
         # Wait until the other ranks have received this rank's data, because the optimizer may write
         # the shards next. If a forward runs around this backward, the end of the forward waits.
         if is_outermost:
             with self._observers.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
-        self._run_hooks(used)
-        for extension in state.extensions:
-            extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
+        # Complete `.grad` before the users' hooks, which may raise.
         for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
                 handle.grad_publish.show_unreduced()
+        self._run_hooks(used)
+        for extension in state.extensions:
+            extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
         # Call observers last, when no other rank waits for this rank: Python may be configured to
         # raise an observer's warning as an error.
         for observer in self._observers.all:
             observer.end_backward()
-        self._end_callback = _nothing  # this backward has not failed, so do not call `_fail`
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
         """Reduce all remaining gradients, and publish the averages in ``.grad``. Collective.
@@ -350,11 +353,11 @@ class Backward:
         Called before the caller of ``backward()`` sees the exception. So no code of the caller
         finds an unsharded parameter in a module: a value written there would be lost.
         """
-        # Only do work that cannot wait or raise. The destructor of autograd's graph task calls this
-        # method: Python would print an exception and go on. With accelerators, the destructor may
-        # run on the thread of a device. It holds Python's lock, and no hook of this backward runs
-        # any more. All else, such as the wait for unfinished reductions, is left to `_drop`.
-        for unit in self._state.units:
+        # Only do work that cannot wait or raise, because the destructor of autograd's graph task
+        # calls this method: Python would only print an exception. With accelerators, the destructor
+        # may run on a device's thread. That is safe, because the thread holds Python's lock, and no
+        # hook of this backward runs any more. `_drop` does the rest later, such as all waits.
+        for unit in self._state.units if self._is_active else ():
             unit.leave_failed_backward()
 
     def recover(self) -> None:

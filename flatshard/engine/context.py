@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.forward import Forward, RootModule
+from flatshard.engine.forward import Forward
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.prefetch import Prefetch
@@ -25,7 +26,7 @@ class RunContext(RunState):
     def __init__(
         self,
         hooks: Sequence[UnitHooks],
-        root_module: RootModule,
+        root_module: Any,  # `RootChecks` (`module.run`)
         world: Communicator,
         *,
         number: int,

@@ -31,37 +31,19 @@ unit, unless a reentrant checkpoint recomputes the full model: then every unit r
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
-from flatshard.engine.buffer_sync import Buffers
 from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.memory.buffers import POOL
-
-
-class RootModule(Protocol):
-    """The methods that ``Forward`` calls on the outermost wrapped module."""
-
-    def recover(self) -> None:
-        """Undo a failed optimizer step, and load values that users wrote into state dicts.
-
-        Users may write into the tensors of ``state_dict()`` directly. This method copies the
-        written values to the shards.
-        """
-
-    def check(self) -> None:
-        """Raise, on all ranks, if the model cannot be trained in its present state."""
-
-    def shared_buffers(self) -> Buffers:
-        """Return the module buffers to broadcast from rank 0 before a forward."""
 
 
 class Forward:
@@ -71,11 +53,11 @@ class Forward:
     """
 
     def __init__(
-        self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: RootModule
+        self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: Any
     ) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
-        self._root_module = root_module
+        self._root_module = root_module  # `RootChecks` (`module.run`)
         # Units that were unsharded for an operation outside of the unit's own forward, in the order
         # of the operations. Each unit comes with the depth of the operation: the number of nested
         # forwards around the operation.
@@ -258,7 +240,7 @@ class Forward:
         """
         state = self._state
         was_running, state.depth = state.depth > 0, 0
-        while self.saved.is_active:
+        while self.saved.active:
             self.saved.pop()
         self._touched.clear()
         for unit in state.units:
@@ -270,7 +252,8 @@ class Forward:
         for unit in state.units:
             unit.put_back()
         for unit in state.units:
-            unit.reshard()
+            if not unit.is_summoned:
+                unit.reshard()
         if was_running:
             self.end(failed=True)
 

@@ -39,20 +39,11 @@ Place = tuple[nn.Module, str, OriginalParam]
 
 
 class ShardState(enum.Enum):
-    """Whether the buffer has the unsharded parameters. Only ``_move_to`` changes the state."""
+    """Whether the buffer has the unsharded parameters."""
 
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
     UNSHARDED = "UNSHARDED"
-
-
-_MOVES = {
-    ShardState.SHARDED: {ShardState.UNSHARDING},
-    # UNSHARDING -> SHARDED: the all-gather has failed.
-    ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
-    # UNSHARDED -> UNSHARDING: the shard was written after the all-gather, so the buffer is stale.
-    ShardState.UNSHARDED: {ShardState.UNSHARDING, ShardState.SHARDED},
-}
 
 
 class FlatParamHandle:
@@ -167,9 +158,7 @@ class FlatParamHandle:
         if self.summoned is not None:
             self.summoned.refuse()
         if self.is_aliased:
-            if self.state is ShardState.SHARDED:
-                self._move_to(ShardState.UNSHARDING)
-                self._move_to(ShardState.UNSHARDED)  # the shard is the buffer, so do not all-gather
+            self.state = ShardState.UNSHARDED  # the shard is the buffer, so do not all-gather
             return False
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
@@ -189,7 +178,7 @@ class FlatParamHandle:
             # Set the version only after `start` has returned. If `start` raises, because memory is
             # exhausted for example, the buffer is still stale and must not count as current.
             self._unsharded_version = self.version
-        self._move_to(ShardState.UNSHARDING)
+        self.state = ShardState.UNSHARDING
         # If the buffer lingers, some code holds a view of the buffer, and may read the view without
         # a call of `wait_unshard`. So finish the all-gather now.
         if self.lingers:
@@ -210,11 +199,11 @@ class FlatParamHandle:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.gather.finish(self.buffer)
         except Exception:
-            self._move_to(ShardState.SHARDED)
+            self.state = ShardState.SHARDED
             self._free_buffer()
             raise
         unsharded.set_accessible([param.full for param in self.params], True)
-        self._move_to(ShardState.UNSHARDED)
+        self.state = ShardState.UNSHARDED
 
     def gather_flat(self, shard: Tensor) -> Tensor:
         """All-gather ``shard`` into a new tensor, ``(layout.padded_numel,)``, without a cast.
@@ -236,7 +225,7 @@ class FlatParamHandle:
         """
         if self.state is not ShardState.SHARDED:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
-            self._move_to(ShardState.SHARDED)
+            self.state = ShardState.SHARDED
             self.lingers = not self.is_aliased
             if not self._targets.shard.is_device:
                 self.page_out()
@@ -246,10 +235,6 @@ class FlatParamHandle:
         # communication.
         if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
-
-    def _move_to(self, state: ShardState) -> None:
-        assert state in _MOVES[self.state], f"{self.link.unit_name}: {self.state} to {state}"
-        self.state = state
 
     def _free_buffer(self) -> None:
         # Increment the version, so that autograd raises an error for a saved view of the buffer
@@ -356,6 +341,13 @@ class FlatParamHandle:
                     f"{param.where} was replaced after wrapping. Assign values with p.copy_(...) "
                     "under torch.no_grad(), or replace the parameter before wrapping."
                 )
+
+    @property
+    def shows_full(self) -> bool:
+        """Whether modules hold other parameters than the sharded parameters."""
+        # Otherwise do not call `put_back`: it would hide that the user has replaced a parameter of
+        # a module after a failed step, which `check_places` reports.
+        return self.params[0].held is not None
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:
         """Put ``shown`` into the modules: one full parameter for each original parameter."""

@@ -73,7 +73,7 @@ class SavedTensors:
         }
         # For each forward under way, the hooks that the forward installed. None: the forward
         # installed no hooks, because the hooks of an outer forward were on top.
-        self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self.active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._usual_pair = self._pair(None)
 
     def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle, bool] | None:
@@ -114,23 +114,19 @@ class SavedTensors:
         # unit does not run. So the inner unit must put flatshard's hooks on top of the checkpoint's
         # hooks. Then the checkpoint never sees views of buffers, in forward or in recomputation.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        ours = next((one for one in reversed(self._active) if one is not None), None)
+        ours = next((one for one in reversed(self.active) if one is not None), None)
         if outer is not None and ours is not None and outer[0] is ours.pack_hook:
-            self._active.append(None)
+            self.active.append(None)
             return
         # Torch calls only the topmost pair of hooks. So flatshard's pair passes all tensors that
         # are not views of buffers to the pair below.
         pair = self._usual_pair if outer is None else self._pair(outer)
         hooks = torch.autograd.graph.saved_tensors_hooks(*pair)
         hooks.__enter__()
-        self._active.append(hooks)
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._active)
+        self.active.append(hooks)
 
     def pop(self) -> None:
-        hooks = self._active.pop()
+        hooks = self.active.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
 

@@ -328,7 +328,7 @@ class Unit:
         State: any phase -> IDLE.
         """
         for handle in self.handles:
-            if not handle.is_aliased:  # if aliased, modules always hold the sharded parameters
+            if handle.shows_full:
                 handle.put_back()
         self.enter(Phase.IDLE)
         if moment is not Moment.AFTER_FORWARD:
@@ -474,8 +474,8 @@ class Unit:
 
         No communication, and no wait. State: any phase -> IDLE.
         """
-        if not self.is_summoned:
-            for handle in self.handles:
+        for handle in self.handles:
+            if handle.shows_full and not self.is_summoned:
                 handle.put_back()
         self.enter(Phase.IDLE)
 

@@ -19,7 +19,6 @@ from torch.nn.modules.module import (
 
 from flatshard.engine.buffer_sync import Buffers
 from flatshard.engine.context import RunContext
-from flatshard.engine.forward import RootModule
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
@@ -119,7 +118,7 @@ def _check_ranks(units: Sequence[Unit]) -> None:
 # ------------------------------------------------------------ before each forward
 
 
-class RootChecks(RootModule):
+class RootChecks:
     """Checks the outermost module before each forward, and lists the buffers to broadcast."""
 
     def __init__(self, root: Sharding, apart: set[nn.Module]) -> None:
@@ -129,6 +128,7 @@ class RootChecks(RootModule):
         self._modules = list(root.wrapper.modules())
 
     def recover(self) -> None:
+        """Undo a failed optimizer step, and copy to the shards what users wrote to state dicts."""
         if optimizer_step.stepping:
             optimizer_step.restore_all()
         if self.writes.given:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
     # step. So replace `func` there. If another version of torch has no such wrapper, `restore_all`
     # is still called before the next forward or step.
     step: Any = type(optimizer).step
-    while step is not None:
+    while isinstance(step, FunctionType):
         cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
         if step.__globals__["__name__"] == Optimizer.__module__ and "func" in cells:
             if not hasattr(cells["func"].cell_contents, "restores"):

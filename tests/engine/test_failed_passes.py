@@ -173,8 +173,90 @@ def error_in_a_hook_of_a_gradient(side: Side) -> list[Any]:
     return [model]
 
 
+class _FailingSgd(torch.optim.SGD):
+    error: BaseException | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.error is not None:
+            raise self.error
+
+
+def optimizer_shows_its_parameters_after_a_failed_step(side: Side) -> list[Any]:
+    """The first step of a class fails, and a later step, and one that the user interrupts."""
+
+    class FirstSeenHere(_FailingSgd):
+        pass
+
+    model = side.wrap(Mlp())
+    params = list(model.parameters())
+    optimizer = FirstSeenHere(params, lr=0.1, momentum=0.9)
+    for step, error in enumerate((_Planned(), _Planned(), KeyboardInterrupt())):
+        side.loss(model, step).backward()
+        optimizer.error = error
+        with pytest.raises(type(error)):
+            optimizer.step()
+        optimizer.error = None
+        assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, params)]
+        assert {*map(id, optimizer.state)} == {*map(id, params)}
+        optimizer.zero_grad()
+        other = torch.optim.SGD([{"params": optimizer.param_groups[0]["params"]}], lr=0.2)
+        side.loss(model, 10 + step).backward()
+        step_and_clear(other)
+    return [model]
+
+
+def error_in_a_backward_inside_a_forward(side: Side) -> list[Any]:
+    """The forward catches the error, and goes on."""
+
+    class Forces(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.up(x))
+            hidden.register_hook(fail)
+            with contextlib.suppress(_Planned):
+                self.down(hidden).sum().backward()
+            return self.down(torch.tanh(self.up(x))) * self.scale
+
+    def fail(_: Tensor) -> None:
+        raise _Planned
+
+    model = side.wrap(Forces())
+    params = list(model.parameters())
+    optimizer = sgd(model)
+    for step in range(2):
+        output = model(side.draw(step, 7))
+        assert [*map(id, model.parameters())] == [*map(id, params)]
+        optimizer.zero_grad()
+        F.mse_loss(output, side.draw(50, 7)).backward()
+        step_and_clear(optimizer)
+    return [model]
+
+
+def hook_removed_after_a_failed_backward(side: Side) -> list[Any]:
+    """A hook that was removed, and gradients that were dropped, stay away."""
+    model = side.wrap(Mlp())
+    optimizer = sgd(model)
+    calls: list[int] = []
+    handle = model.fc1.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    side.loss(model, 0).backward()
+    before = [param.grad for param in model.parameters()]
+    with _failing(model.fc2, in_backward=True):
+        side.loss(model, 1).backward()
+    if side.way is not None:  # the unwrapped model has gradients of a part of the failed backward
+        assert all(param.grad is one for param, one in zip(model.parameters(), before, strict=True))
+    handle.remove()
+    optimizer.zero_grad()
+    side.loss(model, 2).backward()
+    step_and_clear(optimizer)
+    assert len(calls) == 1
+    return [model]
+
+
 SCRIPTS: list[SideScript] = [
     error_in_step,
+    optimizer_shows_its_parameters_after_a_failed_step,
+    error_in_a_backward_inside_a_forward,
+    hook_removed_after_a_failed_backward,
     error_in_evaluation,
     error_between_two_models,
     error_in_a_hook_of_a_gradient,

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatshard import ShardedWrapper, checkpoint
 from tests.combinations import THOROUGH, diagonal
-from tests.harness import allow_warnings, naming, run_ranks
-from tests.oracle import assert_same
+from tests.harness import naming, run_ranks
 from tests.side import TOLERANCE, Side
 from tests.ways import BASIC, select
 

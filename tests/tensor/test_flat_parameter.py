@@ -1,11 +1,16 @@
 """`model.flat_parameters()`: what lies where in the flat parameters of a model."""
 
+import copy
+import pickle
+
+import pytest
 import torch
 from torch import nn
 
 from flatshard import FlatParameter, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
+from tests.ways import WAYS
 
 
 def _model() -> nn.Module:
@@ -52,3 +57,51 @@ def test_print_says_what_lies_where() -> None:
         "    0 to 3: '0.weight' (5, 3), its elements 12 to 15",
         "    4 to 9: '0.bias' (5,)",
     ]
+
+
+def _write_flat(model: ShardedWrapper) -> None:
+    model.flat_parameters()[0].data.mul_(0.5)
+
+
+def _write_local(model: ShardedWrapper) -> None:
+    model.get_parameter("0.weight").to_local().data.mul_(0.5)
+
+
+def _assign_local(model: ShardedWrapper) -> None:
+    local = model.get_parameter("0.weight").to_local()
+    local.data = 0.5 * local
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op"])
+def test_written_between_forward_and_backward(way: str) -> None:
+    run_ranks(_written_between, 2, way)
+
+
+def _written_between(rank: int, world_size: int, way: str) -> None:
+    """As an edit of the parameter itself: the error of the edit, and then the edited values."""
+    inputs = torch.ones(2, 3)
+    for write in (_write_flat, _write_local, _assign_local):
+        plain = _model()
+        policy = ModuleWrapPolicy({nn.Linear})
+        keywords = WAYS[way].keywords
+        model = ShardedWrapper(_model(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
+        loss = model(inputs.clone().requires_grad_()).sum()
+        write(model)
+        with pytest.raises(RuntimeError, match="modified between forward and backward"):
+            loss.backward()
+        plain[0].weight.data.mul_(0.5)
+        if write is _write_flat:
+            plain[0].bias.data.mul_(0.5)
+        torch.testing.assert_close(model(inputs), plain(inputs))
+
+
+def test_local_elements_are_copied_and_pickled_alone() -> None:
+    run_ranks(_copied_alone, 2)
+
+
+def _copied_alone(rank: int, world_size: int) -> None:
+    local = ShardedWrapper(_model()).get_parameter("2.weight").to_local()
+    for twin in (copy.deepcopy(local), pickle.loads(pickle.dumps(local))):
+        assert type(twin) is torch.Tensor
+        assert torch.equal(twin, local)
+    assert copy.deepcopy(local).untyped_storage().nbytes() == local.nbytes
