@@ -37,6 +37,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -59,10 +60,6 @@ from flatshard.tensor.sharded_tensor import untraced
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
-def _nothing() -> None:
-    """A dead weak reference."""
-
-
 class Backward:
     """Runs the backward passes of one model.
 
@@ -78,7 +75,8 @@ class Backward:
 
         # Weak reference to the callback (`_end`) that autograd holds. The reference returns None
         # once autograd has dropped the callback, because the backward is over or has failed.
-        self._end_callback: Callable[[], object] = _nothing
+        # `NoneType` is a callable that returns None, too.
+        self._end_callback: Callable[[], object] = NoneType
         self._had_accumulated = False  # whether a failure would lose accumulated gradients
 
         # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
@@ -297,7 +295,7 @@ class Backward:
             # After a failure, the next step calls `_drop`. Set this last: `_drop` must also reshard
             # the units that an interrupted loop has left out.
             self._is_active = failed
-        self._end_callback = _nothing  # autograd drops the callback now, so do not call `_fail`
+        self._end_callback = NoneType  # autograd drops the callback now, so do not call `_fail`
         # Wait until the other ranks have received this rank's data, because the optimizer may write
         # the shards next. If a forward runs around this backward, the end of the forward waits.
         if is_outermost:

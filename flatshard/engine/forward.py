@@ -173,8 +173,6 @@ class Forward:
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for the forward under way, and wait for the all-gather. Collective."""
         self._state.unshard(unit, "forward")
-        if unit.phase is Phase.BACKWARD:  # a backward inside of this forward has failed
-            unit.enter(Phase.IDLE)
         unit.enter(Phase.FORWARD)
 
     def touch(self, unit: Unit) -> None:

@@ -46,17 +46,6 @@ class Phase(enum.Enum):
     BACKWARD = "BACKWARD"
 
 
-# The phases that a unit may enter from each phase. Entering the current phase again is allowed.
-_MOVES = {
-    Phase.IDLE: {Phase.IDLE, Phase.FORWARD, Phase.BACKWARD},
-    # FORWARD -> BACKWARD: a backward may run inside a forward (to compute forces, for example).
-    Phase.FORWARD: {Phase.FORWARD, Phase.IDLE, Phase.BACKWARD},
-    # BACKWARD -> FORWARD is not allowed: a forward inside a backward is a recomputation, and the
-    # unit stays in phase BACKWARD.
-    Phase.BACKWARD: {Phase.BACKWARD, Phase.IDLE},
-}
-
-
 class Moment(enum.Enum):
     """Moments at which ``Unit.fate`` decides whether to free an unsharded buffer."""
 
@@ -218,10 +207,12 @@ class Unit:
         return sum(handle.buffer_bytes for handle in self.handles)
 
     def enter(self, phase: Phase) -> None:
-        """Move to ``phase``. A move that ``_MOVES`` does not allow is a bug in the engine."""
-        assert phase in _MOVES[self.phase], (
-            f"{unit_text(self.name)}: {self.phase.name} to {phase.name}"
-        )
+        """Move to ``phase``.
+
+        FORWARD to BACKWARD: a backward may run inside a forward (to compute forces, for example).
+        BACKWARD to FORWARD: such a backward has failed. A forward inside a backward is a
+        recomputation, and the unit stays in phase BACKWARD.
+        """
         self.phase = phase
         if phase is not Phase.IDLE:
             self.count_trainable()

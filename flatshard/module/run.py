@@ -25,7 +25,8 @@ from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.settings import as_flags
 from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
-from flatshard.optimizer import step as optimizer_step
+from flatshard.optimizer.step import restore_all
+from flatshard.optimizer.stepper import stepping
 from flatshard.options.extras import default_extra, extra
 from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
@@ -129,8 +130,8 @@ class RootChecks:
 
     def recover(self) -> None:
         """Undo a failed optimizer step, and copy to the shards what users wrote to state dicts."""
-        if optimizer_step.stepping:
-            optimizer_step.restore_all()
+        if stepping:
+            restore_all()
         if self.writes.given:
             self.writes.take_over()
 

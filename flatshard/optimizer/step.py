@@ -59,7 +59,7 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
     # is still called before the next forward or step.
     step: Any = type(optimizer).step
     while isinstance(step, FunctionType):
-        cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
+        cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=False))
         if step.__globals__["__name__"] == Optimizer.__module__ and "func" in cells:
             if not hasattr(cells["func"].cell_contents, "restores"):
                 cells["func"].cell_contents = _restoring(cells["func"].cell_contents)

@@ -28,10 +28,9 @@ class ModuleProxy(nn.Module):
         """Run the wrapped module. Collective."""
         try:
             return self.module(*args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            self._interrupt()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._interrupt()
             raise
 
     def _interrupt(self) -> None:

@@ -1,15 +1,11 @@
 """``Observers`` list those who listen; extensions vote; a unit's phase moves as its table says."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from flatshard.engine import backward, forward, handle, unit
 from flatshard.engine.events import Kind, Observers, StepExtension, StepObserver
-from flatshard.engine.unit import Phase, Unit
 from flatshard.options.extras import EXTRAS
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -92,18 +88,6 @@ def test_core_names_no_observer() -> None:
         words = " ".join(vars(module))
         assert "Recorder" not in words
         assert "NonFinite" not in words
-
-
-def test_phase_moves() -> None:
-    one = Unit({}, ["a"], placement=_none(), topology=_none())
-    for phase in (Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.IDLE, Phase.BACKWARD):
-        one.enter(phase)
-    with pytest.raises(AssertionError, match="BACKWARD to FORWARD"):
-        one.enter(Phase.FORWARD)
-
-
-def _none() -> Any:
-    return SimpleNamespace()
 
 
 def test_a_failed_inner_backward_lets_the_forward_go_on() -> None:
