@@ -411,6 +411,10 @@ class AsyncWork:
         except CollectiveError:
             self.sends = ()  # a later wait for the sends would not end either
             raise
+        except KeyboardInterrupt:
+            # The next call must wait for the rest: the collective still writes to its tensors.
+            self.works = [work for work in works if not work.is_completed()]
+            raise
 
     def _describe(self, works: Sequence[Any]) -> str:
         for work, peer in zip(works, self.peers, strict=False):

@@ -175,8 +175,8 @@ class ParamGather:
         Raises CollectiveError if the all-gather failed.
         """
         assert self._work is not None, "an all-gather was started"
-        work, self._work = self._work, None
-        work.wait(self._link.pending_sends)
+        self._work.wait(self._link.pending_sends)
+        self._work = None  # not before, so that the user may interrupt the wait
         if self._is_offloaded:
             # The compute stream must not read the buffer before the copy stream has filled the
             # buffer. Make the compute stream wait only here, and not in `start`: until here,

@@ -61,14 +61,16 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
     while isinstance(step, FunctionType):
         cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=False))
         if step.__globals__["__name__"] == Optimizer.__module__ and "func" in cells:
-            if not hasattr(cells["func"].cell_contents, "restores"):
-                cells["func"].cell_contents = _restoring(cells["func"].cell_contents)
+            func = cells["func"].cell_contents
+            if getattr(func, "__module__", None) != __name__:
+                # `skip`: Dynamo then compiles `func`, but not the function around `func`.
+                cells["func"].cell_contents = torch._dynamo.decorators.skip(_restoring(func))
             return
         step = getattr(step, "__wrapped__", None)
 
 
 def _restoring(step: Any) -> Any:
-    @functools.wraps(step)
+    # No `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`.
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
@@ -76,8 +78,6 @@ def _restoring(step: Any) -> Any:
             restore_all()
             raise
 
-    call.restores = True  # type: ignore[attr-defined]
-    torch._dynamo.decorators.skip(call)  # Dynamo then compiles `step`, but not `call`
     return call
 
 
@@ -103,6 +103,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 @untraced
+@_restoring
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -129,11 +130,7 @@ def _begin(
     else:
         _check_params(optimizer)
     stepper = stepping[optimizer] = stepper_of(optimizer)
-    try:
-        stepped = stepper.begin(optimizer, closure)
-    except BaseException:
-        restore_all()
-        raise
+    stepped = stepper.begin(optimizer, closure)
     if len(args) > 1:
         return (stepped, closure, *args[2:]), kwargs
     return (stepped,), kwargs if closure is None else {**kwargs, "closure": closure}
