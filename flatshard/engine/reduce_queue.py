@@ -405,7 +405,7 @@ class ReduceQueue:
             # this stage would match this rank's next collectives.
             self._finish_all()
         finally:
-            for bucket in self._in_flight:
+            for bucket in self.buckets:  # also a bucket whose start was interrupted
                 bucket.under_way = []
             self._in_flight.clear()
 

@@ -137,6 +137,7 @@ def _begin(
 
 
 @untraced
+@_restoring
 def _end(optimizer: Optimizer, *_: Any) -> None:
     """Put the sharded parameters back after a step that did not raise."""
     stepper = stepping.get(optimizer)
