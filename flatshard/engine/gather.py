@@ -174,9 +174,9 @@ class ParamGather:
 
         Raises CollectiveError if the all-gather failed.
         """
-        assert self._work is not None, "an all-gather was started"
-        self._work.wait(self._link.pending_sends)
-        self._work = None  # not before, so that the user may interrupt the wait
+        if self._work is not None:  # None: the user has interrupted this method after the wait
+            self._work.wait(self._link.pending_sends)
+            self._work = None
         if self._is_offloaded:
             # The compute stream must not read the buffer before the copy stream has filled the
             # buffer. Make the compute stream wait only here, and not in `start`: until here,
