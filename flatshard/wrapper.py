@@ -660,7 +660,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         As with an unwrapped model, in-place writes into the tensors reach the model: at the model's
         next use, or when the tensors are deleted. If the model has changed since the call, the
         written values are lost, and the model's next use raises RuntimeError. Writes do not reach
-        the model if ``set_state_dict_type`` asks for CPU memory or only rank 0.
+        the model if ``set_state_dict_type`` asks for CPU memory or only rank 0. Unlike the tensors
+        of an unwrapped model's state dict, the tensors keep the values of this call: after a later
+        step, call ``state_dict`` again.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,

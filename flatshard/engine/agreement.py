@@ -46,7 +46,8 @@ class Agreement:
     # Indices of the buckets (flat parameters that are reduced together) whose reduction some ranks,
     # but not all, started before the end of backward.
     uneven: list[int]
-    # Units whose accumulated gradients the user edited on at least one rank.
+    # Units whose accumulated gradients, or parameters in forward, the user edited on at least one
+    # rank.
     edited: list[Unit]
 
 
@@ -79,9 +80,13 @@ def agree(
         # uneven if the first vote is yes on some rank, and the second vote on another rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
-        # Whether the user edited accumulated gradients, which is an error. Vote instead of raising
-        # here: if only this rank raised, the other ranks would wait for this rank's reductions.
-        [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
+        # Whether the user edited accumulated gradients, or parameters in forward, which is an
+        # error. Vote instead of raising here: if only this rank raised, the other ranks would wait
+        # for this rank's reductions.
+        [
+            any(h.grad_publish.unreduced.was_edited or h in state.edits.found for h in unit.handles)
+            for unit in state.units
+        ],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
     ]

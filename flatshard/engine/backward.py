@@ -322,7 +322,8 @@ class Backward:
         agreed = self.queue.reduce_rest()
         # Raising is safe here: all ranks raise, and no collective is under way.
         if agreed.edited:
-            raise edited(agreed.edited[0].name)
+            unit = agreed.edited[0]
+            raise self._state.edits.error_of(unit) or edited(unit.name)
         for unit, handle in self._state.handles:
             if unit.sync is Sync.ALL:
                 handle.grad_publish.publish(agreed.used[handle])

@@ -66,7 +66,7 @@ class Forward:
     def refresh(self) -> None:
         """Rebuild saved-tensor hooks and lists of units, after buffers were reallocated."""
         units, handles = self._state.units, self._state.handles
-        self.saved = SavedTensors(handles, self._backward)
+        self.saved = SavedTensors(self._state, self._backward)
         self._units_of_several = [unit for unit in units if len(unit.modules) > 1]
         self._handles_across_nodes = [h for _, h in handles if h.topology.inter_group.size > 1]
 

@@ -1,9 +1,12 @@
 """``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
 
-Resharding the unit would lose the edit. Autograd's version counter shows most edits in place. A
-changed address shows that the forward assigned a tensor to ``p.data``. But a write into ``p.data``
-(``p.data.mul_(0.9)``) changes neither the version nor the address. So after some forwards, the
-parameters are compared with their values before the forward.
+Resharding the unit would lose the edit. Autograd's version counter shows that a forward may have
+edited parameters in place, and a changed address shows that the forward assigned a tensor to
+``p.data``. But a forward may also write the values that were there before: registering a
+parametrization raises the version, for example. So only other values count as an edit
+([Note: changed versions]). A write into ``p.data`` (``p.data.mul_(0.9)``) changes neither the
+version nor the address. So after some forwards, the parameters are compared with their values
+before the forward.
 
 [Note: which forwards]
 A comparison of all values reads the unsharded buffer twice, which takes some percent of a step's
@@ -18,6 +21,14 @@ In the other forwards of a unit, 32 values of each frozen flat parameter are com
 updates of all values. This takes 10 to 30 microseconds, 2 % of a step with many small units, so
 trainable flat parameters are compared only in every 8th forward. On accelerators, a read would wait
 for the device, so the extra ``device_checks`` compares these values on the device.
+
+[Note: changed versions]
+If a forward changes the version, the values are compared. Usually all values were read before the
+forward, because programs write to their parameters from the first forward on. Otherwise each rank
+compares the range of its own shard, and together the ranks compare everything: a program that edits
+a parameter does so on all ranks. Only the ranks that hold the edited elements see the edit, so all
+ranks raise together, at the end of backward. From the next forward on, all values of the flat
+parameter are compared in every forward.
 """
 
 from __future__ import annotations
@@ -30,7 +41,7 @@ from torch import Tensor, nn
 from flatshard.comm.consistency import checksum, sample
 from flatshard.engine.handle import FlatParamHandle, Place
 from flatshard.engine.unit import Unit
-from flatshard.units.layout import view_of
+from flatshard.units.layout import as_bytes, view_of
 from flatshard.units.module_tree import unit_text
 
 # The forwards (counted from 1) after which all values are compared ([Note: which forwards]).
@@ -45,16 +56,20 @@ class ForwardEdits:
     """Records parameters before each forward of a unit, and looks for edits after the forward."""
 
     def __init__(self) -> None:
-        # For each flat parameter, the state of the unsharded buffer at the beginning of the unit's
-        # latest forward: the version, the function that reads the values, and the function's
-        # result.
-        self._before: dict[FlatParamHandle, tuple[int, Look, object]] = {}
+        # For each flat parameter, how the unsharded buffer was read at the beginning of the unit's
+        # latest forward: the function that reads the values, and the function's result.
+        self._before: dict[FlatParamHandle, tuple[Look, object]] = {}
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the first forward of the unit.
         # If the version has changed since, the program writes the parameters ([Note: which
         # forwards]).
         self._frozen: dict[FlatParamHandle, int] = {}
+        # Flat parameters whose version a forward has changed ([Note: changed versions]).
+        self._rewritten: set[FlatParamHandle] = set()
+        # Edited flat parameters about which all ranks raise at the end of backward, because other
+        # ranks may not have seen the edit.
+        self.found: set[FlatParamHandle] = set()
         self._was_edited = False
 
     def begin(self, unit: Unit) -> None:
@@ -66,27 +81,53 @@ class ForwardEdits:
             # is nothing to check.
             if handle.is_aliased:
                 continue
-            look: Look = sample if number % 8 == 0 else type
-            if not unit.num_trainable[handle]:
-                look = self._look_at_frozen(handle)
+            is_close = handle in self._rewritten or not unit.num_trainable[handle]
+            look = self._look_closely(handle) if is_close else sample if number % 8 == 0 else type
             if self._was_edited or number in _COMPARED:
                 look = checksum
-            self._before[handle] = handle.buffer._version, look, look(handle.buffer)
+            self._before[handle] = look, look(handle.buffer)
 
-    def _look_at_frozen(self, handle: FlatParamHandle) -> Look:
+    def _look_closely(self, handle: FlatParamHandle) -> Look:
         is_written = self._frozen.setdefault(handle, handle.version) != handle.version
-        return checksum if is_written else sample
+        return checksum if is_written or handle in self._rewritten else sample
 
     def check(self, unit: Unit, module: nn.Module) -> None:
         """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters."""
         for handle, places in unit.places_in[module]:
             if handle not in self._before or handle.is_aliased:
                 continue
-            version, look, before = self._before[handle]
-            if handle.buffer._version != version or look(handle.buffer) != before:
-                self._was_edited = True
-                raise edited(handle)
+            look, before = self._before[handle]
+            if handle.buffer._version != handle.clean_version or look(handle.buffer) != before:
+                self.check_values(handle)
             _check_installed(handle, places)
+
+    def check_values(self, handle: FlatParamHandle) -> None:
+        """Raise RuntimeError if a forward has changed values of ``handle``, not only the version.
+
+        Called when the version has changed: at the end of the forward, and when autograd saves a
+        parameter, because a forward may also edit parameters and undo the edit.
+        """
+        self._rewritten.add(handle)
+        if not self._has_kept_values(handle):
+            self._was_edited = True
+            raise edited(handle)
+        handle.clean_version = handle.buffer._version
+
+    def _has_kept_values(self, handle: FlatParamHandle) -> bool:
+        look, before = self._before.get(handle, (type, Tensor))
+        is_same = look(handle.buffer) == before
+        if not is_same or look is checksum or not handle.is_edited_here():
+            return is_same
+        if torch.is_grad_enabled():
+            self.found.add(handle)
+        return torch.is_grad_enabled()
+
+    def error_of(self, unit: Unit) -> RuntimeError | None:
+        """Return the error about ``unit`` that all ranks raise after a rank has found an edit."""
+        suspects = [handle for handle in unit.handles if handle in self._rewritten]
+        self.found.clear()
+        self._was_edited |= bool(suspects)
+        return edited(suspects[0]) if suspects else None
 
 
 def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
@@ -107,8 +148,9 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
         # own, so compare the address of the full parameter.
         full, span = param.full, param.span
         if span.numel and full.data_ptr() != address + span.start * itemsize:
-            full.data = view_of(handle.buffer, span)
-            raise edited(handle)
+            written, full.data = full.data, view_of(handle.buffer, span)
+            if not torch.equal(as_bytes(written.contiguous()), as_bytes(full.data.contiguous())):
+                raise edited(handle)
 
 
 def edited(handle: FlatParamHandle) -> RuntimeError:

@@ -169,6 +169,15 @@ class ParamGather:
             self._device_copy = source, version
         return source
 
+    def as_gathered(self, shard: Tensor) -> Tensor:
+        """Return the values of ``shard`` as an all-gather puts them into the buffer."""
+        values = shard.to(self._device)
+        if self._float8 is None:
+            return values.to(self.compute_dtype)
+        out = torch.empty_like(values, dtype=self.compute_dtype)
+        self._float8.unpack(self._float8.pack(values), out)
+        return out
+
     def finish(self, buffer: Tensor) -> None:
         """Wait until the all-gather has filled ``buffer``.
 

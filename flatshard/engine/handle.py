@@ -31,7 +31,7 @@ from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.memory.buffers import BufferCache, ShardItself, num_uses
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
-from flatshard.units.layout import view_of
+from flatshard.units.layout import as_bytes, view_of
 
 # A place where the model holds a parameter: a module, the name of the module's attribute, and the
 # parameter.
@@ -73,6 +73,9 @@ class FlatParamHandle:
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
+        # Version of the buffer at which the buffer had the values from the all-gather. Another
+        # version shows that a forward may have edited the parameters in place.
+        self.clean_version = -1
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.lingers = False
         # Version of the shard at the last all-gather. If the shard has another version now, the
@@ -177,7 +180,7 @@ class FlatParamHandle:
             self.gather.start(self.flat_param.detach(), self.version, self.memory, purpose)
             # Set the version only after `start` has returned. If `start` raises, because memory is
             # exhausted for example, the buffer is still stale and must not count as current.
-            self._unsharded_version = self.version
+            self._unsharded_version, self.clean_version = self.version, self.buffer._version
         self.state = ShardState.UNSHARDING
         # If the buffer lingers, some code holds a view of the buffer, and may read the view without
         # a call of `wait_unshard`. So finish the all-gather now.
@@ -254,6 +257,16 @@ class FlatParamHandle:
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.memory.snapshot()
+
+    def is_edited_here(self) -> Tensor:
+        """Whether this rank's range of the buffer has other values than the shard, as a 1-D tensor.
+
+        False if the shard was written after the all-gather.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            expected = self.gather.as_gathered(self.flat_param.detach())
+            own = self.buffer.chunk(self.layout.world_size)[self.topology.index].detach()
+            return (as_bytes(own) != as_bytes(expected)).any().view(1) & self.is_current
 
     def absorb_replaced(self) -> None:
         """Copy tensors that users assigned to ``p.data`` into the shard.

@@ -13,7 +13,7 @@ unsharded buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.precision import tensors_in
 from flatshard.units.module_tree import unit_text
@@ -60,15 +61,15 @@ class SavedDTensor(NamedTuple):
 class SavedTensors:
     """The saved-tensor hooks of one model."""
 
-    def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
-        self._backward = backward
+    def __init__(self, state: RunState, backward: Backward) -> None:
+        self._state, self._backward = state, backward
         # For each storage of an unsharded buffer: the unit, the flat parameter's handle, and
         # whether to save copies of views (`Unit.copies_saved`). The storage's address is a valid
         # key, because a buffer keeps its storage object: freeing the buffer only resizes the
         # storage to zero bytes.
         self._owners = {
             handle.buffer.untyped_storage()._cdata: (unit, handle, unit.copies_saved(handle))
-            for unit, handle in handles
+            for unit, handle in state.handles
             if handle.buffer_bytes
         }
         # For each forward under way, the hooks that the forward installed. None: the forward
@@ -105,8 +106,11 @@ class SavedTensors:
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(
                 "torch.func.jvp, vmap, grad and other transforms cannot call a sharded model: its "
-                "forward communicates. Under ShardedWrapper.summon_full_params(model, writeback="
-                "False), let the transformed function call model.module instead of the model."
+                "forward communicates. For derivatives along a direction, call the model with dual "
+                "numbers (torch.autograd.forward_ad.make_dual), which backward() supports, too. "
+                "Otherwise, under ShardedWrapper.summon_full_params(model, writeback=False), let "
+                "the transformed function call model.module instead of the model, and take "
+                "gradients by torch.autograd.grad()."
             )
         # Every unit's forward calls `push`, not only the outermost forward, because an activation
         # checkpoint may be between an outer and an inner unit. The checkpoint installs its hooks,
@@ -133,7 +137,7 @@ class SavedTensors:
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        backward = self._backward
+        state, backward = self._state, self._backward
         outer_pack, outer_unpack = outer if outer is not None else (_pack, _unpack)
 
         def pack(tensor: Any) -> Any:
@@ -143,6 +147,8 @@ class SavedTensors:
             if type(tensor) not in _PLAIN:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             unit, handle, copies = found
+            if handle.buffer._version != handle.clean_version:
+                state.edits.check_values(handle)
             # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
             # another dtype, or a lazily conjugated or negated view.
             reinterprets = tensor.dtype != handle.buffer.dtype

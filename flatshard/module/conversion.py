@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,11 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     twin: ModuleProxy = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
+    # `deepcopy` copies a module with a `__reduce__` of its own after the module's hooks, so weak
+    # references in the copied hooks refer to another copy of the module, which is gone.
+    for module in twin.modules():
+        for hook in module._load_state_dict_pre_hooks.values():
+            hook.module = weakref.ref(module)
     with temporarily([Communicator], is_copying=True):
         for one in hooks:
             handles = [_copied(handle, memo) for handle in one.unit.handles]

@@ -196,8 +196,9 @@ class RootChecks:
             if id(param) not in known and param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: it would be trained on each "
-                    "rank's own gradients. Add modules before wrapping, freeze the parameter, or "
-                    "pass it in ignored_states and average its gradient yourself."
+                    "rank's own gradients. Add modules before wrapping, or freeze the parameter. "
+                    "To grow a trained model, call full_state_dict(model) on all ranks, load the "
+                    "values into a larger plain model, and wrap that model."
                 )
 
 

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from flatshard.optimizer.stepper import (
     all_params,
     is_elementwise,
+    is_torchs_own,
     part_per_element,
     shared_state,
     shown,
@@ -244,12 +245,20 @@ _ONE_RANKS = (
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the user loaded state of another rank or another layout. Called before a step."""
+    """Raise if the user loaded state of another rank, layout or optimizer. Called before a step."""
     watch(optimizer)
     for group in optimizer.param_groups:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
             del group[STAMP]  # not before the check, so that the next step raises again
+        # Other libraries' optimizers may work without some of their options.
+        if not optimizer.defaults.keys() <= group.keys() and is_torchs_own(optimizer):
+            missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
+            raise RuntimeError(
+                f"{kind}.step(): a parameter group has no option {missing!r}, only "
+                f"{', '.join(sorted(map(repr, group.keys() - {'params'})))}. The loaded state is "
+                f"probably of another class than {kind}. Load state that {kind} has saved."
+            )
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:

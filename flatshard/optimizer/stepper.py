@@ -115,6 +115,10 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    return inspect.unwrap(type(optimizer).step) in TORCHS_OWN
+
+
 unhooked: list[Optimizer] = []
 """The optimizers whose ``step()`` is now running by ``step_unhooked``, innermost last."""
 

@@ -286,6 +286,7 @@ class Summoned:
         originals = self._handle.params
         self.copies = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
         for one in originals:
+            self.copies[one.index].__dict__ = one.sharded.__dict__  # attributes that users set
             set_grad(self.copies[one.index], grads[one.index])
         # Compute checksums of the full parameters, and not only of this rank's part, so that all
         # ranks find the same edits. Some strategies (SHARD_OP) keep the unsharded buffer between

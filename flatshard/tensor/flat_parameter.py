@@ -148,8 +148,9 @@ class OriginalParam:
             ``FlatShardTensor`` whose memory is a part of this rank's chunk. If this rank holds all
             elements, a plain parameter.
         full: the plain parameter that modules hold while they compute, a view of the unsharded
-            buffer. If the chunk itself is the unsharded buffer (this rank holds all elements, and
-            forward computes in the same dtype), ``full`` is ``sharded``.
+            buffer. ``full`` and ``sharded`` have the same ``__dict__``. If the chunk itself is the
+            unsharded buffer (this rank holds all elements, and forward computes in the same dtype),
+            ``full`` is ``sharded``.
         held: the object that modules hold now in place of ``sharded``. None: modules hold
             ``sharded``.
         post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to run
@@ -314,6 +315,9 @@ class OriginalParam:
         before: nn.Parameter | None = getattr(self, "full", None)
         self.full = self.sharded if view is None else nn.Parameter(view, False)
         if view is not None:
+            # Share one dictionary of attributes: users set attributes on the object that they see,
+            # before wrapping, in a forward, in a hook or between steps, and read them elsewhere.
+            self.full.__dict__ = self.sharded.__dict__
             # Errors of `FreedParameter` read the parameter's name from the spec. Use a weak
             # reference, because the spec refers to the parameter: only Python's garbage collector
             # would free such a cycle.

@@ -282,7 +282,10 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"parameter {next(iter(params.values())).name!r} is sharded: torch.autograd.grad(loss, "
             "inputs) and backward(inputs=...) do not support sharded parameters. Call loss."
-            "backward() and read p.grad, or work under ShardedWrapper.summon_full_params(model)."
+            "backward() and read p.grad, or work under ShardedWrapper.summon_full_params(model). "
+            "For one layer, such as the last layer of a decoder (VQGAN's adaptive weight), do not "
+            "shard the layer: auto_wrap_policy=CustomPolicy(lambda module: "
+            "{'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
         )
     # Below, ask torch for two gradients of each parameter: the gradient of the full parameter, and
     # the gradient of the sharded parameter. A graph that uses only one of them has no gradient of

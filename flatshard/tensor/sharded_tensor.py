@@ -153,6 +153,14 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
+def copied_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return ``attributes_of`` a parameter, for a copy of the parameter: tensors are cloned."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in attributes_of(tensor).items()
+    }
+
+
 def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
     """Raise RuntimeError if ``value`` has another shape, dtype or device than ``tensor``.
 
@@ -375,7 +383,7 @@ class FlatShardTensor(torch.Tensor):
             target = spec.state_target
             copied = local.clone() if target is None else target.copy(local)
             twin = type(self)(copied, spec, role=self.role, requires_grad=self.requires_grad)
-            twin.__dict__.update(attributes_of(self))
+            twin.__dict__.update(copied_attributes(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.module import run as model_run
@@ -188,3 +189,90 @@ def _registers(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
             counts.add(model_run._num_registered)
         assert len(counts) == 1, counts
+
+
+class _Adapted(_Renormed):
+    """Adds to its weight by a parametrization inside of forward, as LoRA on raw weights does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls <= self.first:
+            return nn.functional.linear(x, self.weight, self.bias)
+        parametrize.register_parametrization(self, "weight", _Scaled())
+        try:
+            return nn.functional.linear(x, self.weight, self.bias)
+        finally:
+            left = self.kind == "left"
+            parametrize.remove_parametrizations(self, "weight", leave_parametrized=left)
+            if self.kind == "edits" and self.calls == 5:
+                with torch.no_grad():
+                    self.weight[0] += 1
+
+
+class _Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight if _Adapted.kind == "right" else weight / 2
+
+
+_Adapted.kind = "right"
+
+
+class _Undone(_Renormed):
+    """Edits its weight, computes, and undoes the edit: backward would use other values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        factor = 2.0 if self.calls > self.first else 1.0
+        with torch.no_grad():
+            self.weight.mul_(factor)
+        output = super(_Renormed, self).forward(x)
+        with torch.no_grad():
+            self.weight.mul_(1 / factor)
+        return output
+
+
+def test_same_values_written_in_forward() -> None:
+    run_ranks(_same_values, 2)
+
+
+def _same_values(rank: int, world_size: int) -> None:
+    """Only other values are an edit, whenever the writes begin; all ranks raise together."""
+    for kind, layer, first, at in (
+        ("right", _Adapted, 0, None),
+        ("right", _Adapted, 3, None),
+        ("edits", _Adapted, 3, 5),
+        ("edits", _Adapted, 4, 5),
+        ("undone", _Undone, 0, 1),
+        ("undone", _Undone, 3, 4),
+    ):
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            states = []
+            for way in ("plain", "sharded"):
+                torch.manual_seed(0)
+                module = nn.Sequential(nn.Linear(4, 4), layer(4, 6), nn.Tanh(), nn.Linear(6, 6))
+                module[1].kind, module[1].first = kind, first
+                model: nn.Module = module
+                if way == "sharded":
+                    policy = ModuleWrapPolicy({layer})
+                    keywords = {"auto_wrap_policy": policy, "coalesce_bytes": 0}
+                    model = ShardedWrapper(module, sharding_strategy=strategy, **keywords)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                torch.manual_seed(1)  # all ranks compute the same, so the plain model is the oracle
+                raised = None
+                for step in range(1, 8):
+                    try:
+                        model(torch.randn(3, 4)).square().sum().backward()
+                    except RuntimeError as error:
+                        raised = step, "edited parameters in place" in str(error)
+                        break
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if way == "sharded":
+                    assert raised == (at and (at, True)), (kind, first, strategy, raised)
+                states.append(model.state_dict())
+            if at is None:
+                for name, value in states[0].items():
+                    torch.testing.assert_close(states[1][name], value, msg=f"{kind} {name}")

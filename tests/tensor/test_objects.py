@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -21,12 +22,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.wrap import ModuleWrapPolicy
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
 from tests.side import Run, pair
-from tests.ways import each_way
+from tests.ways import BASIC, each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -318,3 +319,119 @@ def _use(model: ShardedWrapper, last: str, case: Case, rank: int, world_size: in
 def test_models_are_freed() -> None:
     """Autograd hides what its hooks and saved outputs hold from Python's collector."""
     run_ranks(_freed, 2)
+
+
+class _Tagged(nn.Linear):
+    """Reads and sets attributes of its weight, as quantized layers and K-FAC do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.calls = getattr(self.weight, "calls", 0) + 1
+        self.seen = getattr(self.weight, "between", None)
+        return F.linear(x, self.weight * self.weight.scale, self.bias)
+
+
+@each_way
+def test_attributes_of_parameters(way: str) -> None:
+    run_ranks(_attributes, 2, way)
+
+
+def _attributes(rank: int, world_size: int, way: str) -> None:
+    """Set before wrapping, in forward, in a hook or between steps, and read elsewhere."""
+    module = nn.Sequential(_Tagged(4, 4), nn.Tanh(), _Tagged(4, 4))
+    for layer in (module[0], module[2]):
+        layer.weight.scale = torch.tensor(0.5)
+    policy = ModuleWrapPolicy({_Tagged})
+    model = ShardedWrapper(module, auto_wrap_policy=policy, coalesce_bytes=0, **BASIC[way].keywords)
+
+    def keep(layer: nn.Module, *_: Any) -> None:
+        layer.weight.grad_sample = torch.ones(3, 4, 4)  # type: ignore[union-attr]
+
+    for layer in (model[0], model[2]):
+        layer.module.register_full_backward_hook(keep)
+    for step in range(2):
+        model(torch.ones(3, 4, requires_grad=True)).sum().backward()
+        for layer in (model[0], model[2]):
+            weight = layer.weight
+            assert weight.calls == step + 1
+            assert weight.grad_sample.shape == (3, 4, 4)
+            assert layer.seen == (None if step == 0 else 0)
+            weight.between = step
+        with ShardedWrapper.summon_full_params(model):
+            assert model[0].weight.between == step
+        if step == 0:
+            model.double().float()
+
+
+class _Persistent(nn.Linear):
+    """Pickles itself by a function, as the persistent classes of EDM and StyleGAN do."""
+
+    def __reduce__(self) -> Any:
+        return _restored, (super().__reduce__()[2],)
+
+
+def _restored(state: dict[str, Any]) -> _Persistent:
+    made = _Persistent.__new__(_Persistent)
+    made.__dict__.update(state)
+    return made
+
+
+def test_copies_of_copies() -> None:
+    run_ranks(_copies_of_copies, 2)
+
+
+def _copies_of_copies(rank: int, world_size: int) -> None:
+    module = nn.Sequential(_Persistent(4, 4), nn.Tanh(), _Persistent(4, 4))
+    policy = ModuleWrapPolicy({_Persistent})
+    twin = model = ShardedWrapper(module, auto_wrap_policy=policy, coalesce_bytes=0)
+    for _ in range(3):
+        twin = copy.deepcopy(twin)
+        twin.load_state_dict(model.state_dict())
+    x = torch.randn(2, 4)
+    assert torch.equal(twin(x), model(x))
+
+
+def test_gradient_of_one_layer() -> None:
+    run_ranks(_gradient_of_one_layer, 2)
+
+
+def _gradient_of_one_layer(rank: int, world_size: int) -> None:
+    """The adaptive weight of VQGAN, by the way that the error names."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain, layer = copy.deepcopy(module), module[2]
+    model = ShardedWrapper(copy.deepcopy(module))
+    loss = model(torch.ones(2, 4).double()).sum()
+    with pytest.raises(RuntimeError, match="CustomPolicy"):
+        torch.autograd.grad(loss, model[2].weight)
+    policy = CustomPolicy(lambda m: {"sharding_strategy": "NO_SHARD"} if m is layer else False)
+    model = ShardedWrapper(module, auto_wrap_policy=policy)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        x, norms = torch.randn(3, 4).double(), []
+        for one in (model, plain):
+            output = one(x)
+            first, second = output.square().mean(), output.abs().mean()
+            weight = one[2].weight
+            g = torch.autograd.grad(first, weight, retain_graph=True)[0].norm()
+            norms.append(g / torch.autograd.grad(second, weight, retain_graph=True)[0].norm())
+            (first + norms[-1].detach() * second).backward()
+        torch.testing.assert_close(*norms)
+        for param in plain.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= world_size
+        for one in (model, plain):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+        assert_same(model, plain)
+
+
+def test_state_of_another_optimizer() -> None:
+    run_ranks(_state_of_another, 2)
+
+
+def _state_of_another(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(nn.Linear(4, 4))
+    saved, loaded = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    loaded.load_state_dict(saved.state_dict())
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\): a parameter group has no option"):
+        loaded.step()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import sample, words_of
+from flatshard.comm.consistency import checksum, sample, words_of
 from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepExtension
 from flatshard.engine.forward_edits import ForwardEdits, Look, edited
@@ -88,7 +88,8 @@ class DeviceChecks(ForwardEdits, StepExtension):
     def __init__(self, state: RunState) -> None:
         super().__init__()
         self._state = state
-        # Frozen flat parameters that the program has written since the first forward.
+        # Flat parameters of which all values are compared: frozen flat parameters that the program
+        # has written since the first forward, and flat parameters whose version a forward changed.
         self._written: set[FlatParamHandle] = set()
         # For each flat parameter that is compared: whether all values are compared, and the values
         # before the unit's latest forward.
@@ -102,8 +103,8 @@ class DeviceChecks(ForwardEdits, StepExtension):
         # had begun before the outermost forward.
         self._digests: dict[Communicator, int] = {}
 
-    def _look_at_frozen(self, handle: FlatParamHandle) -> Look:
-        look = super()._look_at_frozen(handle)
+    def _look_closely(self, handle: FlatParamHandle) -> Look:
+        look = super()._look_closely(handle)
         if handle.buffer.is_cpu or look is sample:
             return look
         # On the host, `checksum` would wait for the device. So the core calls `sample`, which reads
@@ -111,11 +112,19 @@ class DeviceChecks(ForwardEdits, StepExtension):
         self._written.add(handle)
         return sample
 
+    def _has_kept_values(self, handle: FlatParamHandle) -> bool:
+        look, _ = self._before.get(handle, (type, Tensor))
+        if handle.buffer.is_cpu or look is checksum:
+            return super()._has_kept_values(handle)
+        self._compared.append((handle, handle.is_edited_here()))
+        self._compare(handle)
+        return True
+
     def begin(self, unit: Unit) -> None:
         super().begin(unit)
         for handle in unit.handles:
             self._values.pop(handle, None)
-            is_sampled = handle in self._before and self._before[handle][1] is sample
+            is_sampled = handle in self._before and self._before[handle][0] is sample
             if is_sampled and not handle.buffer.is_cpu:
                 reads_all = handle in self._written
                 self._values[handle] = reads_all, _read(handle.buffer, reads_all)
@@ -123,9 +132,12 @@ class DeviceChecks(ForwardEdits, StepExtension):
     def check(self, unit: Unit, module: nn.Module) -> None:
         super().check(unit, module)
         for handle in unit.handles:
-            if handle in self._values:
-                reads_all, before = self._values[handle]
-                self._compared.append((handle, _read(handle.buffer, reads_all) != before))
+            self._compare(handle)
+
+    def _compare(self, handle: FlatParamHandle) -> None:
+        if handle in self._values:
+            reads_all, before = self._values[handle]
+            self._compared.append((handle, _read(handle.buffer, reads_all) != before))
 
     def end_forward(self, output: object, failed: bool) -> None:
         if self._compared:

@@ -36,7 +36,6 @@ from flatshard.module.initial_values import LEFT_EMPTY, InitialValues, names_of_
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import handles_in, sharding_of, shardings_in
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import attributes_of
 from flatshard.units.ignored import places_in
 from flatshard.units.layout import as_bytes
 from flatshard.units.module_proxy import ModuleProxy
@@ -181,7 +180,7 @@ class _Slot:
             with torch._C.DisableTorchFunctionSubclass():
                 sharded = self.param.sharded
                 tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
-                tensor.__dict__.update(attributes_of(sharded))
+                tensor.__dict__ = sharded.__dict__  # attributes that users set
         self._holder[self.attribute] = tensor
 
 

@@ -60,6 +60,8 @@ class TensorParallel:
                 shape=self.layout.shape,
                 stride=self.layout.stride,
             )
+        if isinstance(local, nn.Parameter):
+            shown.__dict__ = local.__dict__  # one dictionary of attributes that users set
         shown._is_param = True  # makes the DTensor an instance of ``nn.Parameter``
         return shown
 

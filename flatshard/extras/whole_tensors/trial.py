@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flatshard.optimizer.stepper import all_params, step_unhooked
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]
 
@@ -159,6 +159,7 @@ def _copied(param: Tensor) -> Tensor:
             spec = replace(spec, local=replace(spec.local, start=0, end=spec.numel))
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         twin.grad = None if param.grad is None else param.grad.detach().clone()
+        twin.__dict__.update(copied_attributes(param))
     return twin
 
 
@@ -225,6 +226,7 @@ class _Trial:
                 if index % 2 not in parities:
                     continue
                 param = nn.Parameter(value.to(like.device, like.dtype))
+                param.__dict__.update(copied_attributes(like))
                 self._grads[param] = grad.to(param)
                 self.params[number, index] = param
                 groups[-1].append(param)

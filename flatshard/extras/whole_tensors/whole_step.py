@@ -38,7 +38,7 @@ from flatshard.optimizer.stepper import (
     step_groups,
 )
 from flatshard.precision import set_grad
-from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
+from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data, wrote
 
 # Approximate number of bytes of parameters and gradients that a rank gathers at a time.
 PART_BYTES = 32 << 20
@@ -251,7 +251,7 @@ class WholeStep:
                         optimizer.state[param] = {}
                         continue
                     full[param] = nn.Parameter(next(tensors), param.requires_grad)
-                    full[param].__dict__.update(attributes_of(param))
+                    full[param].__dict__ = param.__dict__  # attributes that users set
                     if param.grad is not None:
                         set_grad(full[param], next(tensors))
                     for key in sorted(_sharded_state(optimizer.state.get(param))):
