@@ -145,6 +145,7 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
     # `deepcopy` copies a module with a `__reduce__` of its own after the module's hooks, so weak
     # references in the copied hooks refer to another copy of the module, which is gone.
+    hook: Any
     for module in twin.modules():
         for hook in module._load_state_dict_pre_hooks.values():
             hook.module = weakref.ref(module)
