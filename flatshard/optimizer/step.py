@@ -152,7 +152,7 @@ def _check_params(optimizer: Optimizer) -> None:
         _refuse_sharded(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
-            if STAMP in group:
+            if STAMP in group or not optimizer.defaults.keys() <= group.keys():
                 check_state(optimizer)
             for param in group["params"]:
                 if "flattened_as" in param.__dict__:
