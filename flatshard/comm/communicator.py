@@ -17,6 +17,7 @@ collectives: a reduce-scatter whose sums flatshard computes, then an all-gather 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -171,16 +172,19 @@ class Communicator(Members):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
-    def new_tag(self) -> int:
+    def new_tag(self, owner: object) -> int:
         """Return a new tag: a number that identifies a flat parameter in messages between ranks.
 
         All ranks must request tags in the same order. Then every flat parameter has the same tag
-        on all ranks. No communication.
+        on all ranks. No communication. Once ``owner`` is freed, nothing about the tag is kept.
         """
         # Tags of copied models are odd, all others even. Perhaps only one rank copies a model. Then
         # the copy must not change the tags of models that all ranks make later.
         self._num_tags[self.is_copying] += 1
-        return 2 * self._num_tags[self.is_copying] + self.is_copying
+        tag = 2 * self._num_tags[self.is_copying] + self.is_copying
+        for transport in self.transports:
+            weakref.finalize(owner, transport.forget, tag).atexit = False
+        return tag
 
     def new_model(self) -> int:
         """Return a number below 256 for a new model, to check that all ranks run the same model.

@@ -107,7 +107,7 @@ class HostExchange:
         # only its own collectives.
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
-        self.history = History(name or group.group_name, self._ranks, self._rank)
+        self.history = History(name or group.group_name, self._ranks, self._rank, self._kind)
         # The host waits in the collectives of this class. Deadlock detection ends a wait from
         # another thread by aborting the group, which is possible only on gloo.
         if backend_for(group, "cpu") == "gloo":

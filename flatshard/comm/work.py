@@ -39,6 +39,7 @@ REMEDY = (
 )
 
 _KEPT = 64  # number of collectives whose descriptions a `History` keeps
+_KNOWN = 1 << 14  # maximum number of pairs of descriptions whose successor a `History` knows
 
 # A collective begun by this rank: number in the process group, and description.
 Begun = tuple[int, str]
@@ -97,17 +98,20 @@ class History:
     all descriptions.
     """
 
-    def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
+    def __init__(self, name: str, ranks: Iterable[int], rank: int, meeting: Hashable) -> None:
         """Make an empty history.
 
         Args:
             name: name of the history, the same on all ranks.
             ranks: the ranks of the process group, as ranks in the default group.
             rank: this rank in the default group.
+            meeting: kind (see `begin`) of collectives for which this rank waits at once.
         """
-        self.name = name
+        self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
+        # Kinds of dropped models, each with the number of meetings at the time of `forget`.
+        self._forgotten: deque[tuple[int, Hashable]] = deque()
 
         # Makes the error that every later collective of this process group raises, because ranks
         # began different collectives. None: no error.
@@ -162,6 +166,16 @@ class History:
         """Record that this rank has begun ``number`` collectives of ``kind`` so far."""
         self.begun[kind] = number
 
+    def forget(self, *kinds: Hashable) -> None:
+        """Drop the counts of ``kinds``, whose flat parameter is gone, once no rank needs them."""
+        # Another rank may still wait in a collective of the model, and deadlock detection needs the
+        # count to see whether this rank has begun the collective. Once all ranks have met after
+        # this call, no rank waits there any more. The n-th meeting is over when the next begins.
+        now = self.begun.get(self._meeting, 0)
+        while self._forgotten and self._forgotten[0][0] + 2 <= now:
+            self.begun.pop(self._forgotten.popleft()[1], None)
+        self._forgotten += [(now, kind) for kind in kinds if kind in self.begun]
+
     def needs(
         self, kind: Hashable, number: int, abort: Callable[[], None] | None = None
     ) -> WaitCondition:
@@ -187,6 +201,10 @@ class History:
         """
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
+        # Descriptions contain tags, so each new model adds pairs. Drop the oldest pair, on all
+        # ranks at the same time, because ranks must get the same results from `is_usual`.
+        if len(self._next) > _KNOWN:
+            del self._next[next(iter(self._next))]
 
     def to_compare(self) -> bytes:
         """Return a digest of the collectives that this rank has begun, in order.

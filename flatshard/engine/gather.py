@@ -53,7 +53,7 @@ class ParamGather:
         intra_group, inter_group = topology.intra_group, topology.inter_group
         # The transport (sockets, for example) matches collectives of different ranks by tag.
         # Reductions use the same tags.
-        tags = [(intra_group.new_tag(), inter_group.new_tag()) for _ in range(3)]
+        tags = [(intra_group.new_tag(self), inter_group.new_tag(self)) for _ in range(3)]
         # Separate tags for all-gathers outside of a step, such as for state_dict(). If by mistake
         # only one rank calls state_dict(), that rank's all-gather must not match the all-gather of
         # the same parameter that the other ranks start in a forward. `read_tags` are the tags of
@@ -241,7 +241,7 @@ class SecondaryShard:
         # Whether the secondary shard is kept only from forward to the end of backward.
         self._is_temporary = topology.regather is not None
         self._comm = topology.intra_group if topology.regather is None else topology.regather
-        self._tag = self._comm.new_tag()
+        self._tag = self._comm.new_tag(self)
         self._part: Tensor | None = None
         # Version of the shards that `_part` contains, or will contain after an unfinished refresh.
         # -1: `_part` is empty or incomplete.

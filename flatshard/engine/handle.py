@@ -84,7 +84,7 @@ class FlatParamHandle:
         self._targets = plan.targets
         self.gather = ParamGather(plan, self.link)
         self.gather.move_to(plan.device, plan.dtype)
-        self._replicate_tag = self.topology.replicate.new_tag()
+        self._replicate_tag = self.topology.replicate.new_tag(self)
         self.grad_buffer = self._plan_gradients(plan.dtype)
         target = self._targets.gradient
         self.grad_publish = GradPublish(self.params, self.grad_buffer, target, self.link)

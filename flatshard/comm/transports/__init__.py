@@ -317,6 +317,9 @@ class Transport(abc.ABC):
         The result must be the same on all ranks.
         """
 
+    def forget(self, tag: int) -> None:  # noqa: B027 (only transports that match by tag keep any)
+        """Drop what the transport keeps about a tag, because the flat parameter was freed."""
+
     @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.

@@ -157,6 +157,9 @@ class SocketTransport(Transport):
                 return PooledBuffer(numel, dtype, range(start, start + part), target)
         return allocate(numel, dtype, request.device)
 
+    def forget(self, tag: int) -> None:
+        self._members.history.forget(("gather", tag), ("average", tag))
+
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         members, source, out = self._members, request.shard, request.out
         need = members.begin(members.gather_group, ("gather", request.tag))

@@ -96,6 +96,11 @@ class SharedMemoryTransport(Transport):
         # The mailbox has no records for larger tags: its second half is for reduce-scatters.
         return device.type == "cpu" and tag < _REDUCING
 
+    def forget(self, tag: int) -> None:
+        for one in (tag, tag + _REDUCING):
+            self._published.pop(one, None)
+            self.members.history.forget(("offer", one), ("take", one))
+
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
         return 0
 
