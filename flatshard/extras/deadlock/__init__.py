@@ -37,7 +37,15 @@ from flatshard.extras.deadlock.program import OwnCollective
 
 # Minimum length, in seconds, of a wait that is logged.
 PATIENCE_SECONDS = 60.0
+# The same for a wait in the constructor of a wrapper. There, a rank that does not come may use
+# another wrapper. Nothing else tells this to the user: on the other rank, flatshard does not run.
+MEETING_SECONDS = 10.0
 
+_MEETING_REMEDY = (
+    "If another rank is still loading its model, this wait ends by itself. If another rank does "
+    "not wrap its model, or uses DistributedDataParallel, the wait never ends: construct the same "
+    "ShardedWrapper on every rank."
+)
 _REMEDY = (
     "If another rank is only slow, this wait ends by itself. If another rank is past this call, "
     "the wait never ends: call forward, backward, state_dict() and every other collective on every "
@@ -136,7 +144,8 @@ class Watchdog(CollectiveWatch):
         }
         now = time.monotonic()
         for wait in (self._waits[waits[-1]] for waits in stacks.values() if waits):
-            if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
+            patience = MEETING_SECONDS if _is_meeting(wait) else PATIENCE_SECONDS
+            if not wait.was_logged and now - wait.began >= patience:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
         # Look for deadlocks only if a single thread communicates. Otherwise, while a thread waits,
@@ -186,7 +195,11 @@ class Watchdog(CollectiveWatch):
                 f"No wait is reported by rank {elsewhere}, which computes, has ended, or waits in "
                 "send(), recv() or an asynchronous work of the program"
             )
-        return ". ".join([*lines, _REMEDY])
+        return ". ".join([*lines, _MEETING_REMEDY if _is_meeting(wait) else _REMEDY])
+
+
+def _is_meeting(wait: BlockedWait) -> bool:
+    return wait.describe().startswith("ShardedWrapper")
 
 
 def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
