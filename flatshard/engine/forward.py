@@ -49,7 +49,8 @@ from flatshard.memory.buffers import POOL
 class Forward:
     """Runs the forward passes of one model.
 
-    The methods below are in the order in which a forward calls them.
+    The methods below are in the order in which a forward calls them. ``root_module`` checks the
+    outermost module (``RootChecks`` in ``flatshard/module/run.py``).
     """
 
     def __init__(

@@ -21,7 +21,6 @@ from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, check_not_summoned, shardings_in, units_in
 from flatshard.precision import convert_buffers
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.units.layout import memory_order, strides_of
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
@@ -50,9 +49,6 @@ def convert(
     # that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         root.check_has_all_modules("converted")
-    # Check all units before the first conversion: an error must leave every unit unconverted.
-    for handle in handles:
-        _check_keeps_order(handle, fn)
     with temporarily([context], is_converting=True), _hidden(handles):
         apply_to_module()
         convert_buffers(root.wrapper.modules(), fn)
@@ -67,29 +63,6 @@ def _changes(shard: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
         before = probe.data_ptr()
         after = fn(probe)
         return after is not probe or after.data_ptr() != before or bool(after != 1)
-
-
-def _check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise RuntimeError if ``fn`` (from ``Module._apply``) changes a parameter's memory format."""
-    # Refuse a new memory format: the state of optimizers is in the shard's element order, and no
-    # code rearranges the state.
-    after: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for param in handle.params:
-        span = param.span
-        if span.order not in after:
-            # Probe a small tensor with the same order of dimensions: the memory format that `fn`
-            # chooses does not depend on the sizes.
-            sizes = (2,) * len(span.order)
-            strides = strides_of(sizes, span.order)
-            probe = fn(handle.flat_param.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
-            after[span.order] = memory_order(probe)
-        asked = strides_of(span.shape, after[span.order])
-        if asked != span.strides:
-            raise RuntimeError(
-                f"{param.where}: the memory format "
-                f"cannot be changed after wrapping: expected strides {span.strides}, got {asked}. "
-                "Call model.to(memory_format=...) before ShardedWrapper(model)."
-            )
 
 
 def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
@@ -134,7 +107,8 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
         root.check_has_all_modules("copied")
     for sharding in inside:
         sharding.context.recover()
-    hooks = list(dict.fromkeys(one.hooks for one in inside))
+    # Another model in the same `copy.deepcopy` may have copied a unit already, which both contain.
+    hooks = list(dict.fromkeys(one.hooks for one in inside if id(one.hooks) not in memo))
     for one in hooks:
         # Copied modules refer to the copied hooks and unit, so `memo` needs both before the modules
         # are copied. `copy_into` fills both once the copied modules are complete.

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.module.sharding import Sharding, sharded_ids, shardings_in
+from flatshard.module.sharding import Sharding, other_roots, sharded_ids, shardings_in
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.ignored import Ignored, places_in
+from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import Policy, check_policy
+
+SHARED_REMEDY = (
+    "To train two models that share modules, wrap both models together, and none of their "
+    "modules before: models = ShardedWrapper(nn.ModuleList([first, second])). Then call models[0] "
+    "and models[1]."
+)
+
+
+def check_frozen(shared: Mapping[Sharding, Set[Sharding]]) -> None:
+    """Raise ValueError if a wrapper that several outermost wrappers contain is not frozen.
+
+    ``shared``: result of ``other_roots``.
+    """
+    for sharding, others in shared.items():
+        params = [param for handle in sharding.unit.handles for param in handle.sharded]
+        if others and any(param.requires_grad for param in params):
+            # If the program has dropped the other outermost wrapper, it may be garbage on some
+            # ranks, and freed on others. All ranks must get the same result.
+            gc.collect()
+            kinds = ", ".join(sorted(other.wrapper.__class__.__name__ for other in others))
+            if kinds:
+                raise ValueError(
+                    f"ShardedWrapper: {unit_text(sharding.unit.name)}, a "
+                    f"{sharding.wrapper.__class__.__name__}, is trained, and is also in another "
+                    f"outermost ShardedWrapper (around a {kinds}), which would reduce the same "
+                    f"gradients. Freeze the unit. {SHARED_REMEDY}"
+                )
 
 
 def read_ignored(
@@ -127,6 +157,14 @@ def check_tensors(
                 f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
                 "one forward on the unwrapped model first."
             )
+        # With NO_SHARD, parameters stay plain, but have flatshard's hook.
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        is_ours = any(hasattr(hook, "of_flatshard") for hook in hooks.values())
+        if is_ours or isinstance(param, FlatShardTensor):
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is already in another ShardedWrapper. Wrap "
+                f"each module once. {SHARED_REMEDY}"
+            )
         # Refuse subclasses of Tensor: a flat parameter keeps only the elements of a tensor, so the
         # state and behaviour of the subclass would be lost.
         if type(param.data) is not Tensor:
@@ -227,6 +265,7 @@ def _check_wrappers(
                     f"ShardedWrapper: {extension.name}() was called on a part of the module. First "
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
+    check_frozen(other_roots(shardings))
     if policy is not None and shardings:
         names = {inner: name for name, inner in module.named_modules()}
         name = names[shardings[0].wrapper]

@@ -23,8 +23,16 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
+from flatshard.module.inspection import check_frozen
 from flatshard.module.settings import as_flags
-from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
+from flatshard.module.sharding import (
+    Sharding,
+    handles_in,
+    modules_apart,
+    other_roots,
+    sharding_of,
+    shardings_in,
+)
 from flatshard.optimizer.step import restore_all
 from flatshard.optimizer.stepper import stepping
 from flatshard.options.extras import default_extra, extra
@@ -64,7 +72,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     _check_ranks(units)
     settings = root.settings
     hooks = {one.unit: one.hooks for one in shardings}
-    root_checks = RootChecks(root, modules_apart(shardings, settings.ranks.world.size))
+    root_checks = RootChecks(root, shardings)
     context = RunContext(
         [hooks[unit] for unit in units],
         root_checks,
@@ -79,7 +87,9 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
         context.extend(divergence.DivergentUnits(context, divergent))
     if torch.accelerator.is_available() and (checks := default_extra("device_checks")):
         root_checks.writes = checks.install(context)
+    root_checks.context = context
     for one in shardings:
+        one.roots.add(root)
         one.context, one.state_dict.writes = context, root_checks.writes
         one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size
 
@@ -122,11 +132,22 @@ def _check_ranks(units: Sequence[Unit]) -> None:
 class RootChecks:
     """Checks the outermost module before each forward, and lists the buffers to broadcast."""
 
-    def __init__(self, root: Sharding, apart: set[nn.Module]) -> None:
-        """Prepare the checks. ``apart``: the modules that only some of the model's ranks train."""
-        self._root, self._apart, self.writes = root, apart, WriteThrough()
+    context: RunContext
+
+    def __init__(self, root: Sharding, shardings: Sequence[Sharding]) -> None:
+        """Prepare the checks of ``root``, which contains ``shardings``."""
+        # Keep only a weak reference. The hooks of every unit inside keep this object, and the
+        # program may drop the outermost wrapper, and use a unit inside in another model.
+        self._root = weakref.ref(root)
+        self._ignored, self.writes, self._shared = (
+            root.ignored,
+            WriteThrough(),
+            other_roots(shardings),
+        )
+        # The modules that only some of the model's ranks train.
+        self._apart = modules_apart(shardings, root.settings.ranks.world.size)
         self._num_registered = -1  # the global `_num_registered` at the last check
-        self._modules = list(root.wrapper.modules())
+        self._modules = list(root.wrapper.module.modules())
 
     def recover(self) -> None:
         """Undo a failed optimizer step, and copy to the shards what users wrote to state dicts."""
@@ -142,7 +163,7 @@ class RootChecks:
         """
         # Do not call ``named_buffers()``: this method runs in every step, and ``named_buffers()``
         # takes longer, because it builds the name of every buffer.
-        ignored = self._root.ignored
+        ignored = self._ignored
         left_alone = ignored.modules.union(self._apart)
         seen = {id(buffer) for module in left_alone for buffer in module._buffers.values()}
         seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
@@ -160,29 +181,31 @@ class RootChecks:
         Raises RuntimeError if the model was changed after wrapping, has tensors without values, or
         is being captured in a CUDA graph.
         """
-        root = self._root
         if self.writes.lost:
             self.writes.raise_lost()
-        device = root.context.device
-        if device is not None and device.type == "cuda":
+        if (device := self.context.device) is not None and device.type == "cuda":
             _check_not_captured(device)
         # Checking all modules takes long, so check only if a module or parameter was assigned.
-        if self._num_registered != _num_registered:
-            self._check_all_owned()
+        if self._num_registered != _num_registered and (root := self._root()) is not None:
+            self._check_modules(root)
             self._num_registered = _num_registered
-        if not root.context.has_run:
-            handles = handles_in(root.wrapper)
+        if self._shared:
+            check_frozen(self._shared)
+
+    def _check_modules(self, root: Sharding) -> None:
+        self._check_all_owned(root)
+        if not self.context.has_run:
             for sharding in shardings_in(root.wrapper):
                 if sharding.check_loaded is not None:
                     sharding.check_loaded(root.wrapper, root.settings.ranks.world)
-            if any(handle.flat_param.device.type == "cpu" for handle in handles):
+            if any(h.flat_param.device.type == "cpu" for h in handles_in(root.wrapper)):
                 prepare_allocator()
 
-    def _check_all_owned(self) -> None:
+    def _check_all_owned(self, root: Sharding) -> None:
         """Raise if a parameter was added after wrapping: nothing would average its gradients."""
-        root, handles = self._root, handles_in(self._root.wrapper)
+        handles = handles_in(root.wrapper)
         # List the modules again, to watch also the modules that were added since the last check.
-        self._modules = list(root.wrapper.modules())
+        self._modules = list(root.wrapper.module.modules())
         _watched.update(self._modules)
         _install()
         is_summoned = any(handle.summoned is not None for handle in handles)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -43,12 +44,14 @@ class Sharding:
     # `apply` and conversions inside of the function must not go into other units.
     is_initialising: bool = False
     context: RunContext = dataclasses.field(init=False)  # state of the model's steps (`start_run`)
+    # The outermost wrappers that contain this wrapper, or contained it when they were made.
+    roots: WeakSet[Sharding] = dataclasses.field(default_factory=WeakSet, init=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Copy the state for a copied wrapper. ``start_run`` must then make a ``RunContext``."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
-        twin.hooks = memo[id(self.hooks)]
+        twin.hooks, twin.roots = memo[id(self.hooks)], WeakSet()
         twin.state_dict = copy.deepcopy(self.state_dict, memo)
         twin.ignored = copy.deepcopy(self.ignored, memo)
         return twin
@@ -106,6 +109,18 @@ def shardings_in(module: nn.Module, *, nested: bool = True) -> list[Sharding]:
         if nested or not isinstance(inner, ModuleProxy):
             waiting += [one for one in reversed(inner._modules.values()) if one is not None]
     return list(found)
+
+
+def other_roots(shardings: Iterable[Sharding]) -> dict[Sharding, Set[Sharding]]:
+    """Return the wrappers of a module that are also in outermost wrappers outside of the module.
+
+    ``shardings``: all wrappers of the module. The values are the other outermost wrappers, as long
+    as they exist.
+    """
+    inside = dict.fromkeys(
+        shardings
+    )  # in this order, so that all ranks name the same wrapper first
+    return {one: others for one in inside if (others := one.roots - inside.keys())}
 
 
 def units_in(module: nn.Module) -> list[Unit]:

@@ -315,19 +315,14 @@ def _convert_after_wrapping(rank: int, world_size: int, strategy: str) -> None:
         auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}),
     )
     before = snapshot(model)
-    refusal = r"'0.weight'.*before ShardedWrapper"
-    with pytest.raises(RuntimeError, match=refusal):
-        model.to(torch.float64, memory_format=torch.channels_last)
-    # Nothing was converted, not even in part.
-    assert_same_state(snapshot(model), before, rtol=0.0, atol=0.0)
-    model.to(memory_format=torch.contiguous_format)
-    if strategy != "NO_SHARD":
-        with pytest.raises(RuntimeError, match=refusal):
-            model[0].module.to(memory_format=torch.channels_last)
+    model.to(torch.float64, memory_format=torch.channels_last)
+    assert model[0].weight.dtype == torch.float64
+    assert model[0].weight.stride() == (12, 4, 2, 1)
+    assert_same_state(snapshot(model.float()), before, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_conversion_after_wrapping_is_refused(strategy: str) -> None:
+def test_conversion_after_wrapping_keeps_the_format(strategy: str) -> None:
     run_ranks(_convert_after_wrapping, 2, strategy)
 
 

@@ -1,6 +1,8 @@
 """Several models that train one another; each script runs on both sides of `tests/side.py`."""
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from flatshard import ShardedWrapper
 from tests.combinations import usual_and_every
 from tests.harness import run_ranks
 from tests.models import Mlp
 from tests.side import Net, Side, SideScript, run_both, sgd, step_and_clear
-from tests.ways import BASIC
+from tests.ways import BASIC, WAYS
 
 pytestmark = pytest.mark.by_turns
 
@@ -114,6 +117,60 @@ def parts_wrapped_one_by_one(side: Side) -> list[Any]:
     return [model]
 
 
+class Headed(nn.Module):
+    """A model over an encoder that another model has, too."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def one_wrapper_around_models_that_share_an_encoder(side: Side) -> list[Any]:
+    """Actor and critic, called by themselves: in turn, in one backward, one only, under no_sync."""
+    encoder = Net()
+    models = side.wrap(nn.ModuleList([Headed(encoder), Headed(encoder)]), Net, Headed)
+    optimizer = sgd(models)
+    for step in range(2):
+        for model in models:
+            side.loss(model, step).backward()
+            step_and_clear(optimizer)
+        (side.loss(models[0], step) + side.loss(models[1], 10 + step)).backward()
+        with torch.no_grad():
+            models[1](side.draw(step, 7))
+        step_and_clear(optimizer)
+        with side.no_sync(models):
+            side.loss(models[1], 20 + step).backward()
+        side.loss(models[0], 30 + step).backward()
+        step_and_clear(optimizer)
+    return [models]
+
+
+def frozen_encoder_in_two_wrappers(side: Side) -> list[Any]:
+    encoder = side.wrap(Net().requires_grad_(False))
+    models = [_outer(side, encoder) for _ in range(2)]
+    optimizer = sgd(*(model.head for model in models))
+    for step in range(2):
+        for model in models:
+            side.loss(model, step).backward()
+        step_and_clear(optimizer)
+    (side.loss(models[0], 5) + side.loss(models[1], 6)).backward()
+    step_and_clear(optimizer)
+    twins = copy.deepcopy(models)
+    assert twins[0].encoder is twins[1].encoder is not encoder
+    optimizer = sgd(*(model.head for model in twins))
+    side.loss(twins[0], 7).backward()
+    step_and_clear(optimizer)
+    return [*models, *twins]
+
+
+def _outer(side: Side, encoder: nn.Module) -> nn.Module:
+    model = Headed(encoder).double()
+    return model if side.way is None else ShardedWrapper(model, **WAYS[side.way].keywords)
+
+
 def teacher(side: Side) -> list[Any]:
     """A frozen model gives the targets: without gradients, and with useless ones."""
     student, frozen = side.wrap(Mlp()), side.wrap(Mlp().requires_grad_(False))
@@ -193,6 +250,8 @@ SCRIPTS: list[SideScript] = [
     chained,
     chained_in_a_cycle,
     parts_wrapped_one_by_one,
+    one_wrapper_around_models_that_share_an_encoder,
+    frozen_encoder_in_two_wrappers,
     teacher,
     perceptual_loss,
     momentum_encoder,
@@ -204,3 +263,59 @@ SCRIPTS: list[SideScript] = [
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script(script: SideScript) -> None:
     run_ranks(run_both, 2, script, usual_and_every(4, BASIC, SCRIPTS.index(script)))
+
+
+@pytest.mark.parametrize("way", BASIC)
+def test_a_trained_unit_in_two_outermost_wrappers(way: str) -> None:
+    run_ranks(_shared, 2, way)
+
+
+def _shared(rank: int, world_size: int, way: str) -> None:
+    side = Side(rank, world_size, way)
+    two = "is trained, and is also in another .* .around a Headed."
+    remedy = "models = ShardedWrapper.nn.ModuleList"
+    encoder = side.wrap(Net())
+    encoder(side.draw(0, 7)).sum().backward()  # has been trained as a model of its own
+    actor = _outer(side, encoder)
+    with pytest.raises(ValueError, match=f"{two}.*{remedy}"):
+        _outer(side, encoder)
+    # The error about a policy must not recommend two wrappers.
+    with pytest.raises(ValueError, match=f"{two}.*{remedy}"):
+        ShardedWrapper(Headed(encoder).double(), auto_wrap_policy="auto")
+    side.loss(actor, 0).backward()
+    encoder.requires_grad_(False)
+    critic, third = _outer(side, encoder), _outer(side, encoder)
+    for model in (actor, critic, third):
+        side.loss(model, 0).backward()
+    encoder.requires_grad_(True)
+    for model in (actor, critic, encoder):
+        with pytest.raises(ValueError, match=f"Headed.*{remedy}"):
+            model(side.draw(0, 7))
+    # Without the other wrappers, the encoder belongs to the last one, whichever that is.
+    freed = [weakref.ref(actor), weakref.ref(critic)]
+    del actor, critic, model
+    side.loss(third, 0).backward()
+    assert [one() for one in freed] == [None, None]
+    assert all(param.grad is not None for param in third.parameters())
+    freed = [weakref.ref(third)]
+    del third
+    gc.collect()
+    assert freed[0]() is None, "the encoder must not keep a model that was dropped"
+    side.loss(_outer(side, encoder), 0).backward()
+
+
+@pytest.mark.parametrize("way", BASIC)
+def test_an_unwrapped_module_in_two_wrappers(way: str) -> None:
+    run_ranks(_shares_a_module, 2, way)
+
+
+def _shares_a_module(rank: int, world_size: int, way: str) -> None:
+    side, encoder = Side(rank, world_size, way), Net()
+    first = side.wrap(Headed(encoder), Net)
+    expected = "parameter 'encoder.*' is already in another ShardedWrapper.*ModuleList"
+    with pytest.raises(ValueError, match=expected):
+        side.wrap(Headed(encoder))
+    for again in (first, first.module):
+        with pytest.raises(ValueError, match=r"ModuleList|already a ShardedWrapper"):
+            side.wrap(again)
+    side.loss(first, 0).backward()
