@@ -16,9 +16,8 @@ from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import Policy, check_policy
 
 SHARED_REMEDY = (
-    "To train two models that share modules, wrap both models together, and none of their "
-    "modules before: models = ShardedWrapper(nn.ModuleList([first, second])). Then call models[0] "
-    "and models[1]."
+    "Use one wrapper for two models that share modules: models = "
+    "ShardedWrapper(nn.ModuleList([first, second])). Then call models[0] and models[1]."
 )
 
 
@@ -36,10 +35,9 @@ def check_frozen(shared: Mapping[Sharding, Set[Sharding]]) -> None:
             kinds = ", ".join(sorted(other.wrapper.__class__.__name__ for other in others))
             if kinds:
                 raise ValueError(
-                    f"ShardedWrapper: {unit_text(sharding.unit.name)}, a "
-                    f"{sharding.wrapper.__class__.__name__}, is trained, and is also in another "
-                    f"outermost ShardedWrapper (around a {kinds}), which would reduce the same "
-                    f"gradients. Freeze the unit. {SHARED_REMEDY}"
+                    f"ShardedWrapper: {unit_text(sharding.unit.name)} is trained, and is also in "
+                    f"another outermost ShardedWrapper (around a {kinds}), which would reduce the "
+                    f"same gradients. Freeze the unit, or wrap each module once. {SHARED_REMEDY}"
                 )
 
 

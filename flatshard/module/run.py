@@ -193,20 +193,20 @@ class RootChecks:
             check_frozen(self._shared)
 
     def _check_modules(self, root: Sharding) -> None:
-        self._check_all_owned(root)
+        """Raise if a parameter was added after wrapping: nothing would average its gradients.
+
+        In the first forward, also raise if a tensor has no values.
+        """
+        handles = handles_in(root.wrapper)
         if not self.context.has_run:
             for sharding in shardings_in(root.wrapper):
                 if sharding.check_loaded is not None:
                     sharding.check_loaded(root.wrapper, root.settings.ranks.world)
-            if any(h.flat_param.device.type == "cpu" for h in handles_in(root.wrapper)):
+            if any(handle.flat_param.device.type == "cpu" for handle in handles):
                 prepare_allocator()
-
-    def _check_all_owned(self, root: Sharding) -> None:
-        """Raise if a parameter was added after wrapping: nothing would average its gradients."""
-        handles = handles_in(root.wrapper)
         # List the modules again, to watch also the modules that were added since the last check.
         self._modules = list(root.wrapper.module.modules())
-        _watched.update(self._modules)
+        _watched.update((root.wrapper, *self._modules))
         _install()
         is_summoned = any(handle.summoned is not None for handle in handles)
         if root.settings.ranks.world.size == 1 or is_summoned:
