@@ -42,9 +42,8 @@ PATIENCE_SECONDS = 60.0
 MEETING_SECONDS = 10.0
 
 _MEETING_REMEDY = (
-    "If another rank is still loading its model, this wait ends by itself. If another rank does "
-    "not wrap its model, or uses DistributedDataParallel, the wait never ends: construct the same "
-    "ShardedWrapper on every rank."
+    "If another rank is only slow, this wait ends by itself. If it does not wrap its model, or "
+    "uses DistributedDataParallel, the wait never ends: wrap the same model on every rank."
 )
 _REMEDY = (
     "If another rank is only slow, this wait ends by itself. If another rank is past this call, "
@@ -144,10 +143,13 @@ class Watchdog(CollectiveWatch):
         }
         now = time.monotonic()
         for wait in (self._waits[waits[-1]] for waits in stacks.values() if waits):
-            patience = MEETING_SECONDS if _is_meeting(wait) else PATIENCE_SECONDS
+            is_meeting = wait.describe().startswith("ShardedWrapper")
+            patience = min(MEETING_SECONDS, PATIENCE_SECONDS) if is_meeting else PATIENCE_SECONDS
             if not wait.was_logged and now - wait.began >= patience:
                 wait.was_logged = True
-                _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
+                _logger.warning(
+                    "waiting for %d seconds: %s", now - wait.began, self._about(wait, is_meeting)
+                )
         # Look for deadlocks only if a single thread communicates. Otherwise, while a thread waits,
         # another thread may still begin the collective that the other ranks need.
         if len(self._users) == 1:
@@ -182,7 +184,7 @@ class Watchdog(CollectiveWatch):
             self._on_gpu = _GpuWait(*on_gpu)
         return self._on_gpu
 
-    def _about(self, wait: BlockedWait) -> str:
+    def _about(self, wait: BlockedWait, is_meeting: bool) -> str:
         lines = [wait.text()]
         if len(self._users) > 1:
             lines.append(
@@ -195,11 +197,7 @@ class Watchdog(CollectiveWatch):
                 f"No wait is reported by rank {elsewhere}, which computes, has ended, or waits in "
                 "send(), recv() or an asynchronous work of the program"
             )
-        return ". ".join([*lines, _MEETING_REMEDY if _is_meeting(wait) else _REMEDY])
-
-
-def _is_meeting(wait: BlockedWait) -> bool:
-    return wait.describe().startswith("ShardedWrapper")
+        return ". ".join([*lines, _MEETING_REMEDY if is_meeting else _REMEDY])
 
 
 def _blocked(wait: watched, thread: int = 0) -> BlockedWait:

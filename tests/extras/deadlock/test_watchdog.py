@@ -19,9 +19,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
 
-from flatshard import CollectiveError
+from flatshard import CollectiveError, ShardedWrapper
 from flatshard.comm.work import WaitCondition, watched
 from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
@@ -69,6 +70,24 @@ def _long_wait(rank: int, world_size: int) -> None:
         assert expected in line, line
         assert "self.fc1(x))). If another rank is only slow" in line, line
         assert line.endswith("on every rank, not under `if rank == 0:`.")
+
+
+def test_a_rank_with_another_wrapper() -> None:
+    """After some seconds, the log says so, with this rank's line. Both ranks fail in the end."""
+    run_ranks(_another_wrapper, 2, group_timeout=3.0, fresh=True)
+
+
+def _another_wrapper(rank: int, world_size: int) -> None:
+    deadlock.MEETING_SECONDS = 1.0
+    lines = _Lines()
+    logging.getLogger("flatshard").addHandler(lines)
+    with pytest.raises(RuntimeError):
+        (ShardedWrapper, nn.parallel.DistributedDataParallel)[rank](nn.Linear(3, 3))
+    if rank == 0:
+        (line,) = lines.lines
+        assert "ShardedWrapper: comparing process groups, rank 0" in line, line
+        assert "test_watchdog.py:" in line, line
+        assert "uses DistributedDataParallel" in line, line
 
 
 @pytest.mark.parametrize("phases", [1, 2], ids=["forward", "step"])
