@@ -98,7 +98,9 @@ class History:
     all descriptions.
     """
 
-    def __init__(self, name: str, ranks: Iterable[int], rank: int, meeting: Hashable) -> None:
+    def __init__(
+        self, name: str, ranks: Iterable[int], rank: int, meeting: Hashable = None
+    ) -> None:
         """Make an empty history.
 
         Args:

@@ -204,6 +204,12 @@ def _check_scaled(names: dict[str, Any], rank: int) -> None:
     assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-3, atol=1e-3)
 
 
+def _check_shared_modules(names: dict[str, Any]) -> None:
+    actor, critic = names["both"]
+    assert actor[0] is critic[0]
+    assert names["both"].state_dict()["0.0.weight"].shape == (8, 4)
+
+
 def _check_two_models(names: dict[str, Any], rank: int) -> None:
     if "both" not in names:  # the block that saves two optimizers
         assert Path("gan").exists()
@@ -357,6 +363,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "float16 with a scaler"): _check_scaled,
     ("recipes.md", "An average of the weights"): _check_average,
     ("recipes.md", "Two models in one checkpoint"): _check_two_models,
+    ("recipes.md", "Two models that share modules"): _check_shared_modules,
     ("recipes.md", "Recipes"): _check_clipped,
     ("recipes.md", "A momentum encoder"): _check_momentum_encoder,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,
