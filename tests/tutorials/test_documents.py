@@ -204,7 +204,7 @@ def _check_scaled(names: dict[str, Any], rank: int) -> None:
     assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-3, atol=1e-3)
 
 
-def _check_shared_modules(names: dict[str, Any]) -> None:
+def _check_shared_modules(names: dict[str, Any], rank: int) -> None:
     actor, critic = names["both"]
     assert actor[0] is critic[0]
     assert names["both"].state_dict()["0.0.weight"].shape == (8, 4)
