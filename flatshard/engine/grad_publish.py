@@ -303,7 +303,8 @@ class GradPublish:
         for param in self._params:
             grad = grads[param.index]
             if isinstance(grad, FlatShardTensor):
-                twin = FlatShardTensor(fn(grad.local), param.spec, role=grad.role)
+                local, origin = fn(grad.local), grad.origin
+                twin = FlatShardTensor(local, param.spec, role=grad.role, origin=origin)
                 set_grad(param.sharded, twin)
             elif grad is not None:
                 set_grad(param.sharded, fn(grad))

@@ -26,7 +26,6 @@ EXTRAS = {
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
     "plan": "predicts the memory and time of training",
     "weights": "iterates over full tensors, and computes norms",
-    "own_collectives": "handles the program's own collectives on sharded tensors",
     "device_checks": "on accelerators, finds lost writes, and ranks that evaluate different units",
     "recording": "records steps",
     "non_finite": "warns of the first gradient that is inf or NaN",

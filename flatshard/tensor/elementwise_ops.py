@@ -21,9 +21,13 @@ from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
     HANDLERS,
+    Caller,
     FlatShardTensor,
-    digest_of,
+    Origin,
+    Source,
+    caller_of_operator,
     first_sharded,
+    origin_of,
     wrote,
 )
 from flatshard.units.module_tree import unit_text
@@ -72,23 +76,24 @@ def _local(value: Any, spec: ShardSpec) -> Any:
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operands = (*args, *kwargs.values())
     like = first_sharded(args, kwargs)
     spec = like.spec
     in_place = func._schema.is_mutable
     if in_place and not isinstance(args[0], FlatShardTensor):
         spec.refuse(f"writing into a plain tensor with {func._schema.name}")
-    digest = digest_of(func._schema.name, (*args, *kwargs.values()))
-    if like.is_alike and not in_place and spec.owner.is_in_forward:
-        # Refuse three kinds of operations in forward, so that they run on the full tensor instead.
-        # First, operations with an operand that may differ between ranks, such as an activation of
-        # this rank's batch: the ranges of the result would not be parts of one tensor. Second,
-        # operations of a unit that computes in another dtype than the shard's, because the
-        # operation must use that dtype. Third, ``empty_like`` and similar functions, because the
-        # user may fill the result with random numbers that each rank draws for its own batch.
-        is_cast = spec.original is not None and spec.original.full.dtype is not like.dtype
-        if digest is None or is_cast or func._schema.name.endswith("_like"):
-            spec.refuse(f"{func._schema.name} in forward")
-    is_drawn = digest is None and _has_draws(func, (*args, *kwargs.values()))
+    caller = caller_of_operator()
+    origin = origin_of(operands, caller)
+    if not in_place and (refused := _needs_full(func, operands, origin, caller)) is not None:
+        if func._schema.name.endswith("_like"):
+            return _full_like(func, args, kwargs)
+        # Above a derivative formula, nobody catches `NeedsFullTensor`.
+        if caller is not Caller.AUTOGRAD or torch.is_grad_enabled():
+            like.refuse(f"{func._schema.name} {refused}")
+        result = spec.owner.run_full(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    origin.is_drawn = origin.source is Source.OTHER and _has_draws(func, operands)
     _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
@@ -97,17 +102,50 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
         wrote(args[:1])
-        args[0].origin.write(digest)
-        args[0].origin.is_drawn |= is_drawn and not args[0].origin.is_parameter
+        args[0].origin.write(origin)
+        args[0].origin.is_drawn |= origin.is_drawn and not args[0].origin.is_fixed
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
         # Move the result of ``zeros_like`` and similar functions to the place where optimizer state
         # lies (the disk, for example), because optimizers make their state with these functions.
         result = target.take_in(result) if result.device == like.local.device else result
-    computed = FlatShardTensor(result, spec, role=_role_of(func, args))
-    computed.origin.digest, computed.origin.is_drawn = digest, is_drawn
-    return computed
+    return FlatShardTensor(result, spec, role=_role_of(func, args), origin=origin)
+
+
+def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Caller) -> str | None:
+    """Return where an operation with a new result must compute with full tensors, or None.
+
+    A part of a full result would be wrong in two places. There, the ranks compute different
+    results, of which a sharded tensor would have one range of each.
+    """
+    sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
+    if not all(tensor.is_alike and not tensor.origin.is_arriving for tensor in sharded):
+        return None
+    # A gradient of this rank: a user's `torch.autograd.Function` or hook may add the gradient to
+    # ``zeros_like(weight)``. A derivative formula gets such a gradient as a plain tensor.
+    is_mixed = origin.source is Source.OTHER
+    if caller is Caller.PROGRAM_FOR_GRADIENT or (caller is Caller.AUTOGRAD and is_mixed):
+        return "in the computation of a gradient"
+    # A forward. First, an operand may differ between ranks, such as an activation of this rank's
+    # batch. Second, the unit may compute in another dtype than the shard's. Third, the user may
+    # fill the result of ``empty_like`` with random numbers that each rank draws for its own batch.
+    spec, name = sharded[0].spec, func._schema.name
+    if sharded[0].origin.source is Source.PARAMETERS and spec.owner.is_in_forward:
+        is_cast = spec.original is not None and spec.original.full.dtype is not sharded[0].dtype
+        if is_mixed or is_cast or name.endswith("_like"):
+            return "in forward"
+    return None
+
+
+def _full_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``zeros_like`` or a similar function, and return a full plain tensor."""
+    like: FlatShardTensor = args[0]
+    like.spec.refuse_part(func._schema.name)
+    # If ``like`` comes from a parameter, use the dtype and device in which the unit computes.
+    original = like.spec.original if like.origin.source is Source.PARAMETERS else None
+    full = like.spec.empty(like.local if original is None else original.full)
+    return func(full, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
 def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
@@ -211,8 +249,13 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ]
 
     is_mutable = func._schema.is_mutable
-    if not is_mutable and torch.is_grad_enabled():
-        _has_draws(func, [*tensors_in((args, kwargs))])
+    if not is_mutable:
+        operands = [*tensors_in((args, kwargs))]
+        caller = caller_of_operator()
+        if _needs_full(func, operands, origin_of(operands, caller), caller) is not None:
+            first_sharded(args, kwargs).refuse(func._schema.name)
+        if torch.is_grad_enabled():
+            _has_draws(func, operands)
     for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
         if spec is not None and not isinstance(value, FlatShardTensor):
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
@@ -227,9 +270,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             wrote((values,))
             for position, value in enumerate(values):
-                if isinstance(value, FlatShardTensor) and value.is_alike:
-                    operands = (_at(operand, position) for operand in (*args, *kwargs.values()))
-                    value.origin.write(digest_of(func._schema.name, operands))
+                if isinstance(value, FlatShardTensor):
+                    operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
+                    value.origin.write(origin_of(operands))
     return None
 
 
@@ -238,12 +281,16 @@ def _at(value: Any, position: int) -> Any:
     return value[position] if isinstance(value, list | tuple) and position < len(value) else value
 
 
-def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Draw random numbers for a sharded tensor. The numbers do not depend on the world size."""
     tensor: FlatShardTensor = args[0]
     spec, local = tensor.spec, tensor.local
     if func is aten.bernoulli.default:
         tensor.refuse("bernoulli() with its elements as probabilities")
+    if tensor.is_alike and not func._schema.is_mutable:
+        caller = caller_of_operator()
+        if caller is Caller.PROGRAM_FOR_GRADIENT or spec.owner.is_in_forward:
+            return _full_like(func, args, kwargs)
     if tensor.is_alike and spec.owner.is_in_forward:
         # Refuse in forward: the states of the ranks' generators may differ, because each rank has
         # drawn random numbers for its own batch.
@@ -258,13 +305,11 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     if not func._schema.is_mutable:
         # Clone this rank's range: a view of the drawn full tensor would keep the full tensor in
         # memory.
-        drawn = FlatShardTensor(part.clone(), spec, role=role)
-        drawn.origin.is_drawn = True
-        return drawn
+        return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
     wrote((tensor,))
-    tensor.origin.write(None)
-    if not tensor.origin.is_parameter:
+    tensor.origin.write(Origin())
+    if not tensor.origin.is_fixed:
         tensor.origin.is_drawn, tensor.role = True, role
     return tensor
 
@@ -296,8 +341,8 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     # would have another version counter than the tensor. Leave inference mode, in which a new
     # tensor gets no version counter, and autograd would raise when it reads the counter.
     with torch.inference_mode(False):
-        twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role)
-    twin.origin = origin = tensor.origin
+        origin = tensor.origin
+        twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role, origin=origin)
     origin.aliases = origin.aliases or weakref.WeakValueDictionary()
     origin.aliases[id(twin)] = twin
     return twin

@@ -21,10 +21,14 @@ from flatshard.memory.offload_target import OffloadTargets
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
+    CALLERS,
     GRADIENT,
     OWN_ATTRIBUTES,
+    Caller,
     FlatShardTensor,
     LocalView,
+    Origin,
+    Source,
     attributes_of,
 )
 from flatshard.tensor.unsharded import average_full_gradients, register_hook
@@ -376,7 +380,8 @@ class OriginalParam:
             return view_of(chunk, self.span).data
         spec = self.spec
         local = chunk[spec.start : spec.start + spec.numel]
-        return FlatShardTensor(local, spec, role=GRADIENT, flat=chunk)
+        origin = Origin(Source.GRADIENTS, is_fixed=True)
+        return FlatShardTensor(local, spec, role=GRADIENT, flat=chunk, origin=origin)
 
     def hold_hooks(self) -> None:
         """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.
@@ -403,3 +408,7 @@ class OriginalParam:
             hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             hooks.update(self.post_accumulate_hooks)
             self.post_accumulate_hooks.clear()
+
+
+# These hooks run inside of backward, but after the gradients are averaged.
+CALLERS[id(OriginalParam.run_hooks.__code__)] = Caller.PROGRAM

@@ -14,12 +14,12 @@ and backward.
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import math
 import sys
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatshard.options.extras import default_extra
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.units.layout import Box, as_bytes, boxes_of
+from flatshard.units.module_proxy import refuse_foreign_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -90,62 +90,104 @@ _COLLECTIVE_MODULES = (
 )
 
 
+class Source(enum.IntEnum):
+    """Which tensors the values of a sharded tensor were computed from."""
+
+    PARAMETERS = 0  # parameters and Python numbers
+    GRADIENTS = 1  # also averaged gradients
+    # Also a tensor that may differ between ranks. So the ranges of all ranks may not be parts of
+    # the same full tensor.
+    OTHER = 2
+
+
+class Caller(enum.Enum):
+    """Who called an operator on a sharded tensor."""
+
+    PROGRAM = enum.auto()
+    # A ``torch.autograd.Function`` or a tensor hook of the program. As under
+    # DistributedDataParallel, it computes a gradient of this rank, before the average.
+    PROGRAM_FOR_GRADIENT = enum.auto()
+    AUTOGRAD = enum.auto()  # a derivative formula of torch
+
+
 @dataclass(eq=False, slots=True)
 class Origin:
     """How the values of a sharded tensor were computed. Aliases of the tensor share this object.
 
-    The attributes tell whether the ranges of all ranks are parts of the same full tensor.
-
     Attributes:
-        digest: checksum of the operations and Python numbers that computed the values from
-            parameters. Ranks that ran the same computation have equal digests. None: another
-            tensor, which may differ between ranks, was used in the computation.
-        is_parameter: whether the tensor is a parameter. All ranks write the same tensors into a
-            parameter, so the ranks' ranges always are parts of the same full tensor.
+        source: which tensors the values were computed from.
+        is_fixed: whether ``source`` stays the same if the tensor is written. True for a parameter
+            and its gradient: all ranks write the same tensors into them, so the ranks' ranges
+            always are parts of the same full tensor.
         is_drawn: whether the values were computed from random numbers of this rank's generator.
-        num_writes: number of in-place operations on the tensor. Ranks that wrote different values
-            under ``if rank == 0:`` have different numbers.
+        graph_task: autograd's number of the backward in which flatshard averaged this gradient.
     """
 
-    digest: int | None = None
-    is_parameter: bool = False
+    source: Source = Source.OTHER
+    is_fixed: bool = False
     is_drawn: bool = False
-    num_writes: int = 0
+    graph_task: int | None = None
     # Users' tensors with the same memory, from `p.data` for example, keyed by id. An assignment to
     # `p.data` must not change these tensors.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
-    def write(self, digest: int | None) -> None:
+    @property
+    def is_arriving(self) -> bool:
+        """Whether this is an averaged gradient on its way to a parameter, in a running backward."""
+        return self.graph_task == torch._C._current_graph_task_id()
+
+    def write(self, result: Origin) -> None:
         """Record that an in-place operation has changed the values.
 
-        ``digest``: digest of the operation's result, see ``digest_of``.
+        ``result``: origin of the operation's result, see ``origin_of``.
         """
-        self.num_writes += 1
-        if digest is not None or not self.is_parameter:
-            self.digest = digest
+        if self.is_arriving or not self.is_fixed:
+            self.source = result.source
+            self.graph_task = result.graph_task
 
 
-def digest_of(name: str, operands: Iterable[Any]) -> int | None:
-    """Return the digest of an operation's result, for ``Origin.digest``.
-
-    Args:
-        name: name of the operation.
-        operands: arguments of the operation.
-
-    Returns:
-        The digest. None: an operand is a tensor that may differ between ranks.
-    """
-    parts: list[Any] = [name]
+def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origin:
+    """Return how an operation computes its result. ``operands``: arguments of the operation."""
+    source, graph_task = Source.PARAMETERS, None
     for operand in operands:
-        if isinstance(operand, Tensor):
-            if not isinstance(operand, FlatShardTensor) or operand.origin.digest is None:
-                return None
-            operand = operand.origin.digest
-        # Except for tensors, use only numbers for the digest. Further arguments, for example
-        # devices, may differ between ranks although the values are the same.
-        if isinstance(operand, int | float | complex):
-            parts.append(operand)
-    return zlib.crc32(repr(parts).encode())
+        if not isinstance(operand, FlatShardTensor):
+            source = Source.OTHER if isinstance(operand, Tensor) else source
+            continue
+        source = max(source, operand.origin.source)
+        if operand.origin.is_arriving:
+            graph_task = operand.origin.graph_task
+            # Do not trust a hook or a `torch.autograd.Function` with an averaged gradient: under
+            # DistributedDataParallel, it computes with the gradient of this rank. Only a linear
+            # function with the same factors on all ranks has the same average.
+            source = source if caller is Caller.AUTOGRAD else Source.OTHER
+    return Origin(source, graph_task=graph_task)
+
+
+# Functions that tell, from the stack, who called an operator, keyed by `id` of their code. (Python
+# hashes all of a code object at each look-up.) Only Python code calls `__torch_function__`. None:
+# the engine of autograd, which calls formulas and hooks.
+CALLERS: dict[int, Caller | None] = {id(torch.autograd.graph._engine_run_backward.__code__): None}
+
+
+def caller_of_operator() -> Caller:
+    """Return who called the operator on a sharded tensor that is running."""
+    # torch turns forward-mode gradients off in the forward of a `torch.autograd.Function`, as in
+    # inference mode.
+    in_function = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+    if not in_function and torch._C._current_graph_task_id() == -1:
+        return Caller.PROGRAM
+    caller = Caller.AUTOGRAD
+    frame = sys._getframe(1)
+    while frame is not None:
+        key = id(frame.f_code)
+        if key in CALLERS:
+            found = CALLERS[key]
+            if found is not Caller.PROGRAM_FOR_GRADIENT or in_function:
+                return found or caller
+            caller = found
+        frame = frame.f_back  # type: ignore[assignment]
+    # In a backward on an accelerator, the stack of autograd's thread ends at the hook or formula.
+    return caller
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -249,6 +291,7 @@ class FlatShardTensor(torch.Tensor):
         role: str = "tensor like",
         flat: Tensor | None = None,
         requires_grad: bool = False,
+        origin: Origin | None = None,
     ) -> Self:
         """Make a sharded tensor in the memory of ``local``, ``(spec.numel,)``.
 
@@ -268,7 +311,7 @@ class FlatShardTensor(torch.Tensor):
         # whose tensors lie in nested lists, for example) would read from address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
-        self.origin = Origin()
+        self.origin = origin or Origin()
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -278,28 +321,38 @@ class FlatShardTensor(torch.Tensor):
         ``flat``: this rank's chunk of the flat parameter, ``(shard_numel,)``.
         """
         local = flat[spec.start : spec.start + spec.numel]
-        self = cls(local, spec, role="parameter", flat=flat, requires_grad=requires_grad)
+        origin = Origin(Source.PARAMETERS, is_fixed=True)
+        self = cls(
+            local, spec, role="parameter", flat=flat, requires_grad=requires_grad, origin=origin
+        )
         self._is_param = self.is_parameter = True
-        self.origin = Origin(0, is_parameter=True)
         return self
 
     @property
     def is_alike(self) -> bool:
         """Whether the ranges of all ranks are certainly parts of the same full tensor.
 
-        True for a parameter, and for a tensor that was computed only from parameters and Python
-        numbers.
+        True for a parameter and an averaged gradient, and for a tensor that was computed only from
+        parameters, averaged gradients and Python numbers.
         """
-        return self.origin.digest is not None
+        is_unreduced = bool(UNREDUCED) and self in UNREDUCED
+        return self.origin.source is not Source.OTHER and not is_unreduced
 
     @property
     def described(self) -> str:
-        """Text for messages, such as ``gradient of 'fc1.weight'``; the same on all ranks."""
+        """Text such as ``gradient of 'fc1.weight'``, for the names of collectives."""
         return f"{self.role} {self.spec.name!r}"
+
+    @property
+    def text(self) -> str:
+        """Short form of ``described``, for errors and warnings."""
+        operation, _, operands = self.role.partition(" of ")
+        return f"result of {operation}() with {self.spec.name!r}" if operands else self.described
 
     def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's range."""
-        self.spec.refuse(operation, None if self.is_alike else self.described)
+        text = None if self.origin.source is Source.PARAMETERS else self.text
+        self.spec.refuse(operation, text)
 
     def to_local(self) -> Tensor:
         """Return this rank's elements in memory order, ``(spec.numel,)``, without a copy."""
@@ -340,7 +393,7 @@ class FlatShardTensor(torch.Tensor):
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
-                    alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
+                    alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.source)
             self.copy_(value)
 
     # Override ``dtype`` to see a collective with a list of tensors (``dist.scatter(x, [p, p])``).
@@ -580,15 +633,23 @@ def is_collective(func: Any) -> bool:
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
-def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle a collective that the user's program calls on a sharded tensor.
-
-    Raises RuntimeError, except for an all-reduce with the same full tensor on all ranks.
-    """
-    own_collectives = default_extra("own_collectives")
-    if own_collectives is None:
-        first_sharded(args, kwargs).refuse(func.__name__)
-    own_collectives.collective(func, args, kwargs)
+def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Raise RuntimeError: the user's program calls a collective on a sharded tensor."""
+    refuse_foreign_wrapper()
+    tensor = first_sharded(args, kwargs)
+    remedy = (
+        "The gradient is already averaged over all ranks: leave the collective out."
+        if tensor.role == GRADIENT
+        else "All ranks hold the same parameters: to average them, leave the collective out. To "
+        "write other values, communicate under ShardedWrapper.summon_full_params(model), or use "
+        "model.load_state_dict()."
+    )
+    name = func.__name__.removesuffix(".default")
+    raise RuntimeError(
+        f"{tensor.spec.where(tensor.text)} is sharded: {name}() would send only this rank's "
+        f"range, or write to a temporary copy. {remedy} To read values, call full_tensor() on all "
+        "ranks and communicate the result. [FS-COLLECTIVE]"
+    )
 
 
 def wrote(values: Sequence[Any]) -> None:
@@ -616,6 +677,10 @@ def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTen
     """
     return next(sharded_in((*args, *kwargs.values())))
 
+
+CALLERS[id(FlatShardTensor.__torch_function__.__func__.__wrapped__.__code__)] = (  # type: ignore[attr-defined]
+    Caller.PROGRAM_FOR_GRADIENT
+)
 
 # Make methods raise that read the tensor's memory directly, without calling ``__torch_dispatch__``:
 # a sharded tensor has no memory of its own, so ``apply_``, for example, would crash.

@@ -33,7 +33,14 @@ from torch.utils import _pytree as pytree
 from flatshard.comm.consistency import checksum
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective, untraced
+from flatshard.tensor.sharded_tensor import (
+    GRADIENT,
+    FlatShardTensor,
+    Origin,
+    Source,
+    is_collective,
+    untraced,
+)
 from flatshard.units.module_tree import unit_text
 
 _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_floating_point numel
@@ -262,16 +269,30 @@ class OutsideUse(torch.autograd.Function):
 def _averaged(spec: ShardSpec, gradient: Tensor | None) -> FlatShardTensor | None:
     """Average a gradient over the ranks, and return this rank's range of the average.
 
-    Collective: all ranks that train the parameter, unless ``gradient`` is a ``FlatShardTensor``.
+    Collective: all ranks that train the parameter, unless autograd's formulas computed ``gradient``
+    from a result of this function.
 
     Args:
         spec: describes the parameter.
         gradient: gradient of the full parameter, or a tensor that broadcasts to the parameter's
-            shape. A ``FlatShardTensor`` is averaged already, and is returned unchanged. None: the
-            user's function returned no gradient.
+            shape. None: the user's function returned no gradient.
+
+    Raises:
+        RuntimeError: ``gradient`` is a sharded tensor with ranges of different ranks' gradients.
     """
-    if gradient is None or isinstance(gradient, FlatShardTensor):
-        return gradient
+    if gradient is None:
+        return None
+    if isinstance(gradient, FlatShardTensor):
+        if gradient.origin.is_arriving and gradient.is_alike:
+            return gradient  # averaged already
+        if not gradient.is_alike:
+            raise RuntimeError(
+                f"{spec.where()}: backward got a sharded tensor ({gradient.text}) as the gradient. "
+                "It has this rank's values only for this rank's range, so it cannot be averaged. "
+                "Expected a full gradient. In a torch.autograd.Function, compute the gradient from "
+                "weight.new_zeros(weight.shape), and compute with full tensors outside of it."
+            )
+        gradient = gradient.full_tensor()  # the same on all ranks
     spec.owner.start_backward()
     # Clone the gradient: the reduction overwrites its argument, and autograd may pass the same
     # gradient to other functions.
@@ -280,7 +301,9 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> FlatShardTensor | Non
     # own loss.
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
-    return FlatShardTensor(spec.slice(part) / (spec.comm.size * spec.replicas.size), spec)
+    local = spec.slice(part) / (spec.comm.size * spec.replicas.size)
+    origin = Origin(Source.GRADIENTS, is_fixed=True, graph_task=torch._C._current_graph_task_id())
+    return FlatShardTensor(local, spec, role=GRADIENT, origin=origin)
 
 
 def average_full_gradients(param: FlatShardTensor) -> None:
