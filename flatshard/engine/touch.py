@@ -31,7 +31,7 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, is_counted, sharded_in
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Source, is_counted, sharded_in
 from flatshard.tensor.unsharded import as_views, gathered, states
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
@@ -84,38 +84,63 @@ class Touch(ParamOwner):
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` with full tensors in place of sharded tensors. Collective.
 
-        Returns NotImplemented if a sharded argument is a gradient or optimizer state, or belongs to
-        another model. Then the caller handles ``func``.
+        Returns NotImplemented if a sharded argument is an unreduced gradient or optimizer state, or
+        belongs to another model, or if ``func`` writes to it in a forward. Then the caller handles
+        ``func``.
 
         Raises:
-            RuntimeError: ``func`` writes to one of the full tensors.
+            RuntimeError: ``func`` writes to one of the full tensors, or changes its shape.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
-        # Run the operation only if all sharded arguments are parameters of this model, or were
-        # computed from parameters of this model. The caller handles gradients, optimizer state and
-        # other models.
-        if _writes(func, args) or not all(t.is_alike and t.spec in self._places for t in sharded):
+        # Run the operation only if all sharded arguments are parameters or averaged gradients of
+        # this model, or were computed from them. The caller handles unreduced gradients, optimizer
+        # state and other models.
+        for t in sharded:
+            if not t.is_alike or t.origin.is_arriving or t.spec not in self._places:
+                return NotImplemented
+        records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
+        writes = _writes(func, args)
+        is_one = writes and func.__name__ != "__set__" and isinstance(args[0], FlatShardTensor)
+        if writes and (records or self.is_in_forward or not is_one):
             return NotImplemented
         name = torch.overrides.resolve_name(func) or func.__name__
         for tensor in sharded:
             tensor.spec.refuse_part(name)
 
+        def full_arguments(full_of: dict[int, Tensor]) -> Any:
+            return pytree.tree_unflatten([full_of.get(id(t), t) for t in leaves], tree)
+
         def call(full_of: dict[int, Tensor]) -> Any:
             before = states(func, full_of.values())
-            args, kwargs = pytree.tree_unflatten([full_of.get(id(t), t) for t in leaves], tree)
-            result = func(*args, **kwargs)
+            full_args, full_kwargs = full_arguments(full_of)
+            result = func(*full_args, **full_kwargs)
             if before != states(func, full_of.values()):
                 sharded[0].spec.refuse(f"{name}, which writes to it,")
             return result
 
-        records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
-        is_alone = not (records or self.is_in_forward)
-        result = (self._run_alone if is_alone else self._run_unsharded)(call, sharded)
+        def write(full_of: dict[int, Tensor]) -> Any:
+            # Clone the tensor, because other operations may read the memory (see `_full`).
+            target: FlatShardTensor = args[0]
+            full = full_of[id(target)] = full_of[id(target)].clone()
+            before = full.data_ptr(), full.shape, full.stride()
+            full_args, full_kwargs = full_arguments(full_of)
+            func(*full_args, **full_kwargs)
+            if before != (full.data_ptr(), full.shape, full.stride()):
+                target.refuse(name)
+            target.copy_(full)
+            return None if func.__name__ == "__setitem__" else target
+
+        if writes:
+            result = self._run_alone(write, sharded, casts=False)
+        elif records or self.is_in_forward:
+            result = self._run_unsharded(call, sharded)
+        else:
+            result = self._run_alone(call, sharded)
         # Warn after the collectives: if Python raises the warning as an error, no other rank is
         # waiting for this rank.
         for tensor in sharded:
-            self._warn(tensor.spec, name)
+            self._warn(tensor, name, is_average=name.endswith("_") and not writes)
         return result
 
     def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
@@ -132,7 +157,7 @@ class Touch(ParamOwner):
             # forward ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
-    def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
+    def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool = True) -> Any:
         if not self._state.has_run:  # `begin` runs the checks that precede the first forward
             self._forward.begin()
             self._forward.end(failed=False)
@@ -143,7 +168,7 @@ class Touch(ParamOwner):
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
                 # Copy a parameter to the device and dtype in which the unit computes.
-                like = self._places[t.spec][2].full if t.is_parameter else t
+                like = self._places[t.spec][2].full if casts and t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._loop_flat = self._loop_flat, None
         # Restore `_loop_flat` only after the call has succeeded: a call that raises may have
@@ -216,28 +241,32 @@ class Touch(ParamOwner):
         else:
             self._forward.touch(unit)
 
-    def _warn(self, spec: ShardSpec, name: str) -> None:
-        unit = self._places[spec][0]
+    def _warn(self, tensor: FlatShardTensor, name: str, *, is_average: bool) -> None:
+        unit = self._places[tensor.spec][0]
         # An in-place operation on a plain tensor that reads a parameter usually updates an average
         # of weights, in a loop over the parameters of all units. So warn only once for all units,
         # and not once per unit.
-        is_average = name.endswith("_")
         what = None if is_average else unit
         if what in self._warned or unit.topology.world.rank != 0:
             return
         self._warned.add(what)
-        remedy = (
-            "To average weights without communication, make the average with "
-            "copy.deepcopy(model) after wrapping. This warning is given once."
-            if is_average
-            else "The result is right, but the all-gather takes time, and all ranks must take "
-            "part. Make the module that uses the parameter a unit (auto_wrap_policy), or call the "
-            "unit's module. For calls of parts of a model, such as generate(), use "
-            "summon_full_params(model, writeback=False). This warning is given once for each unit."
-        )
+        remedy = "The result is right, but the all-gather takes time, and all ranks must take part."
+        if is_average:
+            remedy = (
+                "To average weights without communication, make the average with "
+                "copy.deepcopy(model) after wrapping. This warning is given once."
+            )
+        else:
+            if tensor.origin.source is Source.PARAMETERS:
+                remedy += (
+                    " Make the module that uses the parameter a unit (auto_wrap_policy), or call "
+                    "the unit's module. For calls of parts of a model, such as generate(), use "
+                    "summon_full_params(model, writeback=False)."
+                )
+            remedy += " This warning is given once for each unit."
         warnings.warn(
-            f"{unit_text(unit.name)}: {name} uses parameter {spec.name!r} outside of the unit's "
-            f"forward, so the parameter is all-gathered. {remedy}",
+            f"{unit_text(unit.name)}: {name} uses {tensor.text} outside of the unit's forward, so "
+            f"the tensor is all-gathered. {remedy}",
             stacklevel=7,
         )
 

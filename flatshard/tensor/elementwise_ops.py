@@ -102,7 +102,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
         wrote(args[:1])
-        args[0].origin.write(origin)
+        _record_write(args[0], origin, func, args)
         args[0].origin.is_drawn |= origin.is_drawn and not args[0].origin.is_fixed
         return args[0]
     target = spec.state_target
@@ -186,7 +186,7 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     return value
 
 
-def _role_of(func: Any, args: tuple[Any, ...]) -> str:
+def _role_of(func: Any, args: Sequence[Any]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
     The role contains the operation's name, its numbers, the roles of its sharded operands, and the
@@ -202,7 +202,7 @@ def _role_of(func: Any, args: tuple[Any, ...]) -> str:
 
 def _operand(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
-        return value.role
+        return value.role + value.origin.written
     # Compute no checksum of a number on an accelerator: optimizers keep such numbers in tensors,
     # and must not wait for the accelerator.
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
@@ -272,8 +272,16 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for position, value in enumerate(values):
                 if isinstance(value, FlatShardTensor):
                     operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
-                    value.origin.write(origin_of(operands))
+                    _record_write(value, origin_of(operands), func, operands)
     return None
+
+
+def _record_write(
+    tensor: FlatShardTensor, result: Origin, func: Any, operands: Sequence[Any]
+) -> None:
+    # Compute no checksums of plain operands: nobody asks whether the ranks' results are the same.
+    is_other = result.source is Source.OTHER
+    tensor.origin.write(result, "" if is_other else _role_of(func, operands))
 
 
 def _at(value: Any, position: int) -> Any:

@@ -74,11 +74,11 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
-    spec = first_sharded(args, kwargs).spec
+    tensor = first_sharded(args, kwargs)
     if given.pop("keepdim", False) or given.pop("dim", None) not in (None, []):
-        spec.refuse(f"{func._schema.name} along a dimension")
+        tensor.refuse(f"{func._schema.name} along a dimension")
     for name in given.keys() - {"self", "ord", "dtype"}:
-        spec.refuse(f"the argument {name}")
+        tensor.refuse(f"the argument {name}")
     return given
 
 
@@ -158,7 +158,7 @@ def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
     first = tensors[0].described
     if len(tensors) == 1:
         return f"norm of order {order:g} of {first}"
-    which = zlib.crc32(", ".join(f"{one.role} {one.spec.name}" for one in tensors).encode())
+    which = zlib.crc32(", ".join(one.described for one in tensors).encode())
     return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, set {which:08x}"
 
 
@@ -245,7 +245,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 HANDLERS.update(
     linalg_vector_norm=_norm,
     _foreach_norm=_norm,
-    _foreach_max=lambda func, args, _: first_sharded(args, {}).spec.refuse(func._schema.name),
+    _foreach_max=lambda func, args, _: first_sharded(args, {}).refuse(func._schema.name),
     sum=_sum,
     mean=_sum,
     _amp_foreach_non_finite_check_and_unscale_=_unscale,

@@ -20,6 +20,7 @@ import importlib
 import math
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -121,12 +122,14 @@ class Origin:
             always are parts of the same full tensor.
         is_drawn: whether the values were computed from random numbers of this rank's generator.
         graph_task: autograd's number of the backward in which flatshard averaged this gradient.
+        written: text with a checksum of the in-place operations on the tensor and their numbers.
     """
 
     source: Source = Source.OTHER
     is_fixed: bool = False
     is_drawn: bool = False
     graph_task: int | None = None
+    written: str = ""
     # Users' tensors with the same memory, from `p.data` for example, keyed by id. An assignment to
     # `p.data` must not change these tensors.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
@@ -136,14 +139,16 @@ class Origin:
         """Whether this is an averaged gradient on its way to a parameter, in a running backward."""
         return self.graph_task == torch._C._current_graph_task_id()
 
-    def write(self, result: Origin) -> None:
+    def write(self, result: Origin, operation: str = "") -> None:
         """Record that an in-place operation has changed the values.
 
-        ``result``: origin of the operation's result, see ``origin_of``.
+        Args:
+            result: origin of the operation's result, see ``origin_of``.
+            operation: text with the operation and its operands.
         """
         if self.is_arriving or not self.is_fixed:
-            self.source = result.source
-            self.graph_task = result.graph_task
+            self.source, self.graph_task = result.source, result.graph_task
+            self.written = f", written {zlib.crc32((self.written + operation).encode()):08x}"
 
 
 def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origin:
@@ -151,7 +156,12 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
     source, graph_task = Source.PARAMETERS, None
     for operand in operands:
         if not isinstance(operand, FlatShardTensor):
-            source = Source.OTHER if isinstance(operand, Tensor) else source
+            # A formula makes tensors without dimensions from its numbers.
+            is_number = (
+                caller is Caller.AUTOGRAD and isinstance(operand, Tensor) and not operand.dim()
+            )
+            if isinstance(operand, Tensor) and not is_number:
+                source = Source.OTHER
             continue
         source = max(source, operand.origin.source)
         if operand.origin.is_arriving:
@@ -341,13 +351,17 @@ class FlatShardTensor(torch.Tensor):
     @property
     def described(self) -> str:
         """Text such as ``gradient of 'fc1.weight'``, for the names of collectives."""
-        return f"{self.role} {self.spec.name!r}"
+        return f"{self.role}{self.origin.written} {self.spec.name!r}"
 
     @property
     def text(self) -> str:
         """Short form of ``described``, for errors and warnings."""
         operation, _, operands = self.role.partition(" of ")
-        return f"result of {operation}() with {self.spec.name!r}" if operands else self.described
+        return (
+            f"result of {operation}() with {self.spec.name!r}"
+            if operands
+            else f"{self.role} {self.spec.name!r}"
+        )
 
     def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's range."""
