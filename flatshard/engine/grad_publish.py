@@ -35,6 +35,9 @@ class UnreducedGrads:
         # `.grad`, the tensor's version, and whether `show` made the tensor. False: the tensor is a
         # reduced gradient of an earlier step, which `show` has left in `.grad`.
         self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
+        # The sharded parameters to whose `.grad` the program has assigned a full tensor since the
+        # last backward.
+        self.assigned: set[OriginalParam] = set()
 
     def show(self) -> None:
         """Put accumulated gradients into ``.grad`` after a backward."""
@@ -120,6 +123,15 @@ class UnreducedGrads:
                     param.grad = None
                 if is_dropped:
                     self._buffer.forget(original.index)
+            for original in self.assigned:
+                grad = original.sharded.grad
+                if grad is not None and not isinstance(grad, FlatShardTensor):
+                    # As DistributedDataParallel, average what was in `.grad` before the backward
+                    # together with the gradients of the backward.
+                    self._buffer.receive(original.index, grad.detach().clone())
+                    self._buffer.arrived.clear()  # a gradient of this backward may follow
+                    original.sharded.grad = None
+        self.assigned.clear()
         self.shown.clear()
         self.was_edited &= bool(self._buffer.accumulated)
 
@@ -266,6 +278,12 @@ class GradPublish:
         """
         before = get_grad(param)
         if before is not None:
+            if isinstance(before, FlatShardTensor) and not before.is_alike:
+                raise RuntimeError(
+                    f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
+                    "before backward, and may hold another gradient on each rank. Expected None, "
+                    "an averaged gradient, or a full tensor of this rank, which backward averages."
+                )
             grad.add_(before)
             self._target.page_out(local_range(grad), local_range(before))
         set_grad(param, grad)

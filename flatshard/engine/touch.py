@@ -66,6 +66,10 @@ class Touch(ParamOwner):
             # parameters, and the garbage collector does not see references from autograd.
             spec.owner = self
 
+    def assigned_grad(self, spec: ShardSpec) -> None:
+        _, handle, param = self._places[spec]
+        handle.grad_publish.unreduced.assigned.add(param)
+
     def start_backward(self) -> None:
         self._backward.begin()
 
@@ -125,7 +129,11 @@ class Touch(ParamOwner):
             full = full_of[id(target)] = full_of[id(target)].clone()
             before = full.data_ptr(), full.shape, full.stride()
             full_args, full_kwargs = full_arguments(full_of)
-            func(*full_args, **full_kwargs)
+            try:
+                func(*full_args, **full_kwargs)
+            except RuntimeError as error:
+                where = target.spec.where(target.text)
+                raise RuntimeError(f"{where}: {name} failed: {error}") from error
             if before != (full.data_ptr(), full.shape, full.stride()):
                 target.refuse(name)
             target.copy_(full)

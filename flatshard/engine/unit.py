@@ -408,7 +408,7 @@ class Unit:
             unreduced = handle.grad_publish.unreduced
             # Remove unreduced gradients from `.grad`. They stay in the buffer, to which backward
             # adds new gradients.
-            if unreduced.shown:
+            if unreduced.shown or unreduced.assigned:
                 unreduced.take_all_back()
             if handle.is_aliased:
                 handle.grad_publish.hold_earlier()

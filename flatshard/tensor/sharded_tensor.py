@@ -434,6 +434,8 @@ class FlatShardTensor(torch.Tensor):
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
+        if type(value) is Tensor:
+            self.spec.owner.assigned_grad(self.spec)
 
     @grad.deleter
     def grad(self) -> None:
@@ -449,7 +451,9 @@ class FlatShardTensor(torch.Tensor):
             spec, local = self.spec.detached(), self.local.detach()
             target = spec.state_target
             copied = local.clone() if target is None else target.copy(local)
-            twin = type(self)(copied, spec, role=self.role, requires_grad=self.requires_grad)
+            origin = None if self.is_parameter else Origin(self.origin.source)
+            needs_grad = self.requires_grad
+            twin = type(self)(copied, spec, role=self.role, requires_grad=needs_grad, origin=origin)
             twin.__dict__.update(copied_attributes(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]

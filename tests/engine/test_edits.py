@@ -274,8 +274,6 @@ def _needs_whole(rank: int, world_size: int) -> None:
             weight = sharded.submodule("fc2").weight
             like = torch.zeros(weight.shape, dtype=weight.dtype)
             attempts: list[Callable[[], Any]] = [
-                lambda w=weight: w.__setitem__(0, 1.0),
-                lambda w=weight: w.__setitem__((slice(None), 1), 1.0),
                 lambda w=weight: w.t().mul_(2),
                 lambda w=weight: w.view(-1).mul_(2),
                 lambda w=weight: w.copy_(torch.ones(3, 3)),
@@ -283,7 +281,6 @@ def _needs_whole(rank: int, world_size: int) -> None:
                 lambda w=weight: setattr(w, "data", torch.ones(3, 3, dtype=w.dtype)),
                 lambda w=weight, like=like: setattr(w, "data", like.float()),
                 lambda w=weight, like=like: w.set_(like),
-                lambda w=weight: w.index_fill_(0, torch.tensor([0]), 1.0),
                 lambda w=weight: nn.init.eye_(w),
             ]
             for read in (
@@ -294,6 +291,9 @@ def _needs_whole(rank: int, world_size: int) -> None:
                 lambda w: w.div_(w.norm(dim=1, keepdim=True)).sum(),
                 lambda w: torch.zeros(w.shape, dtype=w.dtype).copy_(w),
                 lambda w: torch.zeros(w.shape, dtype=w.dtype).lerp_(w, 0.5),
+                lambda w: w.__setitem__(0, 1.0),
+                lambda w: w.__setitem__((slice(None), 1), 1.0),
+                lambda w: w.index_fill_(0, torch.tensor([0]), 1.0).sum(),
             ):
                 with warnings.catch_warnings(), torch.no_grad():
                     warnings.simplefilter("ignore")  # once: that it is all-gathered for this

@@ -406,7 +406,6 @@ def _writes(rank: int, world: int) -> None:
         return x
 
     edits: list[Callable[[Tensor], object]] = [
-        lambda weight: weight.__setitem__(0, 1.0),
         lambda weight: weight[0].zero_(),
         lambda weight: weight.t()[1:].add_(1),
         lambda weight: weight.view(-1).copy_(torch.zeros(D * D)),

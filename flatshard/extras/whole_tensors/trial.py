@@ -158,7 +158,11 @@ def _copied(param: Tensor) -> Tensor:
             spec, local = param.spec.detached(), param.local.detach().clone()
             spec = replace(spec, local=replace(spec.local, start=0, end=spec.numel))
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
-        twin.grad = None if param.grad is None else param.grad.detach().clone()
+        if isinstance(grad := param.grad, FlatShardTensor):
+            # Without a model (`twin.spec`), whatever needs a full gradient raises.
+            twin.grad = FlatShardTensor(grad.local.clone(), twin.spec, role=grad.role)  # type: ignore[attr-defined]
+        elif grad is not None:
+            twin.grad = grad.detach().clone()
         twin.__dict__.update(copied_attributes(param))
     return twin
 

@@ -1,0 +1,480 @@
+"""Every way in which a gradient reaches a sharded parameter: averaged, or refused by name."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import CollectiveError, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.oracle import assert_same
+from tests.ways import BASIC, WAYS
+
+D = 6
+Use = Callable[[Any, Tensor], Any]
+
+
+class Net(nn.Module):
+    """``inner`` computes with the parameters of a child that is a unit of its own."""
+
+    def __init__(self, inner: Use | None = None) -> None:
+        super().__init__()
+        self.inner, self.body, self.head = inner, nn.Linear(D, D), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).tanh()
+        return x if self.inner is None else self.inner(self, x)
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    return allow_warnings(UserWarning, ".*outside of the unit's forward")
+
+
+def _wrap(model: nn.Module, way: str = "full") -> ShardedWrapper:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return ShardedWrapper(
+        model.double(), auto_wrap_policy=policy, coalesce_bytes=0, **WAYS[way].keywords
+    )
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, D, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+
+
+def _train(model: Any, ranks: list[int], loss: Use, between: Use, before: Use) -> None:
+    """Train; with several ranks, on the average of their gradients, as their losses are averaged.
+
+    ``before`` and ``between`` are called with the model and the ranks.
+    """
+    module = getattr(model, "module", model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        before(module, ranks)
+        total: Any = 0
+        for rank in ranks:
+            module.rank = rank
+            total = total + loss(model, _batch(step, rank)) / len(ranks)
+        total.backward()
+        between(module, ranks)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _compare(
+    rank: int,
+    world: int,
+    way: str,
+    loss: Use,
+    inner: Use | None = None,
+    between: Use = _nothing,
+    before: Use = _nothing,
+) -> None:
+    torch.manual_seed(0)
+    sharded = _wrap(Net(inner), way)
+    torch.manual_seed(0)
+    plain = Net(inner).double()
+    with _quiet():
+        _train(sharded, [rank], loss, between, before)
+    _train(plain, list(range(world)), loss, between, before)
+    assert_same(sharded, plain, 1e-12)
+
+
+# ---------------------------------------------------------------- a `torch.autograd.Function`
+
+# How a function makes the memory of the weight's gradient, or a part of the gradient.
+STARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros_like": torch.zeros_like,
+    "empty_like": lambda w: torch.empty_like(w).zero_(),
+    "clone": lambda w: w.clone() * 0,
+    "detach": lambda w: w.detach() * 0,
+    "rand_like": lambda w: torch.rand_like(w) * 0,
+    "foreach": lambda w: torch._foreach_mul([w], 0.0)[0],
+    "new_zeros": lambda w: w.new_zeros(w.shape),
+    "weight": lambda w: 0.3 * w,
+}
+
+
+def _fused(start: Callable[[Tensor], Tensor], in_backward: bool) -> Any:
+    """A loss that returns the gradient of the weight, as Liger and TRL have it."""
+
+    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found, of_weight = x @ weight.t(), start(weight)
+        of_weight += 2 * found.t() @ x
+        return found.pow(2).sum() + start(weight).pow(2).sum() / 0.6, 2 * found @ weight, of_weight
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            loss, *grads = run(x, weight)
+            ctx.save_for_backward(*((x, weight) if in_backward else grads))
+            return loss
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            of_x, of_weight = ctx.saved_tensors
+            if in_backward:
+                _, of_x, of_weight = run(of_x, of_weight)
+            return gradient * of_x, gradient * of_weight
+
+    return Fused.apply
+
+
+class L1(torch.autograd.Function):
+    """A penalty with another factor on each rank."""
+
+    @staticmethod
+    def forward(weight: Tensor, factor: float) -> Tensor:
+        return factor * weight.norm(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        weight, ctx.factor = inputs
+        ctx.save_for_backward(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor * ctx.saved_tensors[0].sign(), None
+
+
+class Nested(torch.autograd.Function):
+    """Its gradient is the weight itself, and a gradient that it computes inside."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+        ctx.weight, ctx.factor = weight, factor
+        with torch.enable_grad():
+            return L1.apply(weight, factor) + (factor * weight).pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            value = (ctx.factor * ctx.weight).pow(2).sum()
+        (found,) = torch.autograd.grad(value, ctx.weight)
+        found = found + torch.zeros_like(ctx.weight) + ctx.factor * ctx.weight.sign()
+        return gradient * found, None
+
+
+class Itself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return 0.5 * weight.pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+def _head(model: Any) -> Any:
+    return getattr(model, "module", model).head.weight
+
+
+def _own(model: Any) -> float:
+    """A factor that differs between ranks."""
+    return 0.1 * (getattr(model, "module", model).rank + 1)
+
+
+def _is_first(model: Any) -> bool:
+    return isinstance(model, ShardedWrapper) or model.rank == 0
+
+
+def test_functions_that_return_gradients() -> None:
+    run_ranks(_functions, 2)
+
+
+def _functions(rank: int, world: int) -> None:
+    for name, start in STARTS.items():
+        for in_backward in (False, True):
+            fused = _fused(start, in_backward)
+            inside: Use = lambda m, x, f=fused: f(x, m.head.weight)  # noqa: E731
+            again: Use = lambda m, x, f=inside: checkpoint(  # noqa: E731
+                partial(f, m), x, use_reentrant=True
+            )
+            for way in BASIC if name == "zeros_like" else ["full"]:
+                with naming((name, in_backward, way)):
+                    compare = partial(_compare, rank, world, way)
+                    compare(lambda m, x, f=fused: f(m(x), _head(m)))
+                    compare(lambda m, x: m(x), inside)
+                    if way == "full":
+                        compare(lambda m, x: m(x), again)
+
+
+PENALTIES: dict[str, Use] = {
+    "other factors": lambda m, x: L1.apply(_head(m), _own(m)),
+    "nested": lambda m, x: Nested.apply(_head(m), _own(m)),
+    # Its gradient ignores the factor of the loss, by which the oracle averages.
+    "itself": lambda m, x: Itself.apply(_head(m)) if _is_first(m) else 0.0,
+    "of a square": lambda m, x: L1.apply(_head(m) * _head(m), _own(m)),
+    "formulas": lambda m, x: (
+        _own(m) * _head(m).clamp(-0.2, 0.2).sigmoid().pow(3).sum() + _head(m).abs().mean()
+    ),
+}
+
+
+def test_penalties() -> None:
+    run_ranks(_penalties, 2)
+
+
+def _penalties(rank: int, world: int) -> None:
+    for name, penalty in PENALTIES.items():
+        for way in BASIC if name == "other factors" else ["full"]:
+            with naming((name, way)):
+                _compare(rank, world, way, lambda m, x, p=penalty: m(x).pow(2).sum() + p(m, x))
+
+
+# ---------------------------------------------------------------- hooks
+
+HOOKS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "decay": lambda g, w, factor: g + factor * w,
+    "nothing": lambda g, w, factor: torch.zeros_like(w),
+    "mask": lambda g, w, factor: torch.where(w > 0, g, factor * g),
+}
+
+
+def test_hooks() -> None:
+    run_ranks(_hooks, 2)
+
+
+def _hooks(rank: int, world: int) -> None:
+    """Hooks of a parameter compute with this rank's gradient, and with full tensors."""
+    for name, change in HOOKS.items():
+        torch.manual_seed(0)
+        sharded, parts = _wrap(Net(lambda m, x: m.head(x))), []
+        weight = sharded.module.head.weight
+        handle = weight.register_hook(lambda g, w=weight, f=change: f(g, w, 0.1 * (rank + 1)))
+        with naming(name), _quiet():
+            sharded(_batch(0, rank)).pow(2).sum().backward()
+        handle.remove()
+        for each in range(world):
+            torch.manual_seed(0)
+            plain = Net(lambda m, x: m.head(x)).double()
+            plain(_batch(0, each)).pow(2).sum().backward()
+            head = plain.head.weight
+            assert head.grad is not None
+            parts.append(change(head.grad, head.detach(), 0.1 * (each + 1)))
+        expected = torch.stack(parts).mean(0)
+        torch.testing.assert_close(weight.grad.full_tensor(), expected, rtol=1e-12, atol=1e-14)
+
+
+# ---------------------------------------------------------------- refused
+
+
+class Premade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, made: Tensor, write: Any) -> Tensor:
+        ctx.made, ctx.write = made, write
+        return made.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        ctx.write(ctx.made)
+        return ctx.made, None, None
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+def _hooked(weight: Any, change: Callable[[Tensor], Any]) -> Tensor:
+    doubled = 2 * weight
+    doubled.register_hook(change)
+    return doubled.pow(2).sum()
+
+
+def _scale_in_place(gradient: Tensor, factor: float) -> None:
+    torch._foreach_mul_([gradient], factor)
+
+
+ONES = torch.ones(D, D).double()
+REFUSED: dict[str, Callable[[Any, float], Tensor]] = {
+    "written": lambda w, f: Premade.apply(w, torch.zeros_like(w), lambda t: t.add_(f * ONES)),
+    "written with a number": lambda w, f: Premade.apply(w, w.detach() * 0, lambda t: t.add_(f)),
+    "reversed": lambda w, f: Reversed.apply(w, f).pow(2).sum(),
+    "hook": lambda w, f: _hooked(w, lambda g: f * g),
+    "hook in place": lambda w, f: _hooked(w, lambda g: g.mul_(f)),
+    "foreach hook": lambda w, f: _hooked(w, lambda g: _scale_in_place(g, f)),
+}
+
+
+def test_refused() -> None:
+    """Each rank's range would have the gradient of another rank."""
+    run_ranks(_refused, 2)
+
+
+def _refused(rank: int, world: int) -> None:
+    wanted = r"'head.weight' \(unit 'head', rank \d\): backward got a sharded tensor|different coll"
+    for name, penalty in REFUSED.items():
+        model = _wrap(Net())
+        with (
+            _quiet(),
+            naming(name),
+            pytest.raises((RuntimeError, CollectiveError), match=wanted),
+        ):
+            (model(_batch(0, rank)).sum() + penalty(_head(model), 0.1 * (rank + 1))).backward()
+
+
+# ---------------------------------------------------------------- assigned by hand
+
+
+def _noise(model: Any, ranks: list[int], *, alike: bool) -> list[Tensor]:
+    """One tensor for each parameter: the average over ``ranks``."""
+    found = []
+    for number, param in enumerate(model.parameters()):
+        seeds = [number if alike else 10 * number + rank for rank in ranks]
+        draws = [
+            torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)).double()
+            for seed in seeds
+        ]
+        found.append(torch.stack(draws).mean(0))
+    return found
+
+
+def _assign(model: Any, ranks: list[int], *, alike: bool = True, like: bool = False) -> None:
+    for param, value in zip(model.parameters(), _noise(model, ranks, alike=alike), strict=True):
+        param.grad = torch.zeros_like(param).copy_(value) if like else value
+
+
+def _assign_on_first(model: Any, ranks: list[int]) -> None:
+    if 0 in ranks:
+        for param, value in zip(model.parameters(), _noise(model, [0], alike=False), strict=True):
+            param.grad = value / len(ranks)
+
+
+def _loss(model: Any, x: Tensor) -> Tensor:
+    return model(x).pow(2).sum() + _own(model) * _head(model).pow(2).sum()
+
+
+def test_assigned_gradients() -> None:
+    run_ranks(_assigned, 2)
+
+
+def _assigned(rank: int, world: int) -> None:
+    compare = partial(_compare, rank, world, "full", _loss)
+    # As under DDP, the next backward averages what is in `.grad`.
+    compare(before=partial(_assign, alike=False))
+    compare(before=_assign_on_first)
+    compare(before=lambda m, _: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()])
+    # After backward, all ranks have to assign the same.
+    compare(between=_assign)
+    model = _wrap(Net(lambda m, x: m.head(x)))
+    _assign(model, [rank], like=True)
+    with pytest.raises(RuntimeError, match=r"'.*weight'.* was set to a sharded tensor"):
+        model(_batch(0, rank)).sum().backward()
+    model = _wrap(Net(lambda m, x: m.head(x)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(_batch(0, rank)).sum().backward()
+    _assign(model, [rank], alike=False)
+    with pytest.raises(RuntimeError, match=r"'.*weight'.* different full tensors in .grad"):
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- reads and writes
+
+
+def _adaptive(param: Any) -> None:
+    """Adaptive clipping, as timm and composer have it."""
+    if param.dim() > 1:
+        largest = param.detach().norm(dim=1, keepdim=True).clamp_(min=1e-3).mul_(0.1)
+        norm = param.grad.detach().norm(dim=1, keepdim=True)
+        clipped = param.grad.detach() * (largest / norm.clamp(min=1e-6))
+        param.grad.detach().copy_(torch.where(norm < largest, param.grad.detach(), clipped))
+
+
+def _central(param: Any) -> None:
+    if param.dim() > 1:
+        param.grad.add_(-param.grad.mean(dim=1, keepdim=True))
+
+
+def _quantile(param: Any) -> None:
+    param.grad.copy_(torch.minimum(param.grad, torch.quantile(param.grad, 0.7)))
+
+
+def _masked(param: Any) -> None:
+    param.grad[param.detach() > 0.1] = 0.05
+
+
+def _low_rank(param: Any) -> None:
+    if param.dim() > 1:
+        param.data.addmm_(ONES[:, :2], ONES[:2], alpha=0.01)
+        param.data.addr_(param.grad.mean(0), param.data.mean(1), alpha=0.1)
+
+
+def _cut(param: Any) -> None:
+    param.data[0] = 0.1
+    param.data.renorm_(2, 0, 0.5) if param.dim() > 1 else None
+
+
+def test_reads_and_writes_that_gather() -> None:
+    run_ranks(_gathering, 2)
+
+
+def _gathering(rank: int, world: int) -> None:
+    for change in (_adaptive, _central, _quantile, _masked, _low_rank, _cut):
+        for way in BASIC if change is _adaptive else ["full"]:
+
+            def between(model: Any, _: list[int], change: Any = change) -> None:
+                for param in model.parameters():
+                    change(param)
+
+            with naming((change.__name__, way)):
+                _compare(rank, world, way, _loss, lambda m, x: m.head(x), between)
+
+
+def test_read_of_a_gradient_on_one_rank() -> None:
+    run_ranks(_alone, 2)
+
+
+def _alone(rank: int, world: int) -> None:
+    """Unreduced gradients and changes of the shape raise before any communication."""
+    model = _wrap(Net(lambda m, x: m.head(x)))
+    with model.no_sync():
+        model(_batch(0, rank)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^gradient of 'head.weight'.*along a dimension"):
+        _head(model).grad.norm(dim=1)
+    model.zero_grad()
+    model(_batch(0, rank)).sum().backward()
+    with _quiet(), pytest.raises(RuntimeError, match=r"'head.weight'.*t_ needs the full tensor"):
+        _head(model).data.t_()
+
+    def run() -> None:
+        if rank == 0:
+            _head(model).grad.norm(dim=1)
+        model(_batch(1, rank)).sum().backward()
+
+    with _quiet(), pytest.raises(CollectiveError, match=r"different collectives|rank . raised"):
+        run()
+
+
+def test_bounded_names() -> None:
+    run_ranks(_names, 2)
+
+
+def _names(rank: int, world: int) -> None:
+    """A running average's text told all operations of all steps."""
+    model = _wrap(Net(lambda m, x: m.head(x)))
+    model(_batch(0, rank)).sum().backward()
+    average = torch.zeros(D, D).double() + _head(model).grad.abs() * 0.85
+    for _ in range(3):
+        average = 0.85 * average + 0.15 * (_head(model) * _head(model).grad).abs()
+    with pytest.raises(RuntimeError) as caught:
+        average.numpy()
+    assert str(caught.value).startswith("result of add() with 'head.weight' (unit 'head', rank")
