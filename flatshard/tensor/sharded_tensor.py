@@ -154,18 +154,16 @@ class Origin:
 def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origin:
     """Return how an operation computes its result. ``operands``: arguments of the operation."""
     source, graph_task = Source.PARAMETERS, None
-    for operand in operands:
-        if not isinstance(operand, FlatShardTensor):
-            # A formula makes tensors without dimensions from its numbers.
-            is_number = (
-                caller is Caller.AUTOGRAD and isinstance(operand, Tensor) and not operand.dim()
-            )
-            if isinstance(operand, Tensor) and not is_number:
-                source = Source.OTHER
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    # A derivative formula makes tensors without dimensions from its numbers.
+    makes_numbers = caller is Caller.AUTOGRAD and any(tensor.dim() for tensor in tensors)
+    for tensor in tensors:
+        if not isinstance(tensor, FlatShardTensor):
+            source = source if makes_numbers and not tensor.dim() else Source.OTHER
             continue
-        source = max(source, operand.origin.source)
-        if operand.origin.is_arriving:
-            graph_task = operand.origin.graph_task
+        source = max(source, tensor.origin.source)
+        if tensor.origin.is_arriving:
+            graph_task = tensor.origin.graph_task
             # Do not trust a hook or a `torch.autograd.Function` with an averaged gradient: under
             # DistributedDataParallel, it computes with the gradient of this rank. Only a linear
             # function with the same factors on all ranks has the same average.
