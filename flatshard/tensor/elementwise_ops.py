@@ -279,9 +279,13 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _record_write(
     tensor: FlatShardTensor, result: Origin, func: Any, operands: Sequence[Any]
 ) -> None:
-    # Compute no checksums of plain operands: nobody asks whether the ranks' results are the same.
-    is_other = result.source is Source.OTHER
-    tensor.origin.write(result, "" if is_other else _role_of(func, operands))
+    """Record in ``tensor.origin`` that an operation with the origin ``result`` was in place."""
+    origin = tensor.origin
+    if origin.is_arriving or not origin.is_fixed:
+        origin.source, origin.graph_task = result.source, result.graph_task
+        if result.source is not Source.OTHER:  # else nobody asks whether ranks wrote the same
+            text = f"{origin.written}{_role_of(func, operands)}"
+            origin.written = f", written {zlib.crc32(text.encode()):08x}"
 
 
 def _at(value: Any, position: int) -> Any:
@@ -316,8 +320,8 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
     wrote((tensor,))
-    tensor.origin.write(Origin())
     if not tensor.origin.is_fixed:
+        tensor.origin.source = Source.OTHER
         tensor.origin.is_drawn, tensor.role = True, role
     return tensor
 

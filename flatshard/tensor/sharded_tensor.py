@@ -20,7 +20,6 @@ import importlib
 import math
 import sys
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -138,17 +137,6 @@ class Origin:
     def is_arriving(self) -> bool:
         """Whether this is an averaged gradient on its way to a parameter, in a running backward."""
         return self.graph_task == torch._C._current_graph_task_id()
-
-    def write(self, result: Origin, operation: str = "") -> None:
-        """Record that an in-place operation has changed the values.
-
-        Args:
-            result: origin of the operation's result, see ``origin_of``.
-            operation: text with the operation and its operands.
-        """
-        if self.is_arriving or not self.is_fixed:
-            self.source, self.graph_task = result.source, result.graph_task
-            self.written = f", written {zlib.crc32((self.written + operation).encode()):08x}"
 
 
 def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origin:
