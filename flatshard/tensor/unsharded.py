@@ -278,10 +278,19 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> FlatShardTensor | Non
             shape. None: the user's function returned no gradient.
 
     Raises:
-        RuntimeError: ``gradient`` is a sharded tensor with ranges of different ranks' gradients.
+        RuntimeError: ``gradient`` is a sharded tensor with ranges of different ranks' gradients, or
+            the program has registered a hook on the parameter.
     """
     if gradient is None:
         return None
+    if spec.original is not None and spec.original.full._backward_hooks:
+        # Autograd adds up all gradients of a plain parameter before it calls the hooks. Here the
+        # gradients from forward reach the full parameter, and this gradient the sharded parameter.
+        raise RuntimeError(
+            f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
+            "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
+            "the parameter inside of forward, or remove the hook and change p.grad after backward."
+        )
     if isinstance(gradient, FlatShardTensor):
         if gradient.origin.is_arriving and gradient.is_alike:
             return gradient  # averaged already

@@ -478,3 +478,22 @@ def _names(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError) as caught:
         average.numpy()
     assert str(caught.value).startswith("result of add() with 'head.weight' (unit 'head', rank")
+
+
+def test_a_hook_never_gets_a_part_of_a_gradient() -> None:
+    run_ranks(_hook_and_penalty, 2)
+
+
+def _hook_and_penalty(rank: int, world_size: int) -> None:
+    # Autograd would call the hook only with the gradient from forward, so the hook's result would
+    # replace one part of the gradient.
+    model = _wrap(Net(lambda net, x: net.head(x)))
+    weight = model.module.head.weight
+    hook = weight.register_hook(torch.zeros_like)
+    model(_batch(0, rank)).square().mean().backward()  # without other uses, the hook is right
+    assert not weight.grad.norm()
+    loss = model(_batch(1, rank)).square().mean() + weight.pow(2).sum()
+    with pytest.raises(RuntimeError, match=r"'head.weight'.*would get only a part of the gradient"):
+        loss.backward()
+    hook.remove()
+    (model(_batch(1, rank)).square().mean() + weight.pow(2).sum()).backward()
