@@ -266,7 +266,8 @@ class OutsideUse(torch.autograd.Function):
         return _averaged(ctx.spec, gradient), None
 
 
-def _averaged(spec: ShardSpec, gradient: Tensor | None) -> FlatShardTensor | None:
+@untraced  # autograd calls it as a hook, also in a compiled step
+def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     """Average a gradient over the ranks, and return this rank's range of the average.
 
     Collective: all ranks that train the parameter, unless autograd's formulas computed ``gradient``
