@@ -221,7 +221,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         units, the graph ends at each of these units.
         """
         self.module.compile(*args, **kwargs)
-        surround(self._sharding.hooks, self.module)
+        surround(self._sharding.unit, self.module)
 
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False

@@ -10,10 +10,10 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.forward import Forward
 from flatshard.engine.grad_buffer import Sync
-from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.touch import Touch
+from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
 
 
@@ -25,7 +25,7 @@ class RunContext(RunState):
 
     def __init__(
         self,
-        hooks: Sequence[UnitHooks],
+        units: Sequence[Unit],
         root_module: Any,  # `RootChecks` (`module.run`)
         world: Communicator,
         *,
@@ -34,10 +34,10 @@ class RunContext(RunState):
         backward_prefetch: BackwardPrefetch | None,
         broadcast_buffers: bool,
     ) -> None:
-        """Connect the units of ``hooks`` with a new forward and a new backward.
+        """Connect ``units`` with a new forward and a new backward.
 
         Args:
-            hooks: the hooks of all units. The hooks of the root come last.
+            units: all units. The root comes last.
             root_module: checks the model when a forward begins, and lists the buffers to broadcast.
             world: all ranks that train the model.
             number: identifies the model; below 256, and the same on all ranks.
@@ -45,11 +45,9 @@ class RunContext(RunState):
             backward_prefetch: when to start all-gathers for backward. None: never early.
             broadcast_buffers: whether to broadcast module buffers before forwards.
         """
-        super().__init__([unit_hooks.unit for unit_hooks in hooks], world, number)
+        super().__init__(units, world, number)
         # Whether a conversion of modules to another dtype or device is under way.
         self.is_converting = False
-        for index, unit in enumerate(self.units):
-            unit.index = index
         for _, handle in self.handles:
             # Let all handles share one list of unfinished sends (memory of this rank that other
             # ranks may still read). Then a single wait at the end of a forward or backward covers
@@ -65,8 +63,8 @@ class RunContext(RunState):
         self._touch = Touch(self, self._forward, self._backward)
         self.recover, self.give_back = self._forward.recover, self._forward.give_back
         self.interrupt = self._forward.interrupt
-        for unit_hooks in hooks:
-            unit_hooks.attach(self._forward, self._backward)
+        for index, unit in enumerate(self.units):
+            unit.index, unit.forward, unit.backward = index, self._forward, self._backward
         self.refresh()
 
     def refresh(self) -> None:

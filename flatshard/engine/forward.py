@@ -1,6 +1,7 @@
 """``Forward``: the first half of a step, from the call of the outermost module to its return.
 
-Torch's module hooks (``hooks``) call this class around the forward of every unit:
+Torch's module hooks (``hooks``) call ``before_module`` and ``after_module`` around the forward of
+every unit's module:
 
 1.  The outermost module is called. ``begin`` cleans up after a failed step, checks the model, and
     sets how backward will reduce gradients. Then the buffers of rank 0 are broadcast.
@@ -31,6 +32,9 @@ unit, unless a reentrant checkpoint recomputes the full model: then every unit r
 
 from __future__ import annotations
 
+import sys
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +48,7 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.memory.buffers import POOL
+from flatshard.precision import tensors_in
 
 
 class Forward:
@@ -124,6 +129,63 @@ class Forward:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
 
     # ------------------------------------------------------------ a module's forward
+
+    def before_module(
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Unshard the unit of a module that is called, and cast the inputs. Collective.
+
+        Also hooks the inputs, so that backward counts their gradients.
+        """
+        # Under `summon_full_params`, modules hold plain full parameters, so there is nothing to
+        # unshard. With `rank0_only`, only rank 0 has them, and `check_shown` raises elsewhere.
+        if unit.is_summoned:
+            for handle in unit.handles:
+                handle.summoned.check_shown()
+            return None
+        call = self.enter(unit)
+        changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
+        if not torch.is_grad_enabled():
+            return changed
+        receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
+        for tensor in tensors_in((args, kwargs) if changed is None else changed):
+            # Skip parameters that are passed as inputs: autograd accumulates gradients of
+            # parameters long after this unit's backward is over.
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                call.num_inputs += 1
+                hook = tensor.register_hook(receive)
+                # A leaf tensor outlives the graph and keeps its hooks, so hooks would pile up on an
+                # input that is used in every step. Remove the hook when the call is freed.
+                if tensor.grad_fn is None:
+                    weakref.finalize(call, hook.remove).atexit = False
+        return changed
+
+    def after_module(
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> Any:
+        """Cast the output, copy views of unsharded buffers in the output, and end the forward.
+
+        If the forward raised an exception, torch calls this hook with ``output=None``.
+        """
+        if not unit.running:  # `before_module` raised before recording a call
+            return None
+        call = unit.running.pop()
+        changed = output
+        try:
+            if output is not None:
+                self.check(unit, module)
+                # Cast before `protect` copies views of unsharded buffers: the result of a cast is
+                # not a view of a buffer, so `protect` need not copy the result.
+                changed = unit.casts[module].cast_output(output)
+                changed = self.saved.protect(changed, unit.name)
+                if torch.is_grad_enabled():
+                    for tensor in tensors_in(changed):
+                        if tensor.grad_fn is not None:
+                            tensor.register_hook(partial(self._backward.enter, unit, call))
+        finally:
+            failed = output is None and sys.exc_info()[0] is not None
+            self.leave(unit, changed, failed=failed)
+        return changed
 
     def enter(self, unit: Unit) -> Call:
         """Unshard a unit before the forward of a module of the unit. Collective.

@@ -14,14 +14,16 @@ other unit: when no computation can need the parameters any more.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 from zlib import crc32
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flatshard.comm.communicator import Topology
 from flatshard.engine.gather import SecondaryShard
@@ -29,6 +31,8 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.options.strategy import Placement
 from flatshard.precision import UnitCasts
+from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.sharded_tensor import untraced
 from flatshard.units.module_tree import name_of, renamed, unit_text
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -75,6 +79,11 @@ class Call:
 
 class Unit:
     """One or several modules whose parameters are unsharded and resharded together."""
+
+    # `Forward` and `Backward` of the model, set by `RunContext`. Torch's hooks of modules and
+    # parameters hold the unit, and call these two.
+    forward: Any
+    backward: Any
 
     def __init__(
         self,
@@ -182,7 +191,12 @@ class Unit:
             handle.rename(strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
+        """Make ``handles`` the unit's flat parameters, and register hooks for their gradients."""
         self.handles = list(handles)
+        for handle in self.handles:
+            with torch.inference_mode(False):
+                for param in handle.params:
+                    param.connect(partial(self._grad_hook, handle))
         self.for_backward = [
             handle
             for handle in self.handles
@@ -195,6 +209,24 @@ class Unit:
                 for handle in self.handles
             ]
         self.count_trainable()
+
+    def _grad_hook(
+        self, handle: FlatParamHandle, original: OriginalParam
+    ) -> Callable[[Tensor], None]:
+        """Make the hook that autograd calls after it has filled ``.grad`` of a full parameter."""
+        # Let the hook keep only weak references. Python's garbage collector does not see the
+        # references from autograd to the hook. So the collector could never free a reference cycle
+        # through the hook.
+        this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)
+
+        @untraced
+        def hook(full: Tensor) -> None:
+            unit, handle, param = this(), owner(), param_of()
+            if unit is not None and handle is not None and param is not None:
+                unit.backward.receive(unit, handle, param, full)
+
+        hook.of_flatshard = True
+        return hook
 
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""

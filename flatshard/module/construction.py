@@ -23,7 +23,7 @@ from torch import nn
 
 from flatshard.comm import consistency
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import UnitHooks, surround
+from flatshard.engine.hooks import surround
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module import unit_report
@@ -216,14 +216,13 @@ def _make_unit(
         placement=settings.placement,
         topology=settings.topology,
     )
-    hooks = UnitHooks(unit)
-    hooks.own(handles)
+    unit.own(handles)
     state_dict = UnitStateDict(unit)
     for member in planned.members:
         module, wrapper = member.module, wrappers[member.module]
-        surround(hooks, module)
+        surround(unit, module)
         put_in_place(wrapper, module)
         wrapper.__dict__["_sharding"] = Sharding(
-            wrapper, unit, hooks, state_dict, settings, plan.ignored.within(module), member.reason
+            wrapper, unit, state_dict, settings, plan.ignored.within(module), member.reason
         )
     return unit

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import UnitHooks, surround
+from flatshard.engine.hooks import surround
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
@@ -108,11 +108,11 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     for sharding in inside:
         sharding.context.recover()
     # Another model in the same `copy.deepcopy` may have copied a unit already, which both contain.
-    hooks = list(dict.fromkeys(one.hooks for one in inside if id(one.hooks) not in memo))
-    for one in hooks:
-        # Copied modules refer to the copied hooks and unit, so `memo` needs both before the modules
-        # are copied. `copy_into` fills both once the copied modules are complete.
-        memo[id(one)], memo[id(one.unit)] = UnitHooks.__new__(UnitHooks), Unit.__new__(Unit)
+    units = list(dict.fromkeys(one.unit for one in inside if id(one.unit) not in memo))
+    for unit in units:
+        # Hooks of copied modules refer to the copied unit, so `memo` needs the unit before the
+        # modules are copied. `copy_into` fills the unit once the copied modules are complete.
+        memo[id(unit)] = Unit.__new__(Unit)
     wrapper = root.wrapper
     twin: ModuleProxy = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
@@ -124,13 +124,14 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
         for hook in module._load_state_dict_pre_hooks.values():
             hook.module = weakref.ref(module)
     with temporarily([Communicator], is_copying=True):
-        for one in hooks:
-            handles = [_copied(handle, memo) for handle in one.unit.handles]
-            one.copy_into(memo, memo[id(one)], memo[id(one.unit)], handles)
+        for unit in units:
+            handles = [_copied(handle, memo) for handle in unit.handles]
+            unit.copy_into(memo, memo[id(unit)])
+            memo[id(unit)].own(handles)
             # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks. So add
             # the hooks again.
-            for module in memo[id(one)].unit.modules:
-                surround(memo[id(one)], module)
+            for module in memo[id(unit)].modules:
+                surround(memo[id(unit)], module)
     if is_outermost:
         # Ranks count their models, and a model has the same number on all ranks. Give the copy the
         # number of the original model: if only this rank copies the model, a new number would shift

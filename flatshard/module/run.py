@@ -71,10 +71,9 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     units = [*rest, first]
     _check_ranks(units)
     settings = root.settings
-    hooks = {one.unit: one.hooks for one in shardings}
     root_checks = RootChecks(root, shardings)
     context = RunContext(
-        [hooks[unit] for unit in units],
+        units,
         root_checks,
         settings.ranks.world,
         number=settings.ranks.world.new_model() if number is None else number,

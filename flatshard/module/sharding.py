@@ -15,7 +15,6 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings
 from flatshard.state.model_shards import ModelShards
@@ -31,7 +30,6 @@ class Sharding:
 
     wrapper: ModuleProxy
     unit: Unit
-    hooks: UnitHooks
     state_dict: UnitStateDict
     settings: Settings
     ignored: Ignored
@@ -51,7 +49,7 @@ class Sharding:
         """Copy the state for a copied wrapper. ``start_run`` must then make a ``RunContext``."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
-        twin.hooks, twin.roots = memo[id(self.hooks)], WeakSet()
+        twin.roots = WeakSet()
         twin.state_dict = copy.deepcopy(self.state_dict, memo)
         twin.ignored = copy.deepcopy(self.ignored, memo)
         return twin
