@@ -80,27 +80,16 @@ def find_device(
 
 
 def _read_device(device_id: int | str | torch.device) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    if isinstance(device_id, int) and not isinstance(device_id, bool):
-        if accelerator is None:
-            raise ValueError(f"device_id={device_id}: this host has no accelerator. Pass 'cpu'.")
-        device = torch.device(accelerator.type, device_id)
-    else:
-        try:
-            device = torch.device(device_id)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"device_id: expected the index of a device or a device, got {device_id!r}."
-            ) from error
-    has = accelerator is not None and accelerator.type == device.type
-    count = torch.accelerator.device_count() if has else 0
-    if device.type not in ("cpu", "meta") and (device.index or 0) >= count:
+    try:
+        # Make a tensor, which fails if this host lacks the device. The tensor's device has an
+        # index: "cuda" without an index means the current device, which a thread may change.
+        return torch.empty(0, device=torch.device(device_id)).device
+    except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"device_id: there is no {str(device)!r} on this host, which has {count} {device.type} "
-            "devices. Pass one of these devices, or 'cpu'."
-        )
-    # Add the index: "cuda" without an index means the current device, which a thread may change.
-    return torch.empty(0, device=device).device
+            f"device_id: there is no {device_id!r} on this host, which has "
+            f"{torch.accelerator.device_count()} accelerators. Pass the index of one of these, a "
+            f"device or 'cpu'. Reported by torch: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)

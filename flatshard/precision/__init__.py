@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -389,14 +388,7 @@ class PrecisionPlan:
 
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect."""
-        casts = any(one.param_dtype or one.buffer_dtype for one in self._precisions.values())
-        if not casts or os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") != "1":
-            return []
-        return [
-            "mixed_precision: FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect: after model.eval() "
-            "param_dtype and buffer_dtype are used as in training. To evaluate in full precision, "
-            "wrap without these dtypes, and train under torch.autocast."
-        ]
+        return []
 
     def of_param(self, param: nn.Parameter, precision: MixedPrecision) -> ParamPrecision:
         """Return the dtypes of ``param`` and its gradient.

@@ -1,10 +1,7 @@
 """Arguments that have a meaning for Python or for torch, and none here: refused or warned of."""
 
 import enum
-import os
 import warnings
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatshard import BackwardPrefetch, MixedPrecision, ShardedWrapper, ShardingStrategy
+from flatshard import BackwardPrefetch, ShardedWrapper, ShardingStrategy
 from tests.harness import naming, run_ranks
 from tests.models import Mlp
 
@@ -28,7 +25,6 @@ def _arguments(rank: int, world_size: int) -> None:
     _meshes()
     _groups(rank)
     _state(rank)
-    _full_precision_in_eval(rank)
 
 
 def _flags() -> None:
@@ -109,23 +105,6 @@ def _state(rank: int) -> None:
     # The order of its arguments in torch before 2.1.
     with pytest.raises(TypeError, match=r"the model must be an nn\.Module, got dict"):
         ShardedWrapper.optim_state_dict_to_load(state, model, optimizer)
-
-
-def _full_precision_in_eval(rank: int) -> None:
-    """FSDP1's environment variable would change the numbers of an evaluation."""
-
-    def warned(**keywords: Any) -> bool:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ShardedWrapper(Mlp(), **keywords)
-        text = "FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect"
-        return any(text in str(warning.message) for warning in caught)
-
-    bf16 = MixedPrecision(torch.bfloat16)
-    with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
-        assert warned(mixed_precision=bf16) == (rank == 0)
-        assert not warned()
-    assert not warned(mixed_precision=bf16)
 
 
 def test_torchs_enums_are_equal() -> None:
