@@ -36,7 +36,7 @@ from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
 from flatshard.state.model_state import UnitStateDict
-from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
 
@@ -142,8 +142,8 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
         targets = OffloadTargets.find(offload, plan.settings.device)
         for planned in plan.units:
             nbytes = [
-                layout.shard_numel * kind.dtype.itemsize * (1 + kind.requires_grad)
-                for kind, layout in planned.layouts.items()
+                flat.layout.shard_numel * flat.dtype.itemsize * (1 + flat.requires_grad)
+                for flat in planned.flat_params
             ]
             targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
@@ -191,17 +191,8 @@ def _make_unit(
     """
     settings = planned.settings
     handles = []
-    for kind, infos in planned.flat_params.items():
-        flat_plan = FlatParamPlan(
-            planned.name,
-            planned.layouts[kind],
-            kind.dtype,
-            settings.device,
-            settings.topology,
-            targets,
-            kind.precision,
-            reduces_alone=kind.apart != 0,
-        )
+    for flat_plan, infos in planned.flat_params.items():
+        flat_plan.topology, flat_plan.targets = settings.topology, targets
         params = [
             OriginalParam(info, index, flat_plan) for index, info in enumerate(infos.values())
         ]

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -148,7 +147,8 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         shard = handle.flat_param.detach().to(handle.device, copy=True)
-    plan = replace(handle.plan, unit_name=handle.unit_name, dtype=shard.dtype, device=handle.device)
+    plan = copy.copy(handle.plan)
+    plan.unit_name, plan.dtype, plan.device = handle.unit_name, shard.dtype, handle.device
     params = [
         OriginalParam(info, index, plan)
         for index, info in enumerate(param.copied(memo) for param in handle.params)

@@ -13,7 +13,6 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,8 +21,8 @@ from flatshard.module.inspection import check_tensors
 from flatshard.module.settings import Settings
 from flatshard.module.sharding import modules_apart, sharded_ids, shardings_in
 from flatshard.options.extras import extra
-from flatshard.options.precision import ParamPrecision
 from flatshard.precision import PrecisionPlan
+from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.units.boundary import check_padding, move
 from flatshard.units.ignored import NOTHING, Ignored
 from flatshard.units.layout import FlatLayout
@@ -33,17 +32,6 @@ from flatshard.units.policies import ChosenModule, find_units
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency. Joining a
 # collective of this size with other collectives saves little.
 LARGE_BYTES = 4 << 20
-
-
-class FlatParamKind(NamedTuple):
-    """Properties that all parameters in one flat parameter share."""
-
-    dtype: torch.dtype
-    requires_grad: bool
-    precision: ParamPrecision
-    # Id of a large parameter whose gradient is reduced separately from the rest of the root's
-    # gradients; 0 for all other parameters.
-    apart: int
 
 
 @dataclass
@@ -56,8 +44,7 @@ class PlannedUnit:
 
     # The parameters of each flat parameter, by name. `flatten` divides the parameters; `lay_out`
     # puts them in the layout's order.
-    flat_params: dict[FlatParamKind, dict[str, ParamInfo]] = field(default_factory=dict)
-    layouts: dict[FlatParamKind, FlatLayout] = field(default_factory=dict)  # set by `lay_out`
+    flat_params: dict[FlatParamPlan, dict[str, ParamInfo]] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +56,8 @@ class PlannedUnit:
         return name_of(self.names)
 
     def flatten(self, precision_plan: PrecisionPlan) -> None:
-        """Divide the unit's parameters into flat parameters, one per ``FlatParamKind``."""
+        """Divide the unit's parameters into flat parameters."""
+        plans: dict[tuple[object, ...], FlatParamPlan] = {}
         # If the model has other units, give each large parameter of the root a separate flat
         # parameter, so that the gradient of the parameter can be reduced while the other units
         # compute. The root's remaining gradients are complete only at the end of backward. With
@@ -82,32 +70,28 @@ class PlannedUnit:
             # complete first and the embedding's last. In one flat parameter, the head's gradient
             # would have to wait for the embedding's.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
-            kind = FlatParamKind(
-                param.dtype,
-                param.requires_grad,
-                precision_plan.of_param(param, self.settings.precision),
-                id(param) if is_apart else 0,
+            precision = precision_plan.of_param(param, self.settings.precision)
+            kind = param.dtype, param.requires_grad, precision
+            plan = plans.setdefault(
+                (*kind, is_apart and id(param)),
+                FlatParamPlan(self.name, self.settings.device, *kind, reduces_alone=is_apart),
             )
-            self.flat_params.setdefault(kind, {})[info.name] = info
+            self.flat_params.setdefault(plan, {})[info.name] = info
 
-    def lay_out(self, num_shards: int) -> dict[FlatParamKind, FlatLayout]:
-        """Lay out the flat parameters over ``num_shards`` ranks, and return the layouts.
+    def lay_out(self, num_shards: int) -> None:
+        """Lay out the flat parameters over ``num_shards`` ranks.
 
         Raises ValueError if the user's ``boundary`` causes too much padding.
         """
         boundary = self.settings.boundary
-        for kind, infos in self.flat_params.items():
-            layout = FlatLayout.build(
-                {name: info.param for name, info in infos.items()},
-                world_size=num_shards,
-                itemsize=kind.dtype.itemsize,
-            )
-            layout = move(layout, boundary, kind.dtype.itemsize, self.number)
-            self.flat_params[kind] = {span.name: infos[span.name] for span in layout.spans}
-            self.layouts[kind] = layout
+        for plan, infos in self.flat_params.items():
+            params = {name: info.param for name, info in infos.items()}
+            itemsize = plan.dtype.itemsize
+            layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
+            plan.layout = move(layout, boundary, itemsize, self.number)
+            self.flat_params[plan] = {span.name: infos[span.name] for span in plan.layout.spans}
         if boundary != "element":
-            check_padding(self.name, self.layouts.values(), boundary)
-        return self.layouts
+            check_padding(self.name, [plan.layout for plan in self.flat_params], boundary)
 
 
 class ModelPlan:

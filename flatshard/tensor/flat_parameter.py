@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from flatshard.units.layout import FlatLayout, view_of
 from flatshard.units.module_tree import ParamInfo, unit_text
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FlatParamPlan:
     """How one flat parameter is made: its layout, process groups, places in memory and dtypes.
 
@@ -45,14 +45,16 @@ class FlatParamPlan:
     """
 
     unit_name: str
-    layout: FlatLayout
-    dtype: torch.dtype  # dtype of the shards
     device: torch.device  # device on which modules compute
-    topology: Topology
-    targets: OffloadTargets
+    # All parameters of the flat parameter have the same dtype, `requires_grad` and precision.
+    dtype: torch.dtype  # dtype of the shards
+    requires_grad: bool
     precision: ParamPrecision
     # Whether the gradients of this flat parameter are reduced separately from the rest of the unit.
     reduces_alone: bool
+    layout: FlatLayout = field(init=False)  # set once the number of ranks is known
+    topology: Topology = field(init=False)  # set, with the targets, when the unit is made
+    targets: OffloadTargets = field(init=False)
 
 
 class FlatParameter(nn.Parameter):

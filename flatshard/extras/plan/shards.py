@@ -11,11 +11,12 @@ from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
 from flatshard.engine.unit import LOOKUPS
 from flatshard.extras.plan.allocator import Held
-from flatshard.module.model_plan import FlatParamKind, ModelPlan, PlannedUnit
+from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.options.transport_options import TransportOptions, as_coalesce_bytes
+from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.boundary import as_boundary
 from flatshard.units.policies import Policy
@@ -67,29 +68,29 @@ class FlatMemory:
     """
 
     def __init__(
-        self, unit: PlannedUnit, kind: FlatParamKind, world_size: int, optimizer_bytes: float | None
+        self, unit: PlannedUnit, plan: FlatParamPlan, world_size: int, optimizer_bytes: float | None
     ) -> None:
-        layout, placement = unit.layouts[kind], unit.settings.placement
+        layout, placement = plan.layout, unit.settings.placement
         num_shards, per_node = layout.world_size, unit.settings.ranks.ranks_per_node or 1
         # With HYBRID strategies, only the ranks of a node take part in an all-gather.
         self.gather_size = per_node if placement.over_all else num_shards
-        self.compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
+        self.compute_dtype = plan.precision.unsharded_dtype(plan.dtype)
         self.name, self.unit, self.placement = unit.name, unit.number, placement
-        self.params = tuple(info.param for info in unit.flat_params[kind].values())
+        self.params = tuple(info.param for info in unit.flat_params[plan].values())
         self.numel = layout.numel
-        self.is_trained, self.reduces_alone = kind.requires_grad, kind.apart != 0
-        self.is_cast = self.compute_dtype != kind.dtype
-        places = [place for info in unit.flat_params[kind].values() for place in info.locations]
+        self.is_trained, self.reduces_alone = plan.requires_grad, plan.reduces_alone
+        self.is_cast = self.compute_dtype != plan.dtype
+        places = [place for info in unit.flat_params[plan].values() for place in info.locations]
         self.is_lookup = all(type(place.module) in LOOKUPS for place in places)
         self.is_freed_after = placement.reshard_after_backward or num_shards == 1
         self.regather_size = placement.regather_size or self.gather_size
         self.replicas = world_size // self.gather_size
-        self.reduce_itemsize = kind.precision.grad_dtypes(kind.dtype).reduce_dtype.itemsize
-        self.parameter_bytes = layout.shard_numel * kind.dtype.itemsize
-        self.gradient_bytes = self.parameter_bytes * kind.requires_grad
-        each = 2 * kind.dtype.itemsize if optimizer_bytes is None else optimizer_bytes
-        self.optimizer_bytes = math.ceil(layout.shard_numel * kind.requires_grad * each)
-        whole = layout.padded_numel * self.reduce_itemsize * kind.requires_grad
+        self.reduce_itemsize = plan.precision.grad_dtypes(plan.dtype).reduce_dtype.itemsize
+        self.parameter_bytes = layout.shard_numel * plan.dtype.itemsize
+        self.gradient_bytes = self.parameter_bytes * plan.requires_grad
+        each = 2 * plan.dtype.itemsize if optimizer_bytes is None else optimizer_bytes
+        self.optimizer_bytes = math.ceil(layout.shard_numel * plan.requires_grad * each)
+        whole = layout.padded_numel * self.reduce_itemsize * plan.requires_grad
         self.whole_gradient_bytes, self.reduced_bytes = whole, whole // num_shards
         self.crossing_bytes = whole // self.gather_size
         # If one rank's shard holds all parameters in the compute dtype, modules compute with the
@@ -153,10 +154,12 @@ def plan_flats(
         policy=auto_wrap_policy,
     )
     plan = ModelPlan(model, settings, predicts=True)
+    for unit in plan.units:
+        unit.lay_out(_num_shards(unit.settings, world_size))
     return plan, [
-        FlatMemory(unit, kind, world_size, optimizer_bytes)
+        FlatMemory(unit, flat, world_size, optimizer_bytes)
         for unit in plan.units
-        for kind in unit.lay_out(_num_shards(unit.settings, world_size))
+        for flat in unit.flat_params
     ]
 
 

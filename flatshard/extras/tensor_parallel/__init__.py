@@ -195,13 +195,13 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     """Raise NotImplementedError if a setting of a unit is not supported for the unit's DTensors."""
     for unit in units:
         settings = unit.settings
-        for kind, infos in unit.flat_params.items():
+        for flat, infos in unit.flat_params.items():
             first = next(
                 (one for one in infos.values() if hasattr(one.param, "tensor_parallel")), None
             )
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",
-                f"gather_dtype={kind.precision.gather_dtype}": kind.precision.gather_dtype,
+                f"gather_dtype={flat.precision.gather_dtype}": flat.precision.gather_dtype,
                 "a shard group of one rank (as NO_SHARD)": settings.topology.shard.size == 1,
             }
             for reason, applies in reasons.items():
