@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from flatshard.comm.work import CollectiveError
-from flatshard.module.initial_values import leave_empty
+from flatshard.module.construction import leave_empty
 from flatshard.optimizer.stepper import declare_elementwise
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision

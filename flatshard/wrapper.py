@@ -20,8 +20,7 @@ from flatshard.engine.hooks import surround
 from flatshard.module import unit_report
 from flatshard.module.construction import local_parts, wrap
 from flatshard.module.conversion import convert, copy_model
-from flatshard.module.inspection import read_ignored
-from flatshard.module.model_plan import ModelPlan
+from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating, summon
 from flatshard.module.settings import (
     ProcessGroups,

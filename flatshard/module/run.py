@@ -23,7 +23,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
-from flatshard.module.inspection import check_frozen
+from flatshard.module.model_plan import check_frozen
 from flatshard.module.settings import as_flags
 from flatshard.module.sharding import (
     Sharding,

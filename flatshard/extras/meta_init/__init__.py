@@ -32,7 +32,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
-from flatshard.module.initial_values import LEFT_EMPTY, InitialValues, names_of_different
+from flatshard.module.construction import LEFT_EMPTY, InitialValues, names_of_different
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.sharding import handles_in, sharding_of, shardings_in
 from flatshard.tensor.flat_parameter import OriginalParam
