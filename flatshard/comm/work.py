@@ -20,7 +20,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -520,19 +520,3 @@ class PendingSends:
     def drop_sent(self) -> None:
         """Release the tensors of all collectives whose data the other ranks have received."""
         self._pending = [pending for pending in self._pending if not pending.is_sent()]
-
-
-@dataclass(eq=False)
-class RunLink:
-    """State shared by all objects that run collectives of one flat parameter.
-
-    Both fields change if the user later wraps a module that contains the unit: the unit gets a
-    longer name, and its unfinished sends are collected by the new outermost wrapper. All objects
-    see the changes, because they share this object.
-    """
-
-    unit_name: str  # name of the unit, for errors
-
-    # Collectives whose sent tensors other ranks may still be reading. All flat parameters of a
-    # model share this object.
-    pending_sends: PendingSends = field(default_factory=PendingSends)

@@ -52,7 +52,7 @@ class RunContext(RunState):
             # Let all handles share one list of unfinished sends (memory of this rank that other
             # ranks may still read). Then a single wait at the end of a forward or backward covers
             # the whole model.
-            handle.link.pending_sends = self.pending_sends
+            handle.plan.pending_sends = self.pending_sends
         # As in DistributedDataParallel, a model that has no buffers when it is wrapped never
         # broadcasts buffers.
         if broadcast_buffers and root_module.shared_buffers():

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Topology
 from flatshard.comm.transports import BufferRequest, Gather
-from flatshard.comm.work import AsyncWork, RunLink
+from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.memory.offload_target import beside, copy_stream
 from flatshard.options.extras import extra
@@ -41,13 +40,13 @@ class ParamGather:
     ``FlatParamHandle`` (``ShardState``) and ``Unit`` (``Phase``).
     """
 
-    def __init__(self, plan: FlatParamPlan, link: RunLink) -> None:
+    def __init__(self, plan: FlatParamPlan) -> None:
         """Prepare to all-gather the planned flat parameter. The caller must call ``move_to`` next.
 
         Takes new tags from the process groups, so all ranks must make their flat parameters in the
         same order.
         """
-        self._link, self._topology = link, plan.topology
+        self._plan, self._topology = plan, plan.topology
         self._precision, self._targets = plan.precision, plan.targets
         topology, gather_dtype = plan.topology, plan.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
@@ -67,7 +66,7 @@ class ParamGather:
         # None: the flat parameter has no secondary shard, and every all-gather reads the shards.
         self.secondary: SecondaryShard | None = None
         if topology.regather is not None or inter_group.size > 1:
-            self.secondary = SecondaryShard(topology, link)
+            self.secondary = SecondaryShard(plan)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None
 
@@ -126,7 +125,7 @@ class ParamGather:
                     return
             source = self._source(shard, version)
             request = Gather(
-                source, memory.buffer, self._link.unit_name, self.tags[0], purpose, memory=memory
+                source, memory.buffer, self._plan.unit_name, self.tags[0], purpose, memory=memory
             )
             if self._float8 is not None:
                 packed = self._float8.pack(source)
@@ -162,7 +161,7 @@ class ParamGather:
         # So register the copy as an unfinished send: the end of the forward or backward waits on
         # the host until the copy has read the shard.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
-        AsyncWork([], self._link.unit_name, [shard], sends=[copied]).wait(self._link.pending_sends)
+        AsyncWork([], self._plan.unit_name, [shard], sends=[copied]).wait(self._plan.pending_sends)
         self._targets.shard.page_out(shard)
         source = brought.to(self._sent_dtype)
         if self._targets.keeps_copy:
@@ -184,7 +183,7 @@ class ParamGather:
         Raises CollectiveError if the all-gather failed.
         """
         if self._work is not None:  # None: the user has interrupted this method after the wait
-            self._work.wait(self._link.pending_sends)
+            self._work.wait(self._plan.pending_sends)
             self._work = None
         if self._is_offloaded:
             # The compute stream must not read the buffer before the copy stream has filled the
@@ -205,7 +204,7 @@ class ParamGather:
 
         Collective: all ranks that share the flat parameter.
         """
-        unit, topology = self._link.unit_name, self._topology
+        unit, topology = self._plan.unit_name, self._topology
         purpose = "full tensors, which all ranks must ask for together (state_dict(), for example),"
         intra_tag, inter_tag = tags or self._full_tags
         if topology.inter_group.size > 1:  # first all-gather across nodes, then within the node
@@ -236,8 +235,9 @@ class SecondaryShard:
     all-gather of secondary shards needs only these ranks.
     """
 
-    def __init__(self, topology: Topology, link: RunLink) -> None:
-        self._link, self._inter_group = link, topology.inter_group
+    def __init__(self, plan: FlatParamPlan) -> None:
+        self._plan, topology = plan, plan.topology
+        self._inter_group = topology.inter_group
         # Whether the secondary shard is kept only from forward to the end of backward.
         self._is_temporary = topology.regather is not None
         self._comm = topology.intra_group if topology.regather is None else topology.regather
@@ -281,7 +281,7 @@ class SecondaryShard:
         if self._part is None:
             self._part = source.new_empty(source.numel() * self._inter_group.size)
         self._refresh = self._inter_group.all_gather(
-            Gather(source, self._part, self._link.unit_name, tag, "this node")
+            Gather(source, self._part, self._plan.unit_name, tag, "this node")
         )
         self._version = version
 
@@ -293,7 +293,7 @@ class SecondaryShard:
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:
-                refresh.wait(self._link.pending_sends)
+                refresh.wait(self._plan.pending_sends)
             except Exception:
                 # The secondary shard is incomplete, so let the next `begin_refresh` all-gather
                 # again.
@@ -308,7 +308,7 @@ class SecondaryShard:
         self.finish_refresh()
         assert self._part is not None, "the secondary shard was filled"
         return self._comm.all_gather(
-            Gather(self._part, out, self._link.unit_name, self._tag, purpose)
+            Gather(self._part, out, self._plan.unit_name, self._tag, purpose)
         )
 
     def drop(self) -> None:

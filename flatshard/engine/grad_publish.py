@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.work import RunLink
 from flatshard.engine.grad_buffer import GradientBuffer, Sync
 from flatshard.memory.buffers import BufferCache, storage_bytes
-from flatshard.memory.offload_target import OffloadTarget, beside, copy_stream
+from flatshard.memory.offload_target import beside, copy_stream
 from flatshard.precision import get_grad, set_grad
-from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor, local_range
 from flatshard.units.module_tree import unit_text
 
@@ -151,14 +150,14 @@ class GradPublish:
         self,
         params: Sequence[OriginalParam],
         grad_buffer: GradientBuffer,
-        target: OffloadTarget,
-        link: RunLink,
+        plan: FlatParamPlan,
     ) -> None:
         self.unreduced = UnreducedGrads(params, grad_buffer)
-        self._params, self._buffer, self._link = params, grad_buffer, link
+        self._params, self._buffer, self._plan = params, grad_buffer, plan
         # `_target`: where `.grad` lives. For targets other than the device, `_cache` reuses memory
         # in the target, and `_copies` has the events of the copies under way.
-        self._target, self._cache = target, BufferCache(new=target.new)
+        target = self._target = plan.targets.gradient
+        self._cache = BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
         self._reduced: Tensor | None = None
         # For each aliased parameter (the shard is the unsharded buffer), the `.grad` from before
@@ -310,7 +309,7 @@ class GradPublish:
         """
         self.unreduced.take_all_back()
         if self.unreduced.was_edited:
-            raise edited(self._link.unit_name)
+            raise edited(self._plan.unit_name)
         grads = [param.sharded.grad for param in self._params]
         for param in self._params:
             param.sharded.grad = None

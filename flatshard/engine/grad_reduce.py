@@ -29,9 +29,10 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator, Topology
 from flatshard.comm.transports import ChunkPlan, FlatChunks, Gather, ReduceScatter
-from flatshard.comm.work import AsyncWork, CollectiveError, RunLink
+from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.options.precision import GradDtypes
+from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.units.layout import FlatLayout
 
 
@@ -52,7 +53,7 @@ class CommHook:
 class ReducePlan:
     """The groups, dtypes and memory with which the gradients of one flat parameter are reduced."""
 
-    link: RunLink
+    flat: FlatParamPlan
     layout: FlatLayout
     topology: Topology
     dtypes: GradDtypes
@@ -161,7 +162,7 @@ class ReducePlan:
         with torch.no_grad():
             # Zero the padding: a hook may have added noise to all elements, and padding must stay
             # zero.
-            return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
+            return self.zero_padding(self.hook(buffer, self.flat.unit_name), self.topology.index)
 
 
 class GradReduce:
@@ -183,7 +184,7 @@ class GradReduce:
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the current stream of the device
         intra_group, across = plan.topology.intra_group, plan.across
-        self._work = AsyncWork([], plan.link.unit_name)
+        self._work = AsyncWork([], plan.flat.unit_name)
         # `to_come`: functions that start the stages after the first stage, in order. `_turns`: all
         # reductions, of this model and of others, whose second stage uses the same group and has
         # not started. Second stages start in the order of this queue.
@@ -222,7 +223,7 @@ class GradReduce:
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
         """Start a reduce-scatter over ``comm`` that fills ``_out`` with this rank's average."""
-        unit_fqn, fixed_order = self._plan.link.unit_name, self._plan.fixed_order
+        unit_fqn, fixed_order = self._plan.flat.unit_name, self._plan.fixed_order
         return comm.reduce_scatter(
             ReduceScatter(chunks, self._out, unit_fqn, tag, fixed_order, kind)
         )
@@ -250,7 +251,7 @@ class GradReduce:
 
     def _begin_next(self) -> None:
         """Wait for the stage under way, and start the next stage."""
-        self._work.wait(self._plan.link.pending_sends)
+        self._work.wait(self._plan.flat.pending_sends)
         begin = self.to_come.popleft()
         self._work = begin()
         self._works.append(self._work)
@@ -270,7 +271,7 @@ class GradReduce:
             self._intra_reduced = None
         self._out = values = self._out.to(plan.dtypes.reduce_dtype)
         if across is plan.topology.replicate and not plan.adds_replicas:
-            return across.all_reduce(values, unit_fqn=plan.link.unit_name)
+            return across.all_reduce(values, unit_fqn=plan.flat.unit_name)
         chunks = FlatChunks.of(_padded(values, across.size))
         self._out = values.new_empty(chunks.numel // across.size, dtype=plan.across_sum_dtype)
         if across is plan.topology.replicate:
@@ -283,7 +284,7 @@ class GradReduce:
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # leaves out the zeros that `_padded` appended
         return replicate.all_gather(
-            Gather(part, full, plan.link.unit_name, plan.tags[2], "", exact=True, reduced=True)
+            Gather(part, full, plan.flat.unit_name, plan.tags[2], "", exact=True, reduced=True)
         )
 
     def advance(self) -> bool:
@@ -330,7 +331,7 @@ class GradReduce:
                 self.cross()
                 while self.to_come:
                     self._begin_next()
-            self._work.wait(self._plan.link.pending_sends)
+            self._work.wait(self._plan.flat.pending_sends)
         self._read_on_side_stream = []  # not needed now: the current stream has waited
         out = self._out
         del self._out  # so that the caller can free this memory, after a copy to the host

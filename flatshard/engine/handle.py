@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard.comm.work import RunLink
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
@@ -56,7 +55,7 @@ class FlatParamHandle:
         shard: Tensor,  # (layout.shard_numel,), with initial values, on `plan.device`
     ) -> None:
         """Turn ``params``, in place, into sharded parameters that use the memory of ``shard``."""
-        self.plan, self.link, self.device = plan, RunLink(plan.unit_name), plan.device
+        self.plan, self.device = plan, plan.device
         self.layout, self.topology = plan.layout, plan.topology
         # Whether this rank holds the whole flat parameter.
         self.is_whole = plan.topology.shard.size == 1
@@ -82,19 +81,18 @@ class FlatParamHandle:
         # buffer is stale.
         self._unsharded_version = -1
         self._targets = plan.targets
-        self.gather = ParamGather(plan, self.link)
+        self.gather = ParamGather(plan)
         self.gather.move_to(plan.device, plan.dtype)
         self._replicate_tag = self.topology.replicate.new_tag(self)
         self.grad_buffer = self._plan_gradients(plan.dtype)
-        target = self._targets.gradient
-        self.grad_publish = GradPublish(self.params, self.grad_buffer, target, self.link)
+        self.grad_publish = GradPublish(self.params, self.grad_buffer, plan)
         # The last reduction that backward started. None: no reduction was started yet.
         self.grad_reduce: GradReduce | None = None
         self.adopt(shard)
 
     @property
     def unit_name(self) -> str:
-        return self.link.unit_name
+        return self.plan.unit_name
 
     @property
     def sharded(self) -> list[nn.Parameter]:
@@ -104,7 +102,7 @@ class FlatParamHandle:
     def rename(self, strip: Callable[[str], str]) -> None:
         """Rename the parameters, if the unit was renamed; ``strip`` maps old names to new names."""
         for param in self.params:
-            param.spec.name, param.spec.unit = strip(param.spec.name), self.link.unit_name
+            param.spec.name, param.spec.unit = strip(param.spec.name), self.plan.unit_name
 
     # ------------------------------------------------------------ memory
 
@@ -245,7 +243,7 @@ class FlatParamHandle:
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.lingers = False
-        unsharded.forbid(self.buffer, self.link.unit_name, self.topology.world.global_rank)
+        unsharded.forbid(self.buffer, self.plan.unit_name, self.topology.world.global_rank)
         unsharded.set_accessible([param.full for param in self.params], False)
 
     def snapshot(self) -> None:
@@ -394,7 +392,7 @@ class FlatParamHandle:
         """Set ``reduce_plan`` and return a new gradient buffer, for a shard of ``dtype``."""
         hook, precision = self.comm_hook or CommHook(), self.plan.precision
         self.reduce_plan = ReducePlan(
-            self.link,
+            self.plan,
             self.layout,
             self.topology,
             precision.grad_dtypes(dtype, hook.reduce_dtype),

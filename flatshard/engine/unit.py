@@ -187,7 +187,7 @@ class Unit:
         self.names, self.name, self.is_root = list(names), name_of(names), is_root
         self.may_diverge = self.placement.may_diverge and not is_root
         for handle in self.handles:
-            handle.link.unit_name = self.name
+            handle.plan.unit_name = self.name
             handle.rename(strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:

@@ -148,7 +148,7 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         shard = handle.flat_param.detach().to(handle.device, copy=True)
     plan = copy.copy(handle.plan)
-    plan.unit_name, plan.dtype, plan.device = handle.unit_name, shard.dtype, handle.device
+    plan.dtype, plan.device = shard.dtype, handle.device
     params = [
         OriginalParam(info, index, plan)
         for index, info in enumerate(param.copied(memo) for param in handle.params)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.comm.communicator import Topology
+from flatshard.comm.work import PendingSends
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor.shard_spec import ShardSpec
@@ -40,11 +41,14 @@ from flatshard.units.module_tree import ParamInfo, unit_text
 class FlatParamPlan:
     """How one flat parameter is made: its layout, process groups, places in memory and dtypes.
 
-    The unit may get another name later, and a conversion (``model.to(...)``) may change the dtype
-    and the device. The plan keeps the name, dtype and device with which the flat parameter is made.
+    All objects that run collectives of the flat parameter share the plan. A conversion
+    (``model.to(...)``) may change the dtype and the device later. The plan keeps the dtype and
+    device with which the flat parameter is made. ``unit_name`` and ``pending_sends`` change if the
+    user later wraps a module that contains the unit: the unit gets a longer name, and its
+    unfinished sends are collected by the new outermost wrapper.
     """
 
-    unit_name: str
+    unit_name: str  # name of the unit, for errors
     device: torch.device  # device on which modules compute
     # All parameters of the flat parameter have the same dtype, `requires_grad` and precision.
     dtype: torch.dtype  # dtype of the shards
@@ -55,6 +59,9 @@ class FlatParamPlan:
     layout: FlatLayout = field(init=False)  # set once the number of ranks is known
     topology: Topology = field(init=False)  # set, with the targets, when the unit is made
     targets: OffloadTargets = field(init=False)
+    # Collectives whose sent tensors other ranks may still be reading. All flat parameters of a
+    # model share this object.
+    pending_sends: PendingSends = field(init=False, default_factory=PendingSends)
 
 
 class FlatParameter(nn.Parameter):

@@ -19,7 +19,7 @@ from flatshard import MixedPrecision
 from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, RunLink, named
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_publish, grad_reduce, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
@@ -307,9 +307,16 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
     assert found == torch.device("cuda", 1)
 
 
+_FLAT: Any = SimpleNamespace(
+    unit_name="unit",
+    pending_sends=PendingSends(),
+    targets=SimpleNamespace(gradient=HostMemory(pinned=False)),
+)
+
+
 def _grad_buffer(layout: FlatLayout, device: str) -> GradientBuffer:
     plan = ReducePlan(
-        RunLink("unit"),
+        _FLAT,
         layout,
         Topology(ALONE, ALONE, ALONE, ALONE),
         GradDtypes(torch.float32, torch.float32, torch.float32),
@@ -326,7 +333,7 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
     layout = FlatLayout.build({"w": torch.empty(4)}, world_size=1, itemsize=4)
     buffer = _grad_buffer(layout, "meta")
-    published = GradPublish([], buffer, HostMemory(pinned=False), RunLink("unit"))
+    published = GradPublish([], buffer, _FLAT)
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
         mock.patch.object(Tensor, "record_stream") as record_stream,

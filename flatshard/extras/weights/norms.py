@@ -25,7 +25,7 @@ from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_ra
 #   tensor of integers, on the device of the tensors.
 
 # For each model, a dictionary with two kinds of entries:
-# - run link of a flat parameter: copy of this rank's chunk at the last `norms("update")`;
+# - plan of a flat parameter: copy of this rank's chunk at the last `norms("update")`;
 # - "grad", "param" or "update": the groups of the last call of this kind, and the names, types and
 #   devices for which the groups are valid. Usually, the next call can use the same groups.
 _KEPT: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -93,10 +93,10 @@ def _tensors(kind: str, handles: list[FlatParamHandle], kept: dict[Any, Any]) ->
     changes: list[Any] = []
     for handle in handles if kind == "update" else ():
         handle.absorb_replaced()
-        # Use the run link as the key, and not the handle: the handle refers to the model, so the
+        # Use the plan as the key, and not the handle: the handle refers to the model, so the
         # entry would keep the model alive forever.
-        chunk, last = handle.flat_param.detach(), kept.get(handle.link)
-        kept[handle.link] = chunk.clone()
+        chunk, last = handle.flat_param.detach(), kept.get(handle.plan)
+        kept[handle.plan] = chunk.clone()
         change = None if last is None else chunk - last.to(chunk)
         parts = [slice(one.local.start, one.local.end) for one in handle.params]
         changes += [None if change is None else change[part] for part in parts]
