@@ -266,10 +266,6 @@ class Communicator(Members):
 
     # ------------------------------------------------------------ small things, at once
 
-    def _begin_small(self, op_name: str) -> None:
-        """Record the beginning of a small collective for which a stream waits, not the host."""
-        self.begin(self.gather_group, what=compared_name(op_name))
-
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``values``.
 
@@ -328,9 +324,9 @@ class Communicator(Members):
         values.copy_(sent.masked_fill((marks != expected).any(), spoiled))
 
     def _named_on_stream(self, op_name: str) -> named:
-        words = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
-        self._begin_small(op_name)
-        return named(words)
+        """Begin a small collective for which a stream waits, not the host."""
+        self.begin(self.gather_group, what=compared_name(op_name))
+        return named(f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks")
 
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
@@ -382,7 +378,7 @@ class Communicator(Members):
             self.host.meet(op_name)
         else:
             group = self.gather_group
-            self._begin_small(op_name)
+            self.begin(group, what=compared_name(op_name))
         with named(name):
             work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
         return AsyncWork([work], name, [wire, came]), came

@@ -139,7 +139,7 @@ def _program(state: RunState) -> bytes:
     difference between ranks.
     """
     loads = sum(unit.loads_sum for unit in state.units)
-    reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
+    reduced = bytes(_SYNCS.index(u.sync) * bool(h.num_trainable) for u, h in state.handles)
     digest = (loads + crc32(reduced)) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 

@@ -81,7 +81,7 @@ class ForwardEdits:
             # is nothing to check.
             if handle.is_aliased:
                 continue
-            is_close = handle in self._rewritten or not unit.num_trainable[handle]
+            is_close = handle in self._rewritten or not handle.num_trainable
             look = self._look_closely(handle) if is_close else sample if number % 8 == 0 else type
             if self._was_edited or number in _COMPARED:
                 look = checksum

@@ -147,13 +147,10 @@ class GradPublish:
     """Collects the reduced gradients of one flat parameter, and sets ``.grad`` at the end."""
 
     def __init__(
-        self,
-        params: Sequence[OriginalParam],
-        grad_buffer: GradientBuffer,
-        plan: FlatParamPlan,
+        self, params: Sequence[OriginalParam], buffer: GradientBuffer, plan: FlatParamPlan
     ) -> None:
-        self.unreduced = UnreducedGrads(params, grad_buffer)
-        self._params, self._buffer, self._plan = params, grad_buffer, plan
+        self.unreduced = UnreducedGrads(params, buffer)
+        self._params, self._buffer, self._plan = params, buffer, plan
         # `_target`: where `.grad` lives. For targets other than the device, `_cache` reuses memory
         # in the target, and `_copies` has the events of the copies under way.
         target = self._target = plan.targets.gradient

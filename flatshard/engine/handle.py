@@ -60,6 +60,7 @@ class FlatParamHandle:
         # Whether this rank holds the whole flat parameter.
         self.is_whole = plan.topology.shard.size == 1
         self.params = list(params)
+        self.num_trainable = 0  # number of parameters that require a gradient (`Unit` counts)
         # All places of all parameters: a tied parameter has several places.
         self.places: list[Place] = [
             (place.module, place.attribute, param)

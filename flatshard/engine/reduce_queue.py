@@ -118,14 +118,14 @@ class ReduceBucket:
         """Flat parameters whose gradients this backward reduces."""
         if self.unit.sync is Sync.NONE:
             return []
-        return [handle for handle in self.handles if self.unit.num_trainable[handle]]
+        return [handle for handle in self.handles if handle.num_trainable]
 
     def is_complete(self) -> bool:
         """Whether all gradients of the bucket have arrived in this backward."""
         # A plain loop is faster than `all()` with a generator, and backward calls this method for
         # every gradient.
         for handle in self.handles:
-            if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
+            if len(handle.grad_buffer.arrived) < handle.num_trainable:
                 return False
         return True
 

@@ -103,8 +103,6 @@ class Unit:
         self.handles: list[FlatParamHandle] = []
         # Flat parameters that backward reads; embedding tables are not among them.
         self.for_backward: list[FlatParamHandle] = []
-        # For each flat parameter, the number of original parameters that require a gradient.
-        self.num_trainable: dict[FlatParamHandle, int] = {}
         # For each module of the unit, the flat parameters whose original parameters are in the
         # module or its submodules. A `Place` says which module attribute holds the parameter.
         self.places_in: dict[nn.Module, list[tuple[FlatParamHandle, list[Place]]]] = {}
@@ -230,9 +228,8 @@ class Unit:
 
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
-        self.num_trainable = {
-            h: sum([p.full.requires_grad for p in h.params]) for h in self.handles
-        }
+        for handle in self.handles:
+            handle.num_trainable = sum([param.full.requires_grad for param in handle.params])
 
     @property
     def buffer_bytes(self) -> int:
@@ -465,19 +462,20 @@ class Unit:
     @property
     def ends_backward(self) -> bool:
         """Whether the rest of this backward cannot need the parameters."""
-        trainable = self.num_trainable.items()
         return (
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
-            and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
+            and all(len(h.grad_buffer.arrived) >= h.num_trainable for h in self.handles)
             # All gradients of trained parameters have arrived. If all parameters are trained,
             # backward needs no parameter any more. But a frozen parameter gets no gradient, so
             # backward may still need it. Then the unit's backward is known to be over only when the
             # gradients of all inputs of all calls have arrived. If a call has no input that
             # requires a gradient (`_ends_unseen`), the unit stays unsharded until the end of the
             # model's backward.
-            and not (self._ends_unseen and any(n < len(h.params) for h, n in trainable))
+            and not (
+                self._ends_unseen and any(h.num_trainable < len(h.params) for h in self.handles)
+            )
         )
 
     def leave_failed_backward(self) -> None:

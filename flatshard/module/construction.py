@@ -22,7 +22,7 @@ the full model.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
@@ -39,7 +39,7 @@ from flatshard.engine.hooks import surround
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module import unit_report
-from flatshard.module.model_plan import ModelPlan, PlannedUnit
+from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
@@ -178,57 +178,37 @@ def _make_units(
 
     Collective: all ranks.
     """
-    wrappers: dict[nn.Module, ModuleProxy] = {plan.module: root}
+    wrappers: dict[nn.Module, ModuleProxy] = {}
     units: list[Unit] = []
     for planned in plan.units:
+        settings, handles, casts = planned.settings, [], {}
+        for flat_plan, infos in planned.flat_params.items():
+            flat_plan.topology, flat_plan.targets = settings.topology, targets
+            params = [
+                OriginalParam(info, index, flat_plan) for index, info in enumerate(infos.values())
+            ]
+            shard = initial_values.shard(flat_plan, params)
+            handles.append(FlatParamHandle(flat_plan, params, shard))
         for member in planned.members:
-            if member.module is not plan.module:
-                wrappers[member.module] = wrapper = kind.__new__(kind)
+            module = member.module
+            casts[module] = plan.precision_plan.of_unit(module, settings.precision)
+        unit = Unit(casts, planned.names, placement=settings.placement, topology=settings.topology)
+        unit.own(handles)
+        state_dict = UnitStateDict(unit)
+        for member in planned.members:
+            module, wrapper = member.module, root
+            if module is not plan.module:
+                wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
-        units.append(_make_unit(plan, planned, wrappers, initial_values, targets))
+            wrappers[module] = wrapper
+            surround(unit, module)
+            put_in_place(wrapper, module)
+            wrapper.__dict__["_sharding"] = Sharding(
+                wrapper, unit, state_dict, settings, plan.ignored.within(module), member.reason
+            )
+        units.append(unit)
     replace_children(plan.module, wrappers)
     return [units[-1], *units[:-1]]
-
-
-def _make_unit(
-    plan: ModelPlan,
-    planned: PlannedUnit,
-    wrappers: Mapping[nn.Module, ModuleProxy],
-    initial_values: InitialValues,
-    targets: OffloadTargets,
-) -> Unit:
-    """Make one unit, and put the unit's modules into wrappers. Collective: all ranks.
-
-    ``wrappers`` maps each module to its wrapper, which has no module yet.
-    """
-    settings = planned.settings
-    handles = []
-    for flat_plan, infos in planned.flat_params.items():
-        flat_plan.topology, flat_plan.targets = settings.topology, targets
-        params = [
-            OriginalParam(info, index, flat_plan) for index, info in enumerate(infos.values())
-        ]
-        shard = initial_values.shard(flat_plan, params)
-        handles.append(FlatParamHandle(flat_plan, params, shard))
-    unit = Unit(
-        {
-            member.module: plan.precision_plan.of_unit(member.module, settings.precision)
-            for member in planned.members
-        },
-        planned.names,
-        placement=settings.placement,
-        topology=settings.topology,
-    )
-    unit.own(handles)
-    state_dict = UnitStateDict(unit)
-    for member in planned.members:
-        module, wrapper = member.module, wrappers[member.module]
-        surround(unit, module)
-        put_in_place(wrapper, module)
-        wrapper.__dict__["_sharding"] = Sharding(
-            wrapper, unit, state_dict, settings, plan.ignored.within(module), member.reason
-        )
-    return unit
 
 
 # ------------------------------------------------------------ initial values

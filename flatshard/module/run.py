@@ -138,11 +138,8 @@ class RootChecks:
         # Keep only a weak reference. The hooks of every unit inside keep this object, and the
         # program may drop the outermost wrapper, and use a unit inside in another model.
         self._root = weakref.ref(root)
-        self._ignored, self.writes, self._shared = (
-            root.ignored,
-            WriteThrough(),
-            other_roots(shardings),
-        )
+        self._ignored, self._shared = root.ignored, other_roots(shardings)
+        self.writes = WriteThrough()
         # The modules that only some of the model's ranks train.
         self._apart = modules_apart(shardings, root.settings.ranks.world.size)
         self._num_registered = -1  # the global `_num_registered` at the last check
@@ -300,8 +297,8 @@ def _gradient_bytes(unit: Unit) -> int:
     """Return the bytes of the unit's unsharded gradients while backwards accumulate them."""
     return sum(
         handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
-        for handle, count in unit.num_trainable.items()
-        if count
+        for handle in unit.handles
+        if handle.num_trainable
     )
 
 

@@ -115,9 +115,7 @@ def other_roots(shardings: Iterable[Sharding]) -> dict[Sharding, Set[Sharding]]:
     ``shardings``: all wrappers of the module. The values are the other outermost wrappers, as long
     as they exist.
     """
-    inside = dict.fromkeys(
-        shardings
-    )  # in this order, so that all ranks name the same wrapper first
+    inside = dict.fromkeys(shardings)  # so that all ranks name the same wrapper first
     return {one: others for one in inside if (others := one.roots - inside.keys())}
 
 

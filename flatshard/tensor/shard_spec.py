@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -15,37 +15,6 @@ from flatshard.memory.offload_target import OffloadTarget
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.units.module_proxy import refuse_foreign_wrapper
 from flatshard.units.module_tree import unit_text
-
-
-class ParamSplit(Protocol):
-    """How a parameter that was a DTensor before wrapping is split by tensor parallelism.
-
-    flatshard shards only the local part of the DTensor. The ranks of a shard group hold the same
-    part; the ranks of ``comms`` hold the other parts.
-    """
-
-    # One communicator for each mesh dimension that splits the DTensor: the ranks along it.
-    comms: tuple[Communicator, ...]
-    shape: tuple[int, ...]  # shape of the whole DTensor
-    stride: tuple[int, ...]  # strides of the whole DTensor, in elements
-
-    def as_dtensor(self, local: Tensor) -> Tensor:
-        """Return a DTensor whose local part is ``local``, for modules to compute with."""
-
-    def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """Convert a hook on the DTensor's gradient to a hook on the gradient of the local part."""
-
-    def full(self, local: Tensor) -> Tensor:
-        """Return the whole tensor, from the local part of each rank.
-
-        Collective: the ranks of ``comms``.
-        """
-
-    def part_of(self, full: Tensor) -> Tensor:
-        """Return the local part of a whole tensor. No communication."""
-
-    def offsets(self) -> tuple[int, ...]:
-        """Return the index in the whole tensor where the local part begins, for each dimension."""
 
 
 class ParamOwner:
@@ -112,8 +81,9 @@ class ShardSpec:
     comm: Communicator  # the shard group: the ranks that hold the other elements
     replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
 
-    # If the parameter is the local part of a DTensor: how the DTensor is split. Otherwise None.
-    tensor_parallel: ParamSplit | None = None
+    # If the parameter is the local part of a DTensor: how the DTensor is split (a `TensorParallel`
+    # of `extras/tensor_parallel`). Otherwise None.
+    tensor_parallel: Any = None
     # Where optimizer state with one value per element lies. None: where the shard lies.
     state_target: OffloadTarget | None = None
     # Weak references to the model, behind the properties `owner` and `original`. Gradients and

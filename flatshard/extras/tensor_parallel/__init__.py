@@ -34,7 +34,7 @@ _OTHERWISE = "or do not apply tensor parallelism to this parameter."
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How tensor parallelism has cut a parameter over a mesh. Implements ``ParamSplit``."""
+    """How tensor parallelism has cut a parameter over a mesh."""
 
     layout: Any  # torch's DTensorSpec
     comms: tuple[Communicator, ...]  # one per mesh dimension that splits the parameter
