@@ -142,9 +142,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 # The groups made by `control_of`, keyed by the argument `group`.
-_controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+_controls = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:

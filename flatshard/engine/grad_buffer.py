@@ -46,7 +46,7 @@ class GradientBuffer:
 
     def __init__(self, plan: ReducePlan) -> None:
         """Make an empty buffer for gradients that are reduced according to ``plan``."""
-        self._plan, self._layout, self.dtypes = plan, plan.layout, plan.dtypes
+        self._plan, self._layout, self.dtypes = plan, plan.flat.layout, plan.dtypes
         # Accumulated gradients, by index of the original parameter. A gradient whose index is in
         # `_separate` has memory of its own. All other gradients are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
@@ -63,7 +63,7 @@ class GradientBuffer:
         # Decides which gradients the transport reads in place. None: all gradients are copied to
         # `_buffer`, and the transport reads `_buffer`.
         self._chunk_plan: ChunkPlan | None = None
-        least_bytes = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(plan.layout.spans))
+        least_bytes = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(self._layout.spans))
         if plan.device.type == "cpu" and plan.full_bytes >= least_bytes:
             self._chunk_plan = plan.chunk_plan()
 
@@ -185,7 +185,7 @@ class GradientBuffer:
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._plan.device
         )
-        rank = self._plan.topology.index
+        rank = self._plan.flat.topology.index
         for index, slot in self.slots.items():
             span = self._layout.spans[index]
             local = self._layout.local_span(index, rank)

@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Communicator, Topology
+from flatshard.comm.communicator import Communicator
 from flatshard.comm.transports import ChunkPlan, FlatChunks, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.options.precision import GradDtypes
 from flatshard.tensor.flat_parameter import FlatParamPlan
-from flatshard.units.layout import FlatLayout
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,16 @@ class ReducePlan:
     """The groups, dtypes and memory with which the gradients of one flat parameter are reduced."""
 
     flat: FlatParamPlan
-    layout: FlatLayout
-    topology: Topology
     dtypes: GradDtypes
     device: torch.device  # device of the gradients that autograd computes
     tags: tuple[int, int, int]  # tags for collectives of the intra, inter and replicate group
-    fixed_order: bool  # whether flatshard, and not the backend, adds up gradients, in rank order
     hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
 
     # Cache that reuses the memory of published gradients once users have dropped the gradients.
     # None: published gradients are offloaded to host memory or disk, so no memory on the device
     # can be reused.
     output: BufferCache | None
+    fixed_order: bool = field(init=False)  # whether flatshard adds up gradients, in rank order
     # Number of elements that this rank has after the first stage, and the index of the first of
     # these elements in the flat parameter.
     intra_numel: int = field(init=False)
@@ -83,10 +80,11 @@ class ReducePlan:
     across_sum_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        intra_group, replicate = self.topology.intra_group, self.topology.replicate
-        self.intra_numel = self.layout.padded_numel // intra_group.size
+        self.fixed_order = self.flat.precision.fixed_order
+        intra_group, replicate = self.flat.topology.intra_group, self.flat.topology.replicate
+        self.intra_numel = self.flat.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
-        self.full_bytes = self.layout.padded_numel * self.dtypes.reduce_dtype.itemsize
+        self.full_bytes = self.flat.layout.padded_numel * self.dtypes.reduce_dtype.itemsize
         # Estimate the memory of an unfinished reduction. Usually the gradients take memory twice:
         # to send, and to receive. NCCL adds each part when the part arrives, like all backends for
         # which a stream waits and not the host. So count the gradients once there, except with
@@ -94,7 +92,7 @@ class ReducePlan:
         # bucket together take at most `ReduceQueue.max_bytes_in_flight`, and may run at once.
         waits = intra_group.transport_for(self.device).stream_waits(self.device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
-        self.across = self.topology.across
+        self.across = self.flat.topology.across
         self.intra_sum_dtype = self._sum_dtype(intra_group)
         self.across_sum_dtype = self._sum_dtype(self.across)
         sums_wider = self._sum_dtype(replicate) is not self.dtypes.reduce_dtype
@@ -106,11 +104,11 @@ class ReducePlan:
         Sockets can read gradients in place. Returns None if the transport or the user's
         communication hook needs all gradients in one buffer.
         """
-        transport = self.topology.intra_group.transport_for(tag=self.tags[0])
+        transport = self.flat.topology.intra_group.transport_for(tag=self.tags[0])
         min_bytes = transport.min_chunk_bytes(self.dtypes.reduce_dtype)
         if self.hook is not None or min_bytes is None:
             return None
-        return ChunkPlan(self.layout, min_bytes, self.dtypes.reduce_dtype)
+        return ChunkPlan(self.flat.layout, min_bytes, self.dtypes.reduce_dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -119,7 +117,7 @@ class ReducePlan:
         True if there is no communication hook, and transports match the collectives of all stages
         by tag instead of by order.
         """
-        topology = self.topology
+        topology = self.flat.topology
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
             self.hook is None
@@ -148,7 +146,7 @@ class ReducePlan:
         ``position`` is the index of ``part`` among the equal parts of the flat parameter.
         """
         first, numel = position * part.numel(), part.numel()
-        inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self.layout.gaps)
+        inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self.flat.layout.gaps)
         zero([part[start:end] for start, end in inside if start < end])
         return part
 
@@ -162,7 +160,8 @@ class ReducePlan:
         with torch.no_grad():
             # Zero the padding: a hook may have added noise to all elements, and padding must stay
             # zero.
-            return self.zero_padding(self.hook(buffer, self.flat.unit_name), self.topology.index)
+            reduced = self.hook(buffer, self.flat.unit_name)
+            return self.zero_padding(reduced, self.flat.topology.index)
 
 
 class GradReduce:
@@ -183,7 +182,7 @@ class GradReduce:
         if plan.device.type == "cuda":
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the current stream of the device
-        intra_group, across = plan.topology.intra_group, plan.across
+        intra_group, across = plan.flat.topology.intra_group, plan.across
         self._work = AsyncWork([], plan.flat.unit_name)
         # `to_come`: functions that start the stages after the first stage, in order. `_turns`: all
         # reductions, of this model and of others, whose second stage uses the same group and has
@@ -193,7 +192,7 @@ class GradReduce:
         self._read_on_side_stream: list[object] = []
         with torch.no_grad():
             if intra_group.size > 1:
-                is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
+                is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
                 self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
                 if chunks.ranges != [(0, chunks.numel)]:
                     # No chunk covers the padding, so the reduce-scatter does not write to it.
@@ -205,7 +204,7 @@ class GradReduce:
             if across.size == 1 or is_intra_only:
                 return
             self.to_come.append(self._across)
-            if across is plan.topology.replicate and plan.adds_replicas:
+            if across is plan.flat.topology.replicate and plan.adds_replicas:
                 self.to_come.append(self._gather_replicas)
             # First stages may finish in different orders on different ranks. So second stages start
             # in the order in which the first stages started, which is the same on all ranks.
@@ -270,17 +269,17 @@ class GradReduce:
             self._out.add_(self._intra_reduced)
             self._intra_reduced = None
         self._out = values = self._out.to(plan.dtypes.reduce_dtype)
-        if across is plan.topology.replicate and not plan.adds_replicas:
+        if across is plan.flat.topology.replicate and not plan.adds_replicas:
             return across.all_reduce(values, unit_fqn=plan.flat.unit_name)
         chunks = FlatChunks.of(_padded(values, across.size))
         self._out = values.new_empty(chunks.numel // across.size, dtype=plan.across_sum_dtype)
-        if across is plan.topology.replicate:
+        if across is plan.flat.topology.replicate:
             return self._reduce_scatter(across, chunks, plan.tags[2], "all_reduce")
         return self._reduce_scatter(across, chunks, plan.tags[1])
 
     def _gather_replicas(self) -> AsyncWork:
         """Start the third stage: all-gather the parts of the average over the replicas."""
-        plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
+        plan, replicate, part = self._plan, self._plan.flat.topology.replicate, self._out
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # leaves out the zeros that `_padded` appended
         return replicate.all_gather(

@@ -391,15 +391,12 @@ class FlatParamHandle:
 
     def _plan_gradients(self, dtype: torch.dtype) -> GradientBuffer:
         """Set ``reduce_plan`` and return a new gradient buffer, for a shard of ``dtype``."""
-        hook, precision = self.comm_hook or CommHook(), self.plan.precision
+        hook = self.comm_hook or CommHook()
         self.reduce_plan = ReducePlan(
             self.plan,
-            self.layout,
-            self.topology,
-            precision.grad_dtypes(dtype, hook.reduce_dtype),
+            self.plan.precision.grad_dtypes(dtype, hook.reduce_dtype),
             self.device,
             tags=(*self.gather.tags, self._replicate_tag),
-            fixed_order=precision.fixed_order,
             hook=hook.reduce,
             output=BufferCache() if self._targets.gradient.is_device else None,
         )

@@ -398,7 +398,7 @@ class BufferCache:
         kept = self._kept
         if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
-            if fits and _is_unused(kept):
+            if fits and num_uses(kept) <= _ALONE:
                 return kept.detach()  # an alias; while it lives, the storage counts as used
             self.give_back()
         if self._new is not None:
@@ -415,7 +415,7 @@ class BufferCache:
 
     def give_back(self) -> None:
         """Free the kept tensor, unless other code still uses its memory."""
-        if self._kept is not None and _is_unused(self._kept):
+        if self._kept is not None and num_uses(self._kept) <= _ALONE:
             self._kept = None
 
 
@@ -429,7 +429,3 @@ def num_uses(tensor: Tensor) -> int:
 
 # The result of `num_uses` for the storage of a single tensor.
 _ALONE = num_uses(torch.empty(1))
-
-
-def _is_unused(kept: Tensor) -> bool:
-    return num_uses(kept) <= _ALONE

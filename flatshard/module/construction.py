@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +57,7 @@ _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
 
 
-def local_parts(
-    module: nn.Module, ignored: Ignored, settings: Settings
-) -> AbstractContextManager[None]:
+def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Any:
     """Return a context that replaces each DTensor parameter by a parameter with its local tensor.
 
     So construction shards the local tensors. The extra ``tensor_parallel`` implements the context.
@@ -66,9 +65,7 @@ def local_parts(
     """
     if not any(hasattr(param, "_spec") for param in module.parameters()):
         return nullcontext()
-    tensor_parallel = extra("tensor_parallel", _A_DTENSOR)
-    parts: AbstractContextManager[None] = tensor_parallel.local_parts(module, ignored, settings)
-    return parts
+    return extra("tensor_parallel", _A_DTENSOR).local_parts(module, ignored, settings)
 
 
 def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Iterable[str]) -> None:

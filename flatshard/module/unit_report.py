@@ -68,12 +68,8 @@ def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, st
         for handle in handles
         if handle.topology.shard.size > 1
     )
-    return (
-        f"{numel:,}",
-        f"{padding:,} ({padding / max(numel, 1):.1%})",
-        kinds,
-        show_bytes(unsharded_bytes),
-    )
+    padded = f"{padding:,} ({padding / max(numel, 1):.1%})"
+    return f"{numel:,}", padded, kinds, show_bytes(unsharded_bytes)
 
 
 def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:

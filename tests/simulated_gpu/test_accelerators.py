@@ -28,7 +28,7 @@ from flatshard.engine.grad_reduce import ReducePlan
 from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
 from flatshard.module.settings import find_device
-from flatshard.options.precision import GradDtypes
+from flatshard.options.precision import GradDtypes, ParamPrecision
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.ignored import NOTHING
 from flatshard.units.layout import FlatLayout
@@ -307,22 +307,14 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
     assert found == torch.device("cuda", 1)
 
 
-_FLAT: Any = SimpleNamespace(
-    unit_name="unit",
-    pending_sends=PendingSends(),
-    targets=SimpleNamespace(gradient=HostMemory(pinned=False)),
-)
-
-
 def _grad_buffer(layout: FlatLayout, device: str) -> GradientBuffer:
+    topology = Topology(ALONE, ALONE, ALONE, ALONE)
+    flat: Any = SimpleNamespace(layout=layout, topology=topology, precision=ParamPrecision())
     plan = ReducePlan(
-        _FLAT,
-        layout,
-        Topology(ALONE, ALONE, ALONE, ALONE),
+        flat,
         GradDtypes(torch.float32, torch.float32, torch.float32),
         torch.device(device),
         tags=(0, 0, 0),
-        fixed_order=False,
         hook=None,
         output=None,
     )
@@ -333,7 +325,8 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
     layout = FlatLayout.build({"w": torch.empty(4)}, world_size=1, itemsize=4)
     buffer = _grad_buffer(layout, "meta")
-    published = GradPublish([], buffer, _FLAT)
+    offloaded: Any = SimpleNamespace(targets=SimpleNamespace(gradient=HostMemory(pinned=False)))
+    published = GradPublish([], buffer, offloaded)
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
         mock.patch.object(Tensor, "record_stream") as record_stream,
