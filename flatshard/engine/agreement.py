@@ -52,15 +52,18 @@ class Agreement:
 
 
 def agree(
-    state: RunState,
-    num_buckets: int,
-    rest: Set[int],  # indices of the buckets whose reduction this rank has not started
-    to_come: Set[FlatParamHandle],  # the trainable flat parameters in the buckets of `rest`
+    state: RunState, num_buckets: int, rest: Set[int], to_come: Set[FlatParamHandle]
 ) -> Agreement:
     """Exchange with all ranks what this backward did on each rank. Collective.
 
     All ranks call this function after each backward that reduces gradients. Each rank sends bytes,
     called votes. All ranks receive the maximum over the ranks of each byte.
+
+    Args:
+        state: the state of the model's steps.
+        num_buckets: number of buckets of the model.
+        rest: indices of the buckets whose reduction this rank has not started.
+        to_come: the trainable flat parameters in the buckets of ``rest``.
 
     Raises:
         RuntimeError: the ranks do not run the same program, or all-gathered units in different

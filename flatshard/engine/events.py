@@ -16,7 +16,7 @@ import contextlib
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,9 +100,6 @@ class StepObserver:
         return _NOTHING
 
 
-O = TypeVar("O", bound=StepObserver)  # noqa: E741
-
-
 class Observers:
     """All observers that watch the steps of one model."""
 
@@ -119,7 +116,7 @@ class Observers:
         """Remove ``observer``, if present. May be called inside an event."""
         self.all = tuple(one for one in self.all if one is not observer)
 
-    def find(self, kind: type[O]) -> O | None:
+    def find(self, kind: type[StepObserver]) -> Any:
         return next((one for one in self.all if isinstance(one, kind)), None)
 
     def span(

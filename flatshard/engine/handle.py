@@ -48,13 +48,11 @@ class ShardState(enum.Enum):
 class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
-    def __init__(
-        self,
-        plan: FlatParamPlan,
-        params: Sequence[OriginalParam],
-        shard: Tensor,  # (layout.shard_numel,), with initial values, on `plan.device`
-    ) -> None:
-        """Turn ``params``, in place, into sharded parameters that use the memory of ``shard``."""
+    def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
+        """Turn ``params``, in place, into sharded parameters that use the memory of ``shard``.
+
+        ``shard``: the initial values, ``(layout.shard_numel,)``, on ``plan.device``.
+        """
         self.plan, self.device = plan, plan.device
         self.layout, self.topology = plan.layout, plan.topology
         # Whether this rank holds the whole flat parameter.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
@@ -25,8 +24,24 @@ def surround(unit: Unit, module: nn.Module) -> None:
     before, after = _ModuleHook(unit, "before_module"), _ModuleHook(unit, "after_module")
     compiled = module._compiled_call_impl
     if compiled is not None:
-        _remove(module)
-        module._compiled_call_impl = _compiled_call(module, before, after, compiled)
+        held: Any
+        for held in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in held.items() if isinstance(hook, _ModuleHook)]:
+                del held[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+
+        @untraced
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            try:
+                args, kwargs = before(module, args, kwargs) or (args, kwargs)
+                output = compiled(*args, **kwargs)
+            finally:
+                output = after(module, args, output)
+            return output
+
+        module._compiled_call_impl = call
         # A copy of a unit's module without the wrapper must raise an error. Usually the registered
         # hook raises the error when the hook is copied. A compiled module has no registered hook,
         # so store the hook in an attribute: a copy of the module also copies its attributes.
@@ -37,15 +52,6 @@ def surround(unit: Unit, module: nn.Module) -> None:
         # the user may catch the exception and use the model again.
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
-
-
-def _remove(module: nn.Module) -> None:
-    held: Any
-    for held in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in held.items() if isinstance(hook, _ModuleHook)]:
-            del held[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)
 
 
 class _ModuleHook:
@@ -67,21 +73,3 @@ class _ModuleHook:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._unit.refuse_to_part()
-
-
-def _compiled_call(
-    module: nn.Module, before: _ModuleHook, after: _ModuleHook, compiled: Callable[..., Any]
-) -> Any:
-    """Return a function that calls ``before``, the compiled module, and ``after``."""
-
-    @untraced
-    def call(*args: Any, **kwargs: Any) -> Any:
-        output = None
-        try:
-            args, kwargs = before(module, args, kwargs) or (args, kwargs)
-            output = compiled(*args, **kwargs)
-        finally:
-            output = after(module, args, output)
-        return output
-
-    return call

@@ -122,7 +122,7 @@ class OverridesPlan(PrecisionPlan):
             if isinstance(precision.overrides, Mapping)
             for pattern in precision.overrides
         }
-        return super().warnings() + [
+        return [
             f"mixed_precision: overrides names {pattern!r}, which matches no module or parameter. "
             "Use names as in named_parameters() before wrapping."
             for pattern in sorted(patterns - self._matched_patterns)
