@@ -270,7 +270,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             wrote((values,))
             for position, value in enumerate(values):
-                if isinstance(value, FlatShardTensor):
+                if isinstance(value, FlatShardTensor) and value.origin.may_change:
                     operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
                     _record_write(value, origin_of(operands), func, operands)
     return None
@@ -281,7 +281,7 @@ def _record_write(
 ) -> None:
     """Record in ``tensor.origin`` that an operation with the origin ``result`` was in place."""
     origin = tensor.origin
-    if origin.is_arriving or not origin.is_fixed:
+    if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
         if result.source is not Source.OTHER:  # else nobody asks whether ranks wrote the same
             text = f"{origin.written}{_role_of(func, operands)}"

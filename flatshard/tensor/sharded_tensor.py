@@ -134,6 +134,11 @@ class Origin:
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     @property
+    def may_change(self) -> bool:
+        """Whether a write to the tensor changes ``source``."""
+        return not self.is_fixed or self.is_arriving
+
+    @property
     def is_arriving(self) -> bool:
         """Whether this is an averaged gradient on its way to a parameter, in a running backward."""
         return self.graph_task == torch._C._current_graph_task_id()
