@@ -33,6 +33,7 @@ from flatshard.optimizer.stepper import (
     part_per_element,
     shared_state,
     shown,
+    with_inner,
 )
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
 from flatshard.units.module_tree import unit_text
@@ -204,6 +205,21 @@ def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
         )
 
 
+def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
+    """Raise ValueError if ``state_dict`` lacks state of an optimizer that ``optimizer`` steps."""
+    keys = {id(param): key for key, param in params_by_key(optimizer, state_dict).items()}
+    for inner in with_inner(optimizer)[1:]:
+        for param, state in inner.state.items():
+            saved = state_dict["state"].get(keys.get(id(param)), state)
+            if id(param) in keys and (missing := sorted(state.keys() - saved.keys())):
+                kind, inner_kind = type(optimizer).__name__, type(inner).__name__
+                raise ValueError(
+                    f"{kind} steps {inner_kind}, but {kind}.state_dict() lacks the state {missing} "
+                    f"of {inner_kind}, so a resumed training would differ. Let state_dict() and "
+                    f"load_state_dict() of {kind} call those of {inner_kind}."
+                )
+
+
 def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
     """Return the optimizer's parameters, keyed as in a state dict (by position or name)."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -262,13 +278,18 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Register hooks that put the stamp into state dicts, and check the stamp at loading."""
-    saving: Any = optimizer._optimizer_state_dict_post_hooks
-    loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
-    if _add_stamp not in saving.values():
-        optimizer.register_state_dict_post_hook(_add_stamp)
-    if unstamped not in loading.values():
-        optimizer.register_load_state_dict_pre_hook(unstamped)
+    """Register hooks that put the stamp into state dicts, and check the stamp at loading.
+
+    An optimizer that steps another one may have no hooks: Lookahead does not call
+    ``super().__init__()``. Its methods call those of the other one, whose hooks run.
+    """
+    for one in with_inner(optimizer):
+        saving: Any = getattr(one, "_optimizer_state_dict_post_hooks", None)
+        loading: Any = getattr(one, "_optimizer_load_state_dict_pre_hooks", None)
+        if saving is not None and _add_stamp not in saving.values():
+            one.register_state_dict_post_hook(_add_stamp)
+        if loading is not None and unstamped not in loading.values():
+            one.register_load_state_dict_pre_hook(unstamped)
 
 
 def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

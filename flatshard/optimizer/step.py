@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.optimizer.stepper import (
     BucketStepper,
     Closure,
     Optimizer,
-    all_params,
+    Stepper,
     extensions,
     step_groups,
     stepper_of,
     stepping,
     unhooked,
+    with_inner,
 )
 from flatshard.precision import check_dtype
 from flatshard.tensor import reduction_ops
@@ -85,21 +87,39 @@ def _restoring(step: Any) -> Any:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if unhooked:
         return
-    if stepping:
-        restore_all()
-    for extension in extensions:
-        extension.before_step(optimizer)
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
     if "flatshard" not in before:
+        if not _steps_a_model(optimizer):
+            return
         watch(optimizer)
         _restore_after_failure(optimizer)
+    # Leave an optimizer alone that now steps `optimizer`, as Lookahead does.
+    if not any(optimizer in with_inner(outer) for outer in stepping):
+        restore_all()
+    for extension in extensions:
+        extension.before_step(optimizer)
     # Users' hooks must see the sharded parameters. So `_begin` must run after all pre hooks of
     # users, and `_end` before all post hooks of users. Move both in each step, because users may
     # have added hooks since the last step.
     before["flatshard"], after["flatshard"] = _begin, _end
     before.move_to_end("flatshard")
     after.move_to_end("flatshard", last=False)
+
+
+def _steps_a_model(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has parameters or state of a wrapped model, sharded or not."""
+    for group in optimizer.param_groups:
+        if STAMP in group:
+            return True
+        for param in group["params"]:
+            if isinstance(param, FlatShardTensor) or "flattened_as" in param.__dict__:
+                return True
+            # A parameter that is not sharded, as under NO_SHARD, has a hook of the engine.
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            if any(hasattr(hook, "of_flatshard") for hook in hooks.values()):
+                return True
+    return False
 
 
 @untraced
@@ -114,8 +134,9 @@ def _begin(
     """
     if unhooked:
         return None
+    stepper = stepper_of(optimizer)
     given = args[1] if len(args) > 1 else kwargs.get("closure")
-    closure = None
+    closure: Any = None
     if given is not None:
 
         def run() -> Any:
@@ -126,10 +147,11 @@ def _begin(
             _check_params(optimizer)  # after the closure: its backward computes the gradients
             return result
 
-        closure = Closure(run, optimizer)
-    else:
+        is_early = type(stepper) is not Stepper and stepper.needs_loss(optimizer)
+        closure = Closure(run, optimizer, is_early=is_early)
+    if closure is None or not is_early:
         _check_params(optimizer)
-    stepper = stepping[optimizer] = stepper_of(optimizer)
+    stepping[optimizer] = stepper
     stepped = stepper.begin(optimizer, closure)
     if len(args) > 1:
         return (stepped, closure, *args[2:]), kwargs
@@ -148,8 +170,6 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_params(optimizer: Optimizer) -> None:
     """Raise if gradients are not reduced yet, or if the optimizer cannot step the gradients."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        _refuse_sharded(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             if STAMP in group or not optimizer.defaults.keys() <= group.keys():
@@ -173,15 +193,6 @@ def _check_params(optimizer: Optimizer) -> None:
                         "under no_sync and not reduced. Run the last backward before step() "
                         "outside of no_sync."
                     )
-
-
-def _refuse_sharded(optimizer: torch.optim.SparseAdam) -> None:
-    if any(isinstance(param, FlatShardTensor) for param in all_params(optimizer)):
-        raise RuntimeError(
-            "SparseAdam cannot step sharded parameters: their gradients are dense, even with "
-            "nn.Embedding(sparse=True). Use an optimizer for dense gradients, such as Adam, SGD or "
-            "Adagrad."
-        )
 
 
 class StepPart(NamedTuple):
@@ -254,19 +265,17 @@ def check_reduced(
     ``is_reducing``: whether the last forward began outside of ``no_sync``. If it did not, the call
     is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
     """
-    mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
-    found = {world.rank: mine}
+    unit = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
+    error = RuntimeError(
+        f"{unit_text(unit or '')}, rank {world.rank}: clip_grad_norm_() got gradients that were "
+        "accumulated under no_sync and not reduced. Clip after a backward outside of no_sync."
+    )
     if not is_reducing:
         # Under `no_sync`, the ranks may have used different parameters, so perhaps only some ranks
-        # have unreduced gradients. Exchange the names of the units, so that all ranks raise.
-        found = dict(enumerate(world.host.gather_unless_equal(mine, "clip_grad_norm_")))
-    for rank, unit in found.items():
-        if unit is not None:
-            raise RuntimeError(
-                f"{unit_text(unit)}, rank {rank}: clip_grad_norm_() got gradients that were "
-                "accumulated under no_sync and not reduced. Clip after a backward outside of "
-                "no_sync."
-            )
+        # have unreduced gradients. Exchange the errors, so that all ranks raise.
+        raise_everywhere(None if unit is None else error, world, "clip_grad_norm_")
+    elif unit is not None:
+        raise error
 
 
 @torch.no_grad()

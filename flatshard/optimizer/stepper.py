@@ -163,6 +163,7 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
     step with sharded parameters.
 
     Raises:
+        RuntimeError: the optimizer is SparseAdam, with sharded parameters.
         MissingExtraError: the optimizer is not element-wise, and the extra ``whole_tensors`` is not
             installed.
     """
@@ -171,6 +172,12 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
         if is_elementwise(optimizer):
             stepper = BucketStepper()
         elif any(isinstance(param, FlatShardTensor) for param in all_params(optimizer)):
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                raise RuntimeError(
+                    "SparseAdam cannot step sharded parameters: their gradients are dense, even "
+                    "with nn.Embedding(sparse=True). Use an optimizer for dense gradients, such as "
+                    "Adam, SGD or Adagrad."
+                )
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
             stepper = extra("whole_tensors", asked_for).WholeStepper()
         else:
@@ -184,6 +191,15 @@ def stepped_optimizers() -> list[Optimizer]:
     return [one for one, stepper in _steppers.items() if isinstance(stepper, BucketStepper)]
 
 
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer, and the optimizers in its attributes, which it may step (Lookahead)."""
+    found = [optimizer]
+    for one in found:  # the loop also visits the optimizers that it adds
+        inner = (value for value in vars(one).values() if isinstance(value, Optimizer))
+        found += [value for value in inner if value not in found]
+    return found
+
+
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     """Return the state of each parameter whose state is only on one rank, the parameter's owner.
 
@@ -193,8 +209,11 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
-    stepper = _steppers.get(optimizer)
-    return {} if stepper is None else stepper.shared_state(optimizer)
+    shared: dict[FlatShardTensor, State] = {}
+    for one in with_inner(optimizer):
+        if one in _steppers:
+            shared |= _steppers[one].shared_state(one)
+    return shared
 
 
 def reports(params: Iterable[Tensor]) -> list[str]:
@@ -207,20 +226,20 @@ def reports(params: Iterable[Tensor]) -> list[str]:
 class Closure:
     """Replaces the user's closure in ``optimizer.step(closure)``.
 
-    ``__init__`` calls the user's closure before the step, and keeps the loss. The first call of
-    this object, which the optimizer makes in the step, only returns the kept loss.
+    With ``is_early``, ``__init__`` calls the user's closure before the step, and keeps the loss.
+    The first call of this object, which the optimizer makes in the step, only returns this loss.
     """
 
-    def __init__(self, run: Callable[[], Any], optimizer: Optimizer) -> None:
-        """Call ``run``, which calls the user's closure, and keep the loss.
+    def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
+        """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run``.
 
         To prepare the step, flatshard must know the parameters with gradients, so the closure must
-        run before the step. This changes no result, because every optimizer begins a step with a
-        call of the closure.
+        run before the step. This changes no result if the optimizer begins a step with a call of
+        the closure. If parameters have gradients already, it may not (SAM moves parameters first).
         """
         self._run, self._optimizer = run, optimizer
-        self.loss = run()
-        self._is_new = True
+        self.loss = run() if is_early else None
+        self._is_new = is_early
 
     def __call__(self) -> Any:
         if self._is_new:
@@ -229,7 +248,8 @@ class Closure:
         optimizer = self._optimizer
         # Take the optimizer out of `stepping`: the closure's forward calls `restore_all`, which
         # undoes the replacement of parameters for every optimizer in `stepping`.
-        stepper = stepping.pop(optimizer)
+        stepping.pop(optimizer, None)
+        stepper = stepper_of(optimizer)
         try:
             stepper.pause(optimizer)
             self.loss = self._run()
@@ -262,6 +282,10 @@ class Stepper:
         ``closure.loss``.
         """
         return optimizer
+
+    def needs_loss(self, optimizer: Optimizer) -> bool:
+        """Whether a step with a closure needs the closure's loss before the step. Collective."""
+        return True
 
     def pause(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, before the closure runs again."""

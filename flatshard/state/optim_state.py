@@ -139,7 +139,9 @@ def _by_name(
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
     own = state_dicts.parts(optimizer) if state_dict is None else state_dict
-    _check_form(own)
+    _check_form(own, f"{type(optimizer).__name__}.state_dict() to have the form of torch's")
+    if state_dict is None:
+        state_dicts.check_inner(optimizer, own)
     own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
     found = OptimParams(model, optimizer, units)
     params = found.by_key(own)
@@ -158,13 +160,13 @@ def _check_optimizer(value: object) -> None:
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {value!r:.100}.")
 
 
-def _check_form(state_dict: Any) -> None:
+def _check_form(state_dict: Any, expected: str = "an optimizer state") -> None:
     if isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys():
         return
     got = f"keys {list(state_dict)}" if isinstance(state_dict, dict) else type(state_dict).__name__
     raise ValueError(
-        f"expected an optimizer state with 'state' and 'param_groups', got {got}. If the state was "
-        "made with rank0_only=True, save rank 0's state to a file, and load the file on every rank."
+        f"expected {expected}, with 'state' and 'param_groups', got {got}. If the state was made "
+        "with rank0_only=True, save rank 0's state to a file, and load the file on every rank."
     )
 
 

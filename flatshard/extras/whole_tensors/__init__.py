@@ -23,7 +23,7 @@ from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, witho
 from flatshard.extras.whole_tensors.whole_step import OP, REMEDY, WholeStep, sharded_params
 from flatshard.optimizer.stepper import Closure, State, Stepper
 from flatshard.tensor.shard_spec import first_of_dtensor
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor
 
 __all__ = ["WholeStepper"]
 
@@ -61,6 +61,16 @@ class WholeStepper(Stepper):
         with torch.no_grad():
             step.step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
         return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
+
+    def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
+        # All optimizers of torch call the closure first (LBFGS). So does an optimizer that has no
+        # gradients to begin with, or only gradients that the closure's backward will reduce.
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
+        if is_torchs or all(grad in UNREDUCED for grad in grads):
+            return True
+        self._find_mode(optimizer)
+        return self.mode in (StepMode.IN_PARTS, StepMode.ON_OWNERS)
 
     def pause(self, optimizer: torch.optim.Optimizer) -> None:
         if self._step is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.stepper import all_params, step_unhooked
+from flatshard.optimizer.stepper import all_params, step_unhooked, with_inner
 from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]
@@ -41,7 +41,6 @@ class StepMode(enum.Enum):
 # gradients.
 _LONGEST = 6
 _SCALES = (1.0, 1e-3, 1e3)
-_NOT_COPIED = ("state", "param_groups", "step", "profile_hook_step")
 
 
 class _NoCollectives(TorchFunctionMode):
@@ -75,8 +74,9 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
             if _works_on_shards(optimizer):
                 return StepMode.ON_SHARDS
             # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by
-            # averages, computed from state. So every rank needs the full state.
-            if callable(getattr(optimizer, "eval", None)):
+            # averages, computed from state. So every rank needs the full state. An optimizer that
+            # steps another one may do so with any of its parameters.
+            if callable(getattr(optimizer, "eval", None)) or len(with_inner(optimizer)) > 1:
                 return StepMode.ON_EVERY_RANK
             try:
                 return _try_full_params(optimizer)
@@ -90,28 +90,30 @@ def copy_with_params(
     """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks.
 
     If an attribute of the optimizer holds parameters of the optimizer, the attribute of the copy
-    holds the new parameters instead.
+    holds the new parameters instead. An optimizer in an attribute is copied in the same way.
     """
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {}
-    own = optimizer.param_groups
-    for group, params in zip(own, groups, strict=True):
-        memo.update({id(old): new for old, new in zip(group["params"], params, strict=False)})
-        memo[id(group["params"])] = list(params)
+    # Make the copies without `deepcopy`: it calls `Optimizer.__setstate__`, which would change the
+    # class of an optimizer that does not call `super().__init__()`, so that no step works any more.
+    twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
+    memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
+    memo |= {id(one.state): defaultdict(dict) for one in twins}
     # If `groups` has no new parameter for an old parameter, keep the old parameter: `memo` maps it
     # to itself, so that `deepcopy` does not copy its memory.
-    memo.update({id(old): old for old in all_params(optimizer) if id(old) not in memo})
-    twin_groups = copy.deepcopy(own, memo)
-    for group, params in zip(twin_groups, groups, strict=True):
-        group["params"][:] = params
-    attributes = {
-        name: OrderedDict() if name.startswith("_optimizer_") else value  # without hooks
-        for name, value in optimizer.__dict__.items()
-        if name not in _NOT_COPIED
-    }
-    twin.__dict__.update(copy.deepcopy(attributes, {**memo, id(own): twin_groups}))
-    twin.state, twin.param_groups = defaultdict(dict), twin_groups
-    return twin
+    memo |= {id(old): old for one in twins for old in all_params(one)}
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        memo |= {id(old): new for old, new in zip(group["params"], params, strict=False)}
+        memo[id(group["params"])] = list(params)
+    for params in [group["params"] for one in twins for group in one.param_groups]:
+        # Other groups of an inner optimizer: without the old parameters, which a trial must keep.
+        memo.setdefault(id(params), [memo[id(p)] for p in params if memo[id(p)] is not p])
+    for one, twin in twins.items():
+        attributes = {
+            name: OrderedDict() if name.startswith("_optimizer_") else value  # without hooks
+            for name, value in vars(one).items()
+            if name not in ("step", "profile_hook_step")
+        }
+        vars(twin).update(copy.deepcopy(attributes, memo))
+    return twins[optimizer]
 
 
 def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -130,9 +132,10 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
         twin = copy_with_params(optimizer, groups)
-        for old, new in zip(all_params(optimizer), all_params(twin), strict=True):
-            if old in optimizer.state:
-                twin.state[new] = copy.deepcopy(optimizer.state[old])
+        new_of = dict(zip(all_params(optimizer), all_params(twin), strict=True))
+        for one, new in zip(with_inner(optimizer), with_inner(twin), strict=True):
+            for old, state in one.state.items():
+                new.state[new_of.get(old, old)] = copy.deepcopy(state)
         step_unhooked(twin)
     except Exception:
         return False
@@ -146,7 +149,8 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
         or (isinstance(value, Tensor) and value.numel() == 1)
         for param in all_params(twin)
         if isinstance(param, FlatShardTensor)
-        for value in pytree.tree_leaves(twin.state.get(param, {}))
+        for one in with_inner(twin)
+        for value in pytree.tree_leaves(one.state.get(param, {}))
     )
 
 

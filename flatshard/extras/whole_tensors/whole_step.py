@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from flatshard.optimizer.stepper import (
     local_grad,
     put_others,
     step_groups,
+    with_inner,
 )
 from flatshard.precision import set_grad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data, wrote
@@ -69,8 +71,8 @@ def swap_full_in(
     """
     undo = ExitStack()
     kept = {id(param) for param in others}
-    for group in optimizer.param_groups:
-        params = group["params"]
+    lists = (group["params"] for one in with_inner(optimizer) for group in one.param_groups)
+    for params in {id(params): params for params in lists}.values():
         put_others(undo, params, [full.get(p, p) for p in params if p in full or id(p) in kept])
     _move_state(optimizer, full.items())
     undo.callback(_move_state, optimizer, [(new, sharded) for sharded, new in full.items()])
@@ -79,9 +81,7 @@ def swap_full_in(
 
 def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Move the state of the first tensor of each pair to the second tensor."""
-    # An optimizer may contain another optimizer with state, as Lookahead does.
-    inner = (v for v in optimizer.__dict__.values() if isinstance(v, torch.optim.Optimizer))
-    states = [one.state for one in (optimizer, *inner)]
+    states = [one.state for one in with_inner(optimizer)]
     for old, new in pairs:
         for state in states:
             if old in state:
@@ -397,11 +397,13 @@ def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
 def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
     """Raise NotImplementedError if the optimizer keeps a sharded parameter in an attribute.
 
-    A step replaces only the parameters in ``param_groups`` by full parameters.
+    A step replaces only the parameters in ``param_groups`` by full parameters, also those of an
+    optimizer that the optimizer steps.
     """
-    groups = optimizer.param_groups
-    known = {id(group["params"]) for group in groups} | {id(groups), id(optimizer.state)}
-    for name, value in optimizer.__dict__.items():
+    found = with_inner(optimizer)
+    known = {id(group["params"]) for one in found for group in one.param_groups}
+    known |= {id(kept) for one in found for kept in (one.param_groups, one.state)}
+    for name, value in chain.from_iterable(vars(one).items() for one in found):
         for kept in pytree.tree_leaves(value, is_leaf=lambda one: id(one) in known):
             if isinstance(kept, FlatShardTensor):
                 raise NotImplementedError(

@@ -1,0 +1,155 @@
+"""Optimizers that step another optimizer step and save right; plain ones are left alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatshard import ShardedWrapper, checkpoint
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.oracle import assert_same, snapshot
+
+pytestmark = pytest.mark.by_turns
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Never calls ``super().__init__()``, as in timm: the slow weights are state of the other."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.param_groups[0].setdefault("count", 0)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.base.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        for group in self.base.param_groups:
+            group["count"] += 1
+            for param in group["params"] if group["count"] % 2 == 0 else ():
+                state = self.base.state[param]
+                slow = state.setdefault("slow", param.detach().clone())
+                slow.add_(param - slow, alpha=0.5)
+                param.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+class _SAM(torch.optim.Optimizer):
+    """Moves the parameters before it calls the closure. Its own state is not the other's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = _sgd(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["old"] = param.detach().clone()
+                param.add_(param.grad * (group["rho"] / param.grad.norm()))
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.copy_(self.state[param]["old"])
+        self.base.step()
+
+
+class _ByRow(torch.optim.Optimizer):
+    """Needs full parameters, and steps another optimizer, which has groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base = _sgd(params)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                norms = param.grad.reshape(param.shape[0], -1).norm(dim=1)
+                self.state[param]["norms"] = norms
+                param.grad.div_(norms.mean() + 1)
+        self.base.step(closure)
+
+
+KINDS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "lookahead": lambda params: _Lookahead(_sgd(params)),
+    "two deep": lambda params: _Lookahead(_Lookahead(_sgd(params))),
+    "sam": _SAM,
+    "by row": _ByRow,
+}
+
+
+def _train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        inputs = torch.randn(3, 5, generator=generator, dtype=torch.double)
+
+        def closure(inputs: Tensor = inputs) -> Tensor:
+            loss: Tensor = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(*[closure] if isinstance(optimizer, _SAM) else [])
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_and_resumes(kind: str, tmp_path: Path) -> None:
+    run_ranks(_check, 2, kind, tmp_path)
+
+
+def _check(rank: int, _: int, kind: str, folder: Path) -> None:
+    make = KINDS[kind]
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        plain = DistributedDataParallel(_model())
+        expected = _train(plain, make([*plain.parameters()]), rank, range(4))
+        expected = {name.removeprefix("module."): value for name, value in expected.items()}
+        with naming(strategy), allow_warnings():
+            model = ShardedWrapper(_model(), sharding_strategy=strategy)
+            optimizer = make([*model.parameters()])
+            _train(model, optimizer, rank, range(2))
+            if kind in ("sam", "by row"):
+                with pytest.raises(ValueError, match=r"steps SGD, but .*lacks the state \['mom"):
+                    checkpoint.save(folder / strategy, model, optimizer)
+            else:
+                checkpoint.save(folder / strategy, model, optimizer)
+                model = ShardedWrapper(_model(seed=1), sharding_strategy=strategy)
+                optimizer = make([*model.parameters()])
+                checkpoint.load(folder / strategy, model, optimizer)
+            assert_same(_train(model, optimizer, rank, range(2, 4)), expected)
+    # Afterwards, an unwrapped model still trains, and its optimizer is left alone.
+    single, other = _model(), _model()
+    _train(single, make([*single.parameters()]), 0, range(2))
+    optimizer = _sgd(other.parameters())
+    optimizer.step(lambda: other(torch.ones(1, 5, dtype=torch.double)).sum())
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_state_dict_post_hooks
