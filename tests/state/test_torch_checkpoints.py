@@ -294,6 +294,42 @@ def _not_elementwise(rank: int, world_size: int, folder: Path) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
 
 
+class RowMeans(torch.optim.SGD):
+    """Reads rows of its gradients, at gradients of zero only if ``always``."""
+
+    always = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        if self.always or any(grad.norm() > 0 for grad in grads):
+            for grad in grads:
+                grad.sub_(grad.mean(dim=-1, keepdim=True))
+        super().step(closure)
+
+
+class RowMeansUnlessZero(RowMeans):
+    always = False
+
+
+@pytest.mark.parametrize("kind", [RowMeans, RowMeansUnlessZero])
+def test_state_of_a_new_optimizer(kind: type[RowMeans]) -> None:
+    """`get_state_dict` first makes a step with gradients of zero."""
+    run_ranks(_state_of_a_new_optimizer, 2, kind)
+
+
+def _state_of_a_new_optimizer(rank: int, world_size: int, kind: type[RowMeans]) -> None:
+    case, plain = CASES["mlp"], CASES["mlp"].model()
+    model = case.wrap(case.model())
+    optimizers = [kind(one.parameters(), lr=0.1, momentum=0.9) for one in (model, plain)]
+    with allow_warnings():
+        get_state_dict(model, optimizers[0])
+    train(model, optimizers[0], range(2), case, rank, world_size)
+    train(plain, optimizers[1], range(2), case)
+    torch.testing.assert_close(snapshot(model), snapshot(plain))
+
+
 # ---------------------------------------------------------------- full state dicts
 
 

@@ -21,7 +21,8 @@ import torch
 from flatshard.comm.consistency import agreed
 from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
 from flatshard.extras.whole_tensors.whole_step import OP, REMEDY, WholeStep, sharded_params
-from flatshard.optimizer.stepper import Closure, State, Stepper
+from flatshard.optimizer.stepper import Closure, State, Stepper, stepping
+from flatshard.tensor import reduction_ops
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor
 
@@ -35,12 +36,16 @@ class WholeStepper(Stepper):
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
-        self._tried: set[int] = set()  # ids of the parameters with which the mode was found
+        # Ids of the parameters with whose gradients, not of zero, the mode was found.
+        self._tried: set[int] = set()
+        self._has_tried = False
         self._step: WholeStep | None = None
         self._compile_again: Callable[[], object] | None = None
 
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
+        # A trial may have all-gathered parameters, which ends all steps that have begun.
+        stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
             # Run the step eagerly, without compilation. Do not do so if there is a closure, which
             # may run a compiled model: the model must stay compiled.
@@ -105,14 +110,21 @@ class WholeStepper(Stepper):
         Collective: all ranks of the optimizer's sharded parameters.
         """
         sharded = sharded_params(optimizer)
-        some = [param for param in sharded if param.grad is not None]
-        with_grads = {id(param) for param in some}
-        if self.mode is not StepMode.ON_SHARDS or with_grads <= self._tried:
+        some = [p for p in sharded if p.grad is not None and id(p) not in self._tried]
+        if self.mode is not StepMode.ON_SHARDS or not some:
             return
         # Parameters with a first gradient may need another mode.
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
+        # A step may do less with gradients of zero: DAdaptSGD returns early. torch's get_state_dict
+        # makes such a step. So try again once the gradients are not zero.
+        grads: Any = [param.grad for param in some]
+        norms = zip(some, reduction_ops.norms(grads, 1.0), strict=True)
+        moving = {id(param) for param, norm in norms if norm.item() != 0}
+        if self._has_tried and not moving:
+            return
+        self._has_tried = True
         mode = find_step_mode(optimizer)
         split = first_of_dtensor(param.spec for param in sharded)
         if split is not None and mode is not StepMode.ON_SHARDS:
@@ -125,7 +137,7 @@ class WholeStepper(Stepper):
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode
-        self._tried |= with_grads
+        self._tried |= moving
 
 
 def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
