@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from flatshard.checkpoint.converting import convert
 from flatshard.checkpoint.folder import latest
+from flatshard.checkpoint.host_ranks import Optimizers
 from flatshard.checkpoint.loading import load
 from flatshard.checkpoint.model_files import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
@@ -70,8 +72,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return copied(model.state_dict(), torch.device("cpu")) if _is_first_rank() else {}
 
 
-def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def full_optim_state_dict(model: nn.Module, optimizer: Optimizers) -> Any:
     """Return the full optimizer state on rank 0, in host memory; an empty dict on other ranks.
+
+    For several optimizers, in a list, tuple or dict, returns a list or dict with each one's state.
 
     State is keyed by parameter name. ``ShardedWrapper.optim_state_dict_to_load`` loads the state on
     any number of ranks. Units are gathered one after another.
@@ -89,17 +93,20 @@ def full_optim_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     Args:
         model: a wrapper, or a module that contains wrappers.
-        optimizer: an optimizer over the model's parameters.
+        optimizer: an optimizer over the model's parameters, or several in a list, tuple or dict.
 
     Raises:
         ValueError: for the reasons that ``ShardedWrapper.optim_state_dict`` lists.
         RuntimeError: a forward or backward of the model is running.
     """
+    if isinstance(optimizer, list | tuple):
+        return [full_optim_state_dict(model, one) for one in optimizer]
+    if isinstance(optimizer, Mapping):
+        return {name: full_optim_state_dict(model, one) for name, one in optimizer.items()}
+    one: Any = optimizer
     shards = model_shards(model, "full_optim_state_dict()")
     with ShardedWrapper.state_dict_type(model, "FULL_STATE_DICT"):
-        state = ShardedWrapper.optim_state_dict(
-            model, optimizer, rank0_only=True, offload_to_cpu=True
-        )
+        state = ShardedWrapper.optim_state_dict(model, one, rank0_only=True, offload_to_cpu=True)
     return state if shards is not None or _is_first_rank() else {}
 
 

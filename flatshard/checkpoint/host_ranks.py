@@ -6,7 +6,8 @@ The exchanges use a separate process group, so a thread may exchange while train
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -119,27 +120,43 @@ def _plain(error: BaseException) -> Exception:
     return RuntimeError(f"{name}{error}")
 
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]
+"""One optimizer, or several over one model: a list, a tuple, or a dict from names to optimizers."""
+
+
+def by_name(optimizer: Optimizers | None) -> dict[str, Any]:
+    """Return the optimizers, keyed by name. In a list, the name is the position."""
+    if isinstance(optimizer, Mapping):
+        return {str(name): one for name, one in optimizer.items()}
+    if isinstance(optimizer, list | tuple):
+        return {str(number): one for number, one in enumerate(optimizer)}
+    return {} if optimizer is None else {"0": optimizer}
+
+
 class Training:
-    """The model and the optimizer that a call saves or loads, and the ranks that train the model.
+    """The model and the optimizers that a call saves or loads, and the ranks that train the model.
 
     Attributes:
+        optimizers: the optimizers, keyed by name.
         shards: this rank's shards of the model; None if the model is unwrapped.
         plain: the model, or the module inside DistributedDataParallel. The parameters of ``plain``
             have the names of the unwrapped model.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, caller: str
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:
         """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
-        known = ("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer | None)
-        for name, value, kind in known:
-            if not isinstance(value, kind):
+        self.model, self.optimizers = model, by_name(optimizer)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{caller}: model must be one torch model, got a {type(model).__name__}. "
+                f"For several models, call {caller} once for each model, with its own folder."
+            )
+        for one in self.optimizers.values():
+            if not isinstance(one, torch.optim.Optimizer):
                 raise TypeError(
-                    f"{caller}: {name} must be one torch {name}, got a {type(value).__name__}. "
-                    f"For several models, call {caller} once for each model, with its own folder."
+                    f"{caller}: optimizer must be one torch optimizer, got a {type(one).__name__}. "
+                    "For several optimizers over one model, pass a list, or a dict with names."
                 )
-        self.model, self.optimizer = model, optimizer
         self.plain = model
         group = dist.group.WORLD if dist.is_initialized() else None
         self.shards = model_shards(model, caller)
@@ -159,11 +176,59 @@ class Training:
         return self.plain.state_dict() if self.shards is None else self.shards.state_dict()
 
     def optim_state(self) -> dict[str, Any] | None:
-        """Return the optimizer's sharded state dict, or None if there is no optimizer."""
-        if self.optimizer is None:
+        """Return the optimizers' sharded state dicts, joined, or None if there is no optimizer.
+
+        As in torch's ``get_state_dict``, the joined state dict has the groups of all optimizers.
+
+        Raises:
+            ValueError: a parameter belongs to several optimizers.
+        """
+        if not self.optimizers:
             return None
         with ShardedWrapper.state_dict_type(self.model, "SHARDED_STATE_DICT"):
-            return ShardedWrapper.optim_state_dict(self.plain, self.optimizer, offload_to_cpu=False)
+            states = {
+                name: ShardedWrapper.optim_state_dict(self.plain, one, offload_to_cpu=False)
+                for name, one in self.optimizers.items()
+            }
+        return joined(states)
+
+    def kinds(self, state: dict[str, Any] | None) -> dict[str, list[Any]]:
+        """Return, for each optimizer, its class and its parameters in the joined state dict."""
+        groups = iter(() if state is None else state["param_groups"])
+        kinds: dict[str, list[Any]] = {}
+        for name, one in self.optimizers.items():
+            own = islice(groups, len(one.param_groups))
+            kinds[name] = [type(one).__name__, sorted(chain(*(group["params"] for group in own)))]
+        return kinds
+
+
+def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Join the state dicts of several optimizers, keyed by parameter name, into one.
+
+    Raises:
+        ValueError: a parameter belongs to several optimizers, or an optimizer has state that
+            belongs to no parameter.
+    """
+    owner: dict[str, str] = {}
+    for name, state in states.items():
+        for fqn in chain(*(group["params"] for group in state["param_groups"])):
+            if owner.setdefault(fqn, name) != name:
+                raise ValueError(
+                    f"parameter {fqn!r} belongs to optimizers {owner[fqn]!r} and {name!r}. Give "
+                    "each parameter to one optimizer."
+                )
+    if len(states) == 1:
+        return next(iter(states.values()))
+    whole: dict[str, Any] = {"state": {}, "param_groups": []}
+    for name, state in states.items():
+        if others := [*(state.keys() - whole.keys()), *(state["state"].keys() - owner.keys())]:
+            raise ValueError(
+                f"optimizer {name!r} has state {others[0]!r}, which belongs to no parameter. Such "
+                "an optimizer cannot be saved together with others: save each one in a folder."
+            )
+        whole["state"] |= state["state"]
+        whole["param_groups"] += state["param_groups"]
+    return whole
 
 
 def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:

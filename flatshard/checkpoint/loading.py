@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
-from flatshard.checkpoint.host_ranks import Training
+from flatshard.checkpoint.host_ranks import Optimizers, Training
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
 from flatshard.optimizer.stepper import ONE_PER_PARAMETER
@@ -32,7 +32,7 @@ StateDict = dict[str, Any]
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     scheduler: Any = None,
     verify: bool = True,
@@ -62,7 +62,9 @@ def load(
         path: the folder of the checkpoint. ``latest`` finds the most recent checkpoint.
         model: the model to restore. Its units and strategy may differ from the saved model's, and
             it may have been wrapped on the meta device.
-        optimizer: the optimizer to restore, with state and options. None: restore only the model.
+        optimizer: the optimizer to restore, with state and options; or several, in a list in the
+            order of the saved list, or in a dict with the saved names. None: restore only the
+            model.
         scheduler: the scheduler to restore, an object with ``load_state_dict()``.
         verify: compare the files with their checksums before any tensor is overwritten. Each rank
             reads some of the files for this.
@@ -107,6 +109,7 @@ def load(
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
+        _check_optimizers(path, own_file(0).get("optimizers"), training.kinds(wanted["optimizer"]))
         incomplete = dcp_files.incomplete_tensors(found)
         return marker, found, wanted, _targets(path, found, wanted, incomplete)
 
@@ -128,10 +131,15 @@ def load(
         folders.log_speed("loaded", path, marker.bytes, begun)
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
-    if optimizer is not None:
-        state = {"state": {}, "param_groups": [], **nested.get("optimizer", {})}
+    state = {"state": {}, "param_groups": [], **nested.get("optimizer", {})}
+    for name, (_, fqns) in training.kinds(wanted["optimizer"]).items():
+        part = state
+        if len(training.optimizers) > 1:
+            groups = [group for group in state["param_groups"] if set(fqns) & set(group["params"])]
+            own = {fqn: state["state"][fqn] for fqn in fqns if fqn in state["state"]}
+            part = {"state": own, "param_groups": groups}
         ShardedWrapper.optim_state_dict_to_load(
-            training.plain, optimizer, state, load_directly=True
+            training.plain, training.optimizers[name], part, load_directly=True
         )
     if scheduler is not None:
         scheduler.load_state_dict(first["scheduler"])
@@ -140,6 +148,31 @@ def load(
     else:
         _restore_generators(rng, training.device)
     return first["extra"]  # type: ignore[no-any-return]
+
+
+def _check_optimizers(
+    path: Path, saved: dict[str, list[Any]] | None, given: dict[str, list[Any]]
+) -> None:
+    """Raise ValueError unless the optimizers have the saved names, classes and parameters.
+
+    Any optimizer may load the state of a single optimizer over the same parameters.
+
+    Args:
+        path: the folder, for error messages.
+        saved: for each saved optimizer, its class and the names of its parameters. None: an older
+            version saved the checkpoint, with at most one optimizer.
+        given: the same for the optimizers to restore.
+    """
+    if not given or max(len(saved or {}), len(given)) == 1 or saved == given:
+        return
+    texts = []
+    for kinds in (saved or {}, given):
+        one = (f"{name!r}: {kind} of {len(own)} parameters" for name, (kind, own) in kinds.items())
+        texts.append("; ".join(one) or "at most one optimizer")
+    raise ValueError(
+        f"{path} was saved with other optimizers: expected {texts[0]}; got {texts[1]}. Build the "
+        "optimizers as in the program that saved them, with the same names and parameters."
+    )
 
 
 def _targets(

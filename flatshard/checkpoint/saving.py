@@ -25,7 +25,7 @@ from torch import nn
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
-from flatshard.checkpoint.host_ranks import HostRanks, Training
+from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training
 from flatshard.checkpoint.sources import leaves
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied
@@ -48,7 +48,7 @@ _TENSORS = (
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     scheduler: Any = None,
     extra: dict[str, Any] | None = None,
@@ -84,7 +84,8 @@ def save(
         path: the folder of the checkpoint, such as ``"runs/step-00001000"``. It must not exist.
         model: a wrapper, a module that contains wrappers, or an unwrapped model (under
             DistributedDataParallel, or with the same values on all ranks).
-        optimizer: an optimizer over the model's parameters.
+        optimizer: an optimizer over the model's parameters; or several, which share no parameter,
+            in a list or in a dict from names to optimizers.
         scheduler: an object with ``state_dict()``. The state must be the same on all ranks.
         extra: more values to save, such as the step and the position in the data: numbers, strings,
             tensors, and lists and dicts of these, the same on all ranks. ``flatshard inspect``
@@ -104,17 +105,19 @@ def save(
         OSError: on all ranks: the disk is full, permission is missing, or ``path`` exists
             (FileExistsError). Earlier checkpoints stay intact.
         TypeError: on all ranks: ``extra`` contains an object whose loading would run code.
-        ValueError: on all ranks: ranks passed different arguments.
+        ValueError: on all ranks: ranks passed different arguments, or a parameter belongs to
+            several optimizers.
         NotImplementedError: on all ranks: a unit trains only on some of the ranks.
         CollectiveError: another rank has ended. Earlier checkpoints stay intact.
     """
 
     def take() -> Snapshot:
         tensors: dict[str, Any] = {"model": training.model_state()}
-        if optimizer is not None:
-            tensors["optimizer"] = training.optim_state()
+        if (state := training.optim_state()) is not None:
+            tensors["optimizer"] = state
+        kinds, rng = training.kinds(state), generators(training.device)
         states = None if scheduler is None else scheduler.state_dict()
-        return Snapshot(tensors, generators(training.device), states, dict(extra or {}))
+        return Snapshot(tensors, rng, states, dict(extra or {}), kinds)
 
     training = Training(model, optimizer, "checkpoint.save()")
     return Save(Path(path), training.ranks, keep).run(take, async_=async_)
@@ -129,18 +132,20 @@ class Snapshot:
         rng: the states of this rank's random number generators.
         scheduler: the state of the scheduler; None without a scheduler.
         extra: the user's values, the same on all ranks.
+        optimizers: for each optimizer, its class and the names of its parameters.
     """
 
     tensors: dict[str, Any]
     rng: dict[str, Any]
     scheduler: dict[str, Any] | None
     extra: dict[str, Any]
+    optimizers: dict[str, list[Any]]
 
     def own_file(self, rank: int) -> bytes:
         """Return this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
 
-        These are the states of the random number generators. Rank 0 adds ``extra`` and the
-        scheduler's state.
+        These are the states of the random number generators. Rank 0 adds ``extra``, the
+        scheduler's state, and the kinds of the optimizers.
 
         Raises:
             TypeError: ``extra`` or the scheduler's state contains an object whose loading would run
@@ -149,6 +154,7 @@ class Snapshot:
         own: dict[str, Any] = {"rng": self.rng}
         if rank == 0:
             own |= {"scheduler": self.scheduler, "extra": self.extra}
+            own |= {"optimizers": self.optimizers}
         others = {f"extra[{name!r}]": value for name, value in self.extra.items()}
         for name, value in {"the scheduler's state": self.scheduler, **others}.items():
             error = _load_error(value)
@@ -306,7 +312,8 @@ class Save:
         """
         mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
         mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
-        mine |= snapshot.sharded()
+        kinds = {name: kind for name, (kind, _) in snapshot.optimizers.items()}
+        mine |= {"the optimizers": str(kinds)} | snapshot.sharded()
         self.ranks.compare(mine, self.op_name, _remedy)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flatshard.checkpoint import safetensors
-from flatshard.checkpoint.folder import check_lengths, read_marker
+from flatshard.checkpoint.folder import check_lengths, own_file, read_marker
 from flatshard.checkpoint.ranges import OpenFiles, read_range
 
 Names = tuple[str, ...]  # keys of a value in nested dictionaries, the outermost key first
@@ -202,4 +202,7 @@ def _dcp(folder: Path) -> Source:
     if (marker := read_marker(folder)) is not None:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
+        if kinds := load_torch(folder / own_file(0)).get("optimizers"):
+            shown = (f"{name!r} ({kind})" for name, (kind, _) in kinds.items())
+            source.facts["optimizers"] = ", ".join(shown)
     return source

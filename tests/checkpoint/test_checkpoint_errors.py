@@ -271,6 +271,8 @@ def _different(rank: int, _: int, path: Path) -> None:
         checkpoint.save(path / "one", [model, model])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be one torch optimizer, got a generator"):
         checkpoint.load(path / "one", model, model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got a list\. For several optimizers over one"):
+        checkpoint.save(path / "one", model, [[]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
         checkpoint.save(path / f"one{rank}", model)
     with pytest.raises(TypeError, match=r"rank 1: extra\['x'\] holds <"):
