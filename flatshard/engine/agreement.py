@@ -18,7 +18,7 @@ from zlib import crc32
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import REMEDY, Begun, first_difference
-from flatshard.engine.events import Kind, Voter
+from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
@@ -70,9 +70,9 @@ def agree(
             orders. All ranks raise.
     """
     handles = state.handles
-    # Voters are other parts of a step that send bytes in this exchange: the synchronization of
-    # buffers, and the extensions. All ranks have the same voters in the same order.
-    voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
+    # Voters are other parts of a step that send bytes in this exchange, such as the synchronization
+    # of buffers, and the extensions. All ranks have the same voters in the same order.
+    voters = [*state.voters, *state.extensions]
     # Call `votes()` before the exchange below, and not during the exchange: `votes()` may run a
     # collective, and all ranks must run all collectives in the same order.
     voter_votes = [one.votes() for one in voters]

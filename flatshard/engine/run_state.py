@@ -14,7 +14,7 @@ import torch
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import Kind, Observers, StepExtension
+from flatshard.engine.events import Kind, Observers, StepExtension, Voter
 from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
@@ -49,6 +49,8 @@ class RunState:
         self.number = number  # identifies the model in exchanges; below 256, the same on all ranks
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
+        # Compare bytes at the end of each backward, before the extensions. The same on all ranks.
+        self.voters: list[Voter] = []
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
         # Finds parameters that a forward edits. On accelerators, the extra `device_checks` sets an
         # object that does not make the host wait for the device.

@@ -151,6 +151,9 @@ def _begin(
         closure = Closure(run, optimizer, is_early=is_early)
     if closure is None or not is_early:
         _check_params(optimizer)
+    if not stepping:  # otherwise this step is a part of another optimizer's step
+        for extension in extensions:
+            extension.begin_step(optimizer)
     stepping[optimizer] = stepper
     stepped = stepper.begin(optimizer, closure)
     if len(args) > 1:

@@ -71,6 +71,9 @@ class OptimizerExtension:
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before gradients are checked, in ``step()`` and after each call of a closure."""
 
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Called once when a step begins that is not a part of another optimizer's step."""
+
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
         """Step some parameters, and return the ids of parameters for ``step()`` to omit.
 

@@ -28,6 +28,7 @@ EXTRAS = {
     "weights": "iterates over full tensors, and computes norms",
     "device_checks": "on accelerators, finds lost writes, and ranks that evaluate different units",
     "recording": "records steps",
+    "compared_steps": "finds ranks that step an optimizer with different options",
     "non_finite": "warns of the first gradient that is inf or NaN",
     "whole_tensors": "steps optimizers that need whole parameters",
 }

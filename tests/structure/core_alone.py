@@ -52,6 +52,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
     "deadlock": None,
     "shared_memory": None,
+    "compared_steps": None,
     "device_checks": None,
     "overrides": lambda _: MixedPrecision(overrides={"*": torch.float32}),
     "meta_init": lambda _: ShardedWrapper(nn.Linear(2, 2, device="meta")),

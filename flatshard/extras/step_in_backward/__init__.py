@@ -167,6 +167,7 @@ class SteppedInBackward(StepExtension):
                 state_dicts.check_state(optimizer)
                 for extension in extensions:
                     extension.before_backward(optimizer)
+                    extension.begin_step(optimizer)
         except RuntimeError as error:
             # Raise the error only at the end of backward. If this rank raised now, ranks without an
             # error would wait for this rank in the collectives of backward.

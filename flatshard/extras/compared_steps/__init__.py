@@ -1,0 +1,176 @@
+"""Extra: finds ranks that step an optimizer with different options, or different numbers of times.
+
+Such ranks would train different models without an error. When a step begins, each rank records the
+options. The exchange at the end of the next backward contains a digest of these records, and costs
+no further message. If digests differ, the ranks exchange the records, and all ranks raise. An
+option that changes between steps (by a scheduler, for example) is compared only in steps.
+
+Without this folder, ranks with different options train without an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, compress
+from typing import Any, NoReturn
+from zlib import crc32
+
+from torch import Tensor
+
+from flatshard.comm.host_exchange import differ, with_complements
+from flatshard.comm.process_groups import ranks_text
+from flatshard.engine.events import Voter
+from flatshard.engine.run_state import RunState
+from flatshard.optimizer.stepper import Optimizer, OptimizerExtension, extensions
+from flatshard.units.module_tree import unit_text
+
+__all__ = ["ComparedSteps"]
+
+# Ranks compare these options. For the optimizers of torch, ranks compare all options, except those
+# that only choose a kernel. Other optimizers may keep numbers among their options that they compute
+# in a step from this rank's shards.
+_OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
+_KERNELS = {"foreach", "fused", "capturable", "differentiable"}
+
+_KEPT = 4096  # number of steps whose facts are kept; a program may step often without a backward
+_SIMPLE = (int, float, str, tuple, type(None))  # types of options that are compared as they are
+Facts = dict[str, str]  # texts that must be equal on all ranks
+Options = list[dict[str, Any]]  # for each group, the options and the number of parameters
+
+
+class ComparedSteps(Voter):
+    """Compares between ranks the optimizer steps on one model since the last exchange."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = weakref.proxy(state)
+        # The digest of the recorded steps is a sum: several optimizers may step in any order.
+        # `steps`: the facts of each step. `_compared`: those that the present exchange compares.
+        self.digest, self.steps = 0, deque[Facts](maxlen=_KEPT)
+        self._compared = self.steps
+        _models.add(self)
+
+    def votes(self) -> bytes:
+        digest, self.digest = self.digest % 2**32, 0
+        self._compared, self.steps = self.steps, deque[Facts](maxlen=_KEPT)
+        return with_complements(digest.to_bytes(4))
+
+    def tally(self, maxima: bytes) -> None:
+        """Raise RuntimeError, on all ranks, if ranks have recorded different steps."""
+        if any(differ(maxima)):
+            self._raise_difference()
+
+    def _raise_difference(self) -> NoReturn:
+        mine: Facts = {}
+        for facts in self._compared:
+            mine |= {k: f"{mine[k]}, then {v}" if k in mine else v for k, v in facts.items()}
+        world = self._state.world
+        everyone = world.host.gather(mine, "the options of optimizers")
+        difference = "the step is too old to be recorded"
+        named = {*chain.from_iterable(everyone)}
+        for what in sorted(named, key=lambda name: (not name.startswith("'lr'"), name)):
+            values = [one.get(what, "no step") for one in everyone]
+            ranks = {v: ranks_text(compress(world.ranks, map(v.__eq__, values))) for v in values}
+            if len(ranks) > 1:
+                each = ", ".join(f"{value} on rank {where}" for value, where in ranks.items())
+                difference = f"{what} ({each})"
+                break
+        raise RuntimeError(
+            f"backward of {unit_text(self._state.root.name)}: since the last backward, ranks "
+            "stepped an optimizer with different options, or different numbers of times: "
+            f"{difference}. The model now mixes shards of different steps. Step in the same way on "
+            "every rank: a scheduler such as ReduceLROnPlateau needs the same metric on every rank "
+            "(average it with dist.all_reduce). Start again from a checkpoint. [FS-STEPS]"
+        )
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """Names of the parameters that all ranks of the model train, keyed by the id.
+
+        Other parameters (experts) may be different ones on other ranks.
+        """
+        return {
+            id(param.sharded): param.name
+            for unit, handle in self._state.handles
+            if unit.topology.world.size == self._state.world.size
+            for param in handle.params
+        }
+
+    def facts_of(self, optimizer: Optimizer, options: Options) -> Facts:
+        """Return the facts about those groups of an optimizer that have parameters of the model."""
+        names, facts = self._names, dict[str, str]()
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            # Sort the names: a program may collect parameters in a set, in any order.
+            inside = sorted(names[id(one)] for one in group["params"] if id(one) in names)
+            if inside:
+                of = f"of {type(optimizer).__name__}'s group with {inside[0]!r}"
+                facts |= {f"{key!r} {of}": _text(v) for key, v in own.items() if key != "params"}
+                checksum = crc32(repr(inside).encode())
+                facts[f"the parameters {of}"] = f"{len(inside)} with checksum {checksum:08x}"
+        return facts
+
+
+@dataclass
+class _Seen:
+    """The last recorded step of an optimizer. Most steps have the options of the step before."""
+
+    options: Options
+    num_models: int
+    # For each model that the optimizer steps: the facts to compare, and their digest.
+    facts: list[tuple[weakref.ref[ComparedSteps], Facts, int]]
+
+
+_models: weakref.WeakSet[ComparedSteps] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+
+
+class RecordSteps(OptimizerExtension):
+    """Records the steps of all optimizers, in the models whose parameters they step."""
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        options, seen = _options(optimizer), _seen.get(optimizer)
+        if seen is None or seen.options != options or seen.num_models != len(_models):
+            seen = _seen[optimizer] = _Seen(options, len(_models), [])
+            for model in _models:
+                if facts := model.facts_of(optimizer, options):
+                    digest = crc32(repr(sorted(facts.items())).encode())
+                    seen.facts.append((weakref.ref(model), facts, digest))
+        for of, facts, digest in seen.facts:
+            if (found := of()) is not None:
+                found.digest += digest
+                found.steps.append(facts)
+
+
+# From now on, `RecordSteps` acts in the steps of all optimizers of wrapped models. This module is
+# imported when the first model is wrapped.
+extensions.append(RecordSteps())
+
+
+def _options(optimizer: Optimizer) -> Options:
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    names = (_OPTIONS | optimizer.defaults.keys()) - _KERNELS if is_torchs else _OPTIONS
+    return [
+        {k: v if isinstance(v, _SIMPLE) else _plain(v) for k, v in group.items() if k in names}
+        | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or a text for an option. Does not wait for a tensor on an accelerator."""
+    if isinstance(value, list):
+        return tuple(one if isinstance(one, _SIMPLE) else _plain(one) for one in value)
+    if isinstance(value, Tensor):
+        is_number = type(value) is Tensor and value.is_cpu and value.numel() == 1
+    else:
+        is_number = getattr(value, "ndim", None) == 0  # a number of numpy
+    return value.item() if is_number else type(value).__name__
+
+
+def _text(value: Any) -> str:
+    """Return a text that is equal on ranks whose processors round differently."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
