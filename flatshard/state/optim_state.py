@@ -139,7 +139,8 @@ def _by_name(
     _check_optimizer(optimizer)
     state_dicts.watch(optimizer)
     own = state_dicts.parts(optimizer) if state_dict is None else state_dict
-    _check_form(own, f"{type(optimizer).__name__}.state_dict() to have the form of torch's")
+    kind = type(optimizer).__name__
+    _check_form(own, f"{kind}.state_dict()", f"Let {kind} save and load torch's form.")
     if state_dict is None:
         state_dicts.check_inner(optimizer, own)
     own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
@@ -160,14 +161,17 @@ def _check_optimizer(value: object) -> None:
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {value!r:.100}.")
 
 
-def _check_form(state_dict: Any, expected: str = "an optimizer state") -> None:
+_OF_RANK_0 = (
+    "If the state was made with rank0_only=True, save rank 0's state to a file, and load the file "
+    "on every rank."
+)
+
+
+def _check_form(state_dict: Any, what: str, remedy: str = _OF_RANK_0) -> None:
     if isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys():
         return
     got = f"keys {list(state_dict)}" if isinstance(state_dict, dict) else type(state_dict).__name__
-    raise ValueError(
-        f"expected {expected}, with 'state' and 'param_groups', got {got}. If the state was made "
-        "with rank0_only=True, save rank 0's state to a file, and load the file on every rank."
-    )
+    raise ValueError(f"expected {what} with 'state' and 'param_groups', got {got}. {remedy}")
 
 
 def state_to_load(
@@ -188,7 +192,7 @@ def state_to_load(
     def prepare() -> tuple[StateDict, Facts]:
         _check_optimizer(optimizer)
         state_dicts.watch(optimizer)
-        _check_form(state_dict)
+        _check_form(state_dict, "an optimizer state")
         params = OptimParams(model, optimizer, units)
         saved = _named(state_dict, params)
         group_of = {name: g for g in saved["param_groups"] for name in g["params"]}

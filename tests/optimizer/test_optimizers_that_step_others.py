@@ -54,6 +54,13 @@ class _Lookahead(torch.optim.Optimizer):
         self.param_groups = self.base.param_groups
 
 
+class _Nested(_Lookahead):
+    """Has a state dict of a form of its own, as in pytorch_optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict()}
+
+
 class _SAM(torch.optim.Optimizer):
     """Moves the parameters before it calls the closure. Its own state is not the other's."""
 
@@ -146,6 +153,8 @@ def _check(rank: int, _: int, kind: str, folder: Path) -> None:
                 optimizer = make([*model.parameters()])
                 checkpoint.load(folder / strategy, model, optimizer)
             assert_same(_train(model, optimizer, rank, range(2, 4)), expected)
+        with pytest.raises(ValueError, match=r"expected _Nested.state_dict\(\) with 'state' and"):
+            checkpoint.save(folder / "nested", model, _Nested(optimizer))
     # Afterwards, an unwrapped model still trains, and its optimizer is left alone.
     single, other = _model(), _model()
     _train(single, make([*single.parameters()]), 0, range(2))
