@@ -210,7 +210,7 @@ def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None
     keys = {id(param): key for key, param in params_by_key(optimizer, state_dict).items()}
     for inner in with_inner(optimizer)[1:]:
         for param, state in inner.state.items():
-            saved = state_dict["state"].get(keys.get(id(param)), state)
+            saved = state_dict["state"].get(keys.get(id(param)), {})
             if id(param) in keys and (missing := sorted(state.keys() - saved.keys())):
                 kind, inner_kind = type(optimizer).__name__, type(inner).__name__
                 raise ValueError(

@@ -95,7 +95,6 @@ class _ByRow(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 norms = param.grad.reshape(param.shape[0], -1).norm(dim=1)
-                self.state[param]["norms"] = norms
                 param.grad.div_(norms.mean() + 1)
         self.base.step(closure)
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import flatshard
+import flatshard.checkpoint
 from tests import forked_python
 from tests.documents import (
     Fence,
@@ -350,6 +351,22 @@ def _check_saved(names: dict[str, Any], rank: int) -> None:
     assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
 
 
+def _check_several_optimizers(names: dict[str, Any], rank: int) -> None:
+    """Both optimizers have stepped, and `load` restores what `save` has saved."""
+    model, optimizers = names["model"], names["optimizers"]
+    saved = model.state_dict()
+    states = flatshard.checkpoint.full_optim_state_dict(model, optimizers)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    flatshard.checkpoint.load("runs/step-2", model, optimizers)
+    assert_close(model.state_dict(), saved)
+    loaded = flatshard.checkpoint.full_optim_state_dict(model, optimizers)
+    for name in ("muon", "adamw") if rank == 0 else ():
+        assert states[name]["state"]
+        assert_close(loaded[name]["state"], states[name]["state"])
+
+
 CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Activation checkpointing"): _check_same_gradients,
     ("recipes.md", "Compiling blocks"): _check_same_gradients,
@@ -362,6 +379,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
     ("recipes.md", "float16 with a scaler"): _check_scaled,
     ("recipes.md", "An average of the weights"): _check_average,
+    ("recipes.md", "Several optimizers over one model"): _check_several_optimizers,
     ("recipes.md", "Two models in one checkpoint"): _check_two_models,
     ("recipes.md", "Two models that share modules"): _check_shared_modules,
     ("recipes.md", "Recipes"): _check_clipped,

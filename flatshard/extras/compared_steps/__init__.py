@@ -44,13 +44,19 @@ Options = list[dict[str, Any]]  # for each group, the options and the number of 
 class ComparedSteps(Voter):
     """Compares between ranks the optimizer steps on one model since the last exchange."""
 
+    num_made = 0  # number of these objects that were ever made
+
     def __init__(self, state: RunState) -> None:
         self._state = weakref.proxy(state)
         # The digest of the recorded steps is a sum: several optimizers may step in any order.
         # `steps`: the facts of each step. `_compared`: those that the present exchange compares.
         self.digest, self.steps = 0, deque[Facts](maxlen=_KEPT)
         self._compared = self.steps
+        # For each group of an optimizer, keyed by the ids of its parameters: the name of the first
+        # parameter, None if the model has none of them, and a text about all names.
+        self._groups: dict[tuple[int, ...], tuple[str | None, str]] = {}
         _models.add(self)
+        ComparedSteps.num_made += 1
 
     def votes(self) -> bytes:
         digest, self.digest = self.digest % 2**32, 0
@@ -100,15 +106,20 @@ class ComparedSteps(Voter):
 
     def facts_of(self, optimizer: Optimizer, options: Options) -> Facts:
         """Return the facts about those groups of an optimizer that have parameters of the model."""
-        names, facts = self._names, dict[str, str]()
+        facts: Facts = {}
         for group, own in zip(optimizer.param_groups, options, strict=True):
-            # Sort the names: a program may collect parameters in a set, in any order.
-            inside = sorted(names[id(one)] for one in group["params"] if id(one) in names)
-            if inside:
-                of = f"of {type(optimizer).__name__}'s group with {inside[0]!r}"
-                facts |= {f"{key!r} {of}": _text(v) for key, v in own.items() if key != "params"}
+            ids = tuple(map(id, group["params"]))
+            if ids not in self._groups:  # slow; a scheduler changes the options in each step
+                # Sort the names: a program may collect parameters in a set, in any order.
+                inside = sorted(self._names[one] for one in ids if one in self._names)
                 checksum = crc32(repr(inside).encode())
-                facts[f"the parameters {of}"] = f"{len(inside)} with checksum {checksum:08x}"
+                text = f"{len(inside)} with checksum {checksum:08x}"
+                self._groups[ids] = inside[0] if inside else None, text
+            first, text = self._groups[ids]
+            if first is not None:
+                of = f"of {type(optimizer).__name__}'s group with {first!r}"
+                facts |= {f"{key!r} {of}": _text(v) for key, v in own.items() if key != "params"}
+                facts[f"the parameters {of}"] = text
         return facts
 
 
@@ -117,7 +128,7 @@ class _Seen:
     """The last recorded step of an optimizer. Most steps have the options of the step before."""
 
     options: Options
-    num_models: int
+    num_made: int  # `ComparedSteps.num_made` at that time
     # For each model that the optimizer steps: the facts to compare, and their digest.
     facts: list[tuple[weakref.ref[ComparedSteps], Facts, int]]
 
@@ -131,8 +142,8 @@ class RecordSteps(OptimizerExtension):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         options, seen = _options(optimizer), _seen.get(optimizer)
-        if seen is None or seen.options != options or seen.num_models != len(_models):
-            seen = _seen[optimizer] = _Seen(options, len(_models), [])
+        if seen is None or seen.options != options or seen.num_made != ComparedSteps.num_made:
+            seen = _seen[optimizer] = _Seen(options, ComparedSteps.num_made, [])
             for model in _models:
                 if facts := model.facts_of(optimizer, options):
                     digest = crc32(repr(sorted(facts.items())).encode())
