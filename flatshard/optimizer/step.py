@@ -95,7 +95,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         watch(optimizer)
         _restore_after_failure(optimizer)
     # Leave an optimizer alone that now steps `optimizer`, as Lookahead does.
-    if not any(optimizer in with_inner(outer) for outer in stepping):
+    if stepping and not any(optimizer in with_inner(outer) for outer in stepping):
         restore_all()
     for extension in extensions:
         extension.before_step(optimizer)
