@@ -109,7 +109,6 @@ def load(
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
-        _check_optimizers(path, own_file(0).get("optimizers"), training.kinds(wanted["optimizer"]))
         incomplete = dcp_files.incomplete_tensors(found)
         return marker, found, wanted, _targets(path, found, wanted, incomplete)
 
@@ -122,9 +121,11 @@ def load(
         ranks.agree(lambda: folders.check_sums(path, marker, mine), op_name)
 
     def read() -> tuple[StateDict | None, StateDict]:
+        first = own_file(0)
+        _check_optimizers(path, first.get("optimizers"), training.kinds(wanted["optimizer"]))
         dcp_files.read(path, found, targets)
         is_there = ranks.rank < marker.world_size
-        return own_file(ranks.rank)["rng"] if is_there else None, own_file(0)
+        return own_file(ranks.rank)["rng"] if is_there else None, first
 
     rng, first = ranks.agree(read, op_name)
     if ranks.rank == 0:
