@@ -7,6 +7,7 @@ ranks would wait for this rank in the next collective.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
@@ -86,12 +87,22 @@ def raise_everywhere(
         comm: communicator whose ranks all raise.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    mine = None if error is None else (type(error), str(error))
+    mine = None if error is None else _sendable(error)
     everyone = comm.host.gather_unless_equal(mine, op_name)
     for rank, theirs in enumerate(everyone):
         if theirs is not None:
             kind, message = theirs
             raise kind(f"{message} (rank {comm.ranks[rank]})") from error
+
+
+def _sendable(error: Exception) -> tuple[type[Exception], str]:
+    """Return a class and a text, from which every rank can build the error."""
+    try:
+        kind, text = pickle.loads(pickle.dumps((type(error), str(error))))
+        kind(text)
+    except Exception:  # a class in a function, or a class that takes other arguments
+        return RuntimeError, f"{type(error).__name__}: {error}"
+    return kind, text
 
 
 def agreed(

@@ -61,9 +61,13 @@ class NeedsFullTensor(RuntimeError):
     operation with full tensors. Otherwise the user sees the error.
     """
 
-    def __init__(self, message: str, spec: ShardSpec) -> None:
+    def __init__(self, message: str, spec: ShardSpec | None = None) -> None:
         super().__init__(message)
-        self.spec = spec
+        self.spec = spec  # None on ranks that raise the error of another rank
+
+    def __reduce__(self) -> tuple[type[NeedsFullTensor], tuple[str]]:
+        # Another process gets only the message: the spec refers to process groups.
+        return NeedsFullTensor, (str(self),)
 
 
 @dataclass(eq=False)

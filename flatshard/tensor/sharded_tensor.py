@@ -589,7 +589,8 @@ class FlatShardTensor(torch.Tensor):
             # Drop the traceback. It refers to this frame, and this frame refers to the error, so
             # the tensors in the frame would live until Python's garbage collector runs.
             refused = error.with_traceback(None)
-        result = refused.spec.owner.run_full(func, args, kwargs)
+        owner = None if refused.spec is None else refused.spec.owner
+        result = NotImplemented if owner is None else owner.run_full(func, args, kwargs)
         if result is NotImplemented:
             raise refused
         return result

@@ -175,6 +175,9 @@ def _raise_in_thread(thread: int, text: str, since: float) -> None:
         def __init__(self) -> None:
             super().__init__(text)
 
+        def __reduce__(self) -> Any:
+            return CollectiveError, (text,)
+
     Raised.__name__ = Raised.__qualname__ = CollectiveError.__name__
     Raised.__module__ = CollectiveError.__module__
     error = ctypes.py_object(Raised)

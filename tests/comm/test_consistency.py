@@ -1,0 +1,38 @@
+"""An error of one rank reaches the others, whatever its class."""
+
+import pickle
+
+import pytest
+from torch import nn
+
+from flatshard import FlatShardTensor, ShardedWrapper
+from flatshard.comm.consistency import raise_everywhere
+from flatshard.tensor.shard_spec import NeedsFullTensor
+from tests.harness import run_ranks
+
+
+def test_errors_that_take_other_arguments() -> None:
+    run_ranks(_errors_that_take_other_arguments, 2)
+
+
+def _errors_that_take_other_arguments(rank: int, world_size: int) -> None:
+    class Local(Exception):
+        pass
+
+    errors = {
+        "'a'": KeyError("a"),
+        "UnicodeDecodeError: .*no text": UnicodeDecodeError("utf-8", b"a", 0, 1, "no text"),
+        "Local: of a function": Local("of a function"),
+        "sharded": NeedsFullTensor("sharded"),
+    }
+    (param,) = ShardedWrapper(nn.Linear(2, 2, bias=False)).parameters()
+    assert isinstance(param, FlatShardTensor)
+    for text, error in errors.items():
+        with pytest.raises(Exception, match=f"{text}.*rank 1"):
+            raise_everywhere(error if rank == 1 else None, param.spec.comm)
+
+
+def test_needs_full_tensor_between_processes() -> None:
+    error = NeedsFullTensor("sharded")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (NeedsFullTensor, "sharded")
