@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
 from flatshard.checkpoint.folder import zip_stream
+from flatshard.checkpoint.safe_pickles import load_safely
 
 # ---------------------------------------------------------------- writing
 
@@ -126,5 +127,4 @@ class _Planner(default_planner.DefaultLoadPlanner):
     """Torch's default planner for loading, but runs no code in files."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        content = torch.load(value, map_location="cpu", weights_only=True)
-        self.state_dict[read_item.dest_index.fqn] = content
+        self.state_dict[read_item.dest_index.fqn] = load_safely(value)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.host_ranks import Optimizers, Training
+from flatshard.checkpoint.safe_pickles import load_safely
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
 from flatshard.optimizer.stepper import ONE_PER_PARAMETER
@@ -91,8 +92,7 @@ def load(
     begun = time.monotonic()
 
     def own_file(rank: int) -> StateDict:
-        file = path / folders.own_file(rank)
-        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        return load_safely(path / folders.own_file(rank))  # type: ignore[no-any-return]
 
     def prepare() -> tuple[Marker, Metadata, StateDict, StateDict]:
         if not is_given:

@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training
 from flatshard.checkpoint.sources import leaves
 from flatshard.comm.work import CollectiveError, named
-from flatshard.optimizer.state_dicts import copied
+from flatshard.optimizer.state_dicts import copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 logger = logging.getLogger("flatshard.checkpoint")
@@ -37,6 +38,7 @@ _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
     "save() returned before destroy_process_group()."
 )
+_PLAIN = {int, float, bool, str, type(None)}  # what loads without running code
 _ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
 _TENSORS = (
     "Each rank saves its part of every sharded tensor, and a part is missing. An optimizer that "
@@ -104,7 +106,8 @@ def save(
     Raises:
         OSError: on all ranks: the disk is full, permission is missing, or ``path`` exists
             (FileExistsError). Earlier checkpoints stay intact.
-        TypeError: on all ranks: ``extra`` contains an object whose loading would run code.
+        TypeError: on all ranks: ``extra``, or an option or state of the optimizer, is an object
+            whose loading would run code.
         ValueError: on all ranks: ranks passed different arguments, or a parameter belongs to
             several optimizers.
         NotImplementedError: on all ranks: a unit trains only on some of the ranks.
@@ -117,7 +120,8 @@ def save(
             tensors["optimizer"] = state
         kinds, rng = training.kinds(state), generators(training.device)
         states = None if scheduler is None else scheduler.state_dict()
-        return Snapshot(tensors, rng, states, dict(extra or {}), kinds)
+        states, more = pytree.tree_map(python_number, (states, dict(extra or {})))
+        return Snapshot(tensors, rng, states, more, kinds)
 
     training = Training(model, optimizer, "checkpoint.save()")
     return Save(Path(path), training.ranks, keep).run(take, async_=async_)
@@ -148,8 +152,8 @@ class Snapshot:
         scheduler's state, and the kinds of the optimizers.
 
         Raises:
-            TypeError: ``extra`` or the scheduler's state contains an object whose loading would run
-                code.
+            TypeError: ``extra``, or the state of the scheduler or the optimizer, contains an object
+                whose loading would run code.
         """
         own: dict[str, Any] = {"rng": self.rng}
         if rank == 0:
@@ -157,14 +161,10 @@ class Snapshot:
             own |= {"optimizers": self.optimizers}
         others = {f"extra[{name!r}]": value for name, value in self.extra.items()}
         for name, value in {"the scheduler's state": self.scheduler, **others}.items():
-            error = _load_error(value)
-            if error is not None:
-                unsafe = (leaf for _, leaf in leaves(value) if _load_error(leaf) is not None)
-                raise TypeError(
-                    f"{name} holds {next(unsafe, value)!r:.200}. Loading this object would run "
-                    "code: pass numbers, strings, tensors, and lists and dicts with these, such as "
-                    "a state_dict()."
-                ) from error
+            _check_loads(name, value)
+        for names, leaf in leaves(self.tensors.get("optimizer") or {}):
+            if type(leaf) not in _PLAIN and not isinstance(leaf, Tensor):
+                _check_loads(f"the optimizer's {'.'.join(names)}", leaf)
         return _saved(own)
 
     def sharded(self) -> dict[str, str]:
@@ -177,6 +177,17 @@ class Snapshot:
             for names, leaf in leaves(self.tensors)
             if isinstance(leaf, FlatShardTensor)
         }
+
+
+def _check_loads(name: str, value: object) -> None:
+    """Raise TypeError if ``value`` contains an object whose loading would run code."""
+    error = _load_error(value)
+    if error is not None:
+        unsafe = (leaf for _, leaf in leaves(value) if _load_error(leaf) is not None)
+        raise TypeError(
+            f"{name} holds {next(unsafe, value)!r:.200}. Loading this object would run code: pass "
+            "numbers, strings, tensors, and lists and dicts with these, such as a state_dict()."
+        ) from error
 
 
 def _load_error(value: object) -> Exception | None:

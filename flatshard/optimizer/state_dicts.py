@@ -154,7 +154,8 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
     """Return a deep copy of nested containers, with all tensors on ``device``.
 
-    If ``device`` is None, the copy of each tensor is on the tensor's own device. With
+    Numbers of numpy become Python's, so that files can be loaded without running code. If
+    ``device`` is None, the copy of each tensor is on the tensor's own device. With
     ``shares_memory``, a tensor that need not move to another device is not copied.
     """
 
@@ -164,9 +165,15 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
             return state_shard(local, leaf.spec, leaf.role)
         if isinstance(leaf, Tensor):
             return leaf.detach().to(device or leaf.device, copy=not shares_memory)
-        return copy.deepcopy(leaf)
+        return copy.deepcopy(python_number(leaf))
 
     return pytree.tree_map(copied_leaf, value)
+
+
+def python_number(value: Any) -> Any:
+    """Return a number of numpy, such as ``np.float64(0.1)``, as Python's; else ``value``."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def with_shards(
