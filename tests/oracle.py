@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.harness import allow_warnings
 from tests.models import Case, loss_of
 
 ROWS = 4
@@ -173,3 +174,9 @@ def assert_same_gradients(
             assert mine.grad is not None, name
             grad = getattr(mine.grad, "full_tensor", mine.grad.detach)()
             torch.testing.assert_close(grad, theirs.grad, rtol=rtol, atol=atol, msg=name)
+
+
+def own_parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()``, without the warning that it has only this rank's parts."""
+    with allow_warnings():
+        return optimizer.state_dict()

@@ -21,7 +21,6 @@ from flatshard.checkpoint.host_ranks import Optimizers, Training
 from flatshard.checkpoint.safe_pickles import load_safely
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
-from flatshard.optimizer.stepper import ONE_PER_PARAMETER
 from flatshard.wrapper import ShardedWrapper
 
 if TYPE_CHECKING:
@@ -218,8 +217,9 @@ def _targets(
             problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
         targets[key] = held
         if size is not None and not (isinstance(held, Tensor) and held.shape == size):
-            is_alike = isinstance(param, Tensor) and param.shape == size
-            like: Any = param if is_alike and rest[-1] not in ONE_PER_PARAMETER else torch.empty(0)
+            # Read one number in full: `optim_state_dict_to_load` decides whether it is per element.
+            is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
+            like: Any = param if is_alike else torch.empty(0)
             targets[key] = like.new_empty(size, dtype=saved.properties.dtype)
     problems += [f"{name!r}: missing in the checkpoint" for name in sorted(missing)]
     if problems:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,11 +29,14 @@ from flatshard.optimizer.stepper import (
     all_params,
     is_elementwise,
     is_torchs_own,
+    map_state,
+    numbers_in,
     part_per_element,
     shared_state,
     shown,
     with_inner,
 )
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
 from flatshard.units.module_tree import unit_text
 
@@ -116,19 +118,24 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
     Raises:
         ValueError: state has neither one value per element nor one value per parameter.
     """
-    state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
+    state_dict = _copied_states(state_dict)
     # State without a value per element must be equal on all ranks. Check only the state of
     # element-wise optimizers. With all other optimizers, equality is certain: either all ranks step
     # the full parameters, or `shared_state` has sent the state from the parameter's owner to all
     # ranks.
     is_alike = not is_elementwise(optimizer)
     for param, state in _sharded_params(optimizer, state_dict):
-        for key, value in state.items():
-            part = part_per_element(param.spec, key, value)
+        spec = param.spec
+
+        def sharded(name: str, value: Any, spec: ShardSpec = spec) -> Any:
+            part = part_per_element(spec, value)
             if part is not None:
-                state[key] = state_shard(part, param.spec, f"{key} of")
-            elif not is_alike:
-                _check_one_value(param, key, value)
+                return state_shard(part, spec, f"{name} of")
+            if not is_alike:
+                _check_one_value(spec, name, value)
+            return value
+
+        state.update(map_state(sharded, state))
     return state_dict
 
 
@@ -144,11 +151,17 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
         is_kept: whether this rank gets the full tensors. If False, the rank takes part in the
             collectives, but gets empty tensors.
     """
+
+    def full(_: str, value: Any) -> Any:
+        if not isinstance(value, StateShard):
+            return value
+        tensor = value.spec.unsplit(value.of_local_shape().full_tensor())
+        return tensor.to(device) if is_kept else tensor.new_empty(0)
+
     for name in sorted(states, key=str):  # sorted, as ranks must start collectives in one order
-        for key, value in sorted(states[name].items()):
-            if isinstance(value, StateShard):
-                tensor = value.spec.unsplit(value.of_local_shape().full_tensor())
-                states[name][key] = tensor.to(device) if is_kept else tensor.new_empty(0)
+        if isinstance(states[name], dict):
+            ordered = {key: states[name][key] for key in sorted(states[name], key=str)}
+            states[name] = map_state(full, ordered)
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
@@ -184,30 +197,39 @@ def with_shards(
     Args:
         optimizer: the optimizer that loads the state dict.
         state_dict: what ``optimizer.load_state_dict`` got.
-        asked: the options of the call of torch's ``set_state_dict``, if it is running.
+        asked: the options of the call of torch's ``set_state_dict``. None: the state dict has the
+            parts of this rank.
     """
-    state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
+    state_dict = _copied_states(state_dict)
+    params = params_by_key(optimizer, state_dict)
+    numbers = numbers_in((params.get(key), state) for key, state in state_dict["state"].items())
     for param, state in _sharded_params(optimizer, state_dict):
         spec = param.spec
         if asked:
             asked.check_order(spec.name, spec.order)
-        for key, value in state.items():
-            part = part_per_element(spec, key, value)
-            if part is not None:
-                # The state stays a sharded tensor until the optimizer's next step. There, an
-                # element-wise optimizer replaces the tensor by this rank's range (`_local_state`).
-                state[key] = FlatShardTensor(part, spec, role=f"{key} of")
+
+        def sharded(name: str, value: Any, spec: ShardSpec = spec) -> Any:
+            part = part_per_element(spec, value, is_local=asked is None, is_number=name in numbers)
+            # The state stays a sharded tensor until the optimizer's next step. There, an
+            # element-wise optimizer replaces the tensor by this rank's range (`_local_state`).
+            return value if part is None else FlatShardTensor(part, spec, role=f"{name} of")
+
+        state.update(map_state(sharded, state))
     return state_dict
 
 
-def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
-    """Raise if the state ``key`` is a tensor of several values, which may differ between ranks."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    shapes = {tuple(tensor.shape) for tensor in tensors if tensor.numel() > 1}
-    if shapes:
+def _copied_states(state_dict: StateDict) -> StateDict:
+    """Return a copy of a state dict and of each parameter's state; all values are the same."""
+    states = state_dict["state"].items()
+    return {**state_dict, "state": {k: dict(s) if isinstance(s, dict) else s for k, s in states}}
+
+
+def _check_one_value(spec: ShardSpec, name: str, value: Any) -> None:
+    """Raise if the state ``name`` is a tensor of several values, which may differ between ranks."""
+    if isinstance(value, Tensor) and value.numel() > 1:
         raise ValueError(
-            f"state {key!r} of parameter {param.spec.name!r} ({unit_text(param.spec.unit)}) has "
-            f"shapes {sorted(shapes)}. Ranks can combine only single numbers and one value per "
+            f"state {name!r} of parameter {spec.name!r} ({unit_text(spec.unit)}) has shape "
+            f"{tuple(value.shape)}. Ranks can combine only single numbers and one value per "
             "element of the parameter. Use optimizer.state_dict() on each rank instead."
         )
 
@@ -250,7 +272,7 @@ def _sharded_params(
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:
     """Yield each sharded parameter that has state in ``state_dict``, together with its state."""
     for key, param in params_by_key(optimizer, state_dict).items():
-        if isinstance(param, FlatShardTensor) and key in state_dict["state"]:
+        if isinstance(param, FlatShardTensor) and isinstance(state_dict["state"].get(key), dict):
             yield param, state_dict["state"][key]
 
 
@@ -300,11 +322,12 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    if is_elementwise(optimizer):
+    if optimizer in _asked_for_shards:
+        return
+    stamp, asked = _stamp(optimizer), torch_request()
+    if is_elementwise(optimizer) and (asked is None or stamp is None):
         state_dict["state"] = {key: shown(state) for key, state in state_dict["state"].items()}
-    stamp = _stamp(optimizer)
     if stamp is not None and state_dict["state"]:
-        asked = torch_request()
         if asked is not None:
             named = with_shared(optimizer, state_dict, shared_state(optimizer))
             states = to_sharded(optimizer, named)["state"]
@@ -321,11 +344,16 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
             warnings.warn(_ONE_RANKS, stacklevel=5)
 
 
+_asked_for_shards: list[torch.optim.Optimizer] = []
+
+
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()``, without the warning that it has only this rank's parts."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=re.escape(_ONE_RANKS))
+    """Return ``optimizer.state_dict()``, in which state per element is sharded."""
+    _asked_for_shards.append(optimizer)
+    try:
         return optimizer.state_dict()
+    finally:
+        _asked_for_shards.remove(optimizer)
 
 
 def is_stamped(state_dict: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ shape. So a norm, sum or mean of optimizer state is of all elements, as for grad
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from flatshard.comm.consistency import checksum
 from flatshard.engine.run_state import temporarily
@@ -388,7 +390,7 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 State = dict[str, Any]
 
 # Names of optimizer state with one number per parameter, such as the number of steps. The names are
-# needed for 0-d parameters, for which state with one number per element has the same shape.
+# needed for parameters of one element, if no other parameter tells (see `numbers_in`).
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -623,7 +625,7 @@ class ParamBucket:
         zeros the padding stays finite.
         """
         own = {
-            member: _local_state(member.param, states[member.param])
+            member: _local_state(member.param, states[member.param], states)
             for member in self._members
             if states.get(member.param) is not None
         }
@@ -680,16 +682,20 @@ def _all_equal(values: Sequence[Any]) -> bool:
     return all(type(value) is type(first) and value == first for value in values)
 
 
-def _local_state(param: FlatShardTensor, state: State) -> State:
-    """Return ``state``, in which each full or sharded tensor is replaced by this rank's range."""
+def _local_state(param: FlatShardTensor, state: State, states: MutableMapping[Any, State]) -> State:
+    """Return ``state``, in which each full or sharded tensor is replaced by this rank's range.
+
+    ``states`` is ``optimizer.state``.
+    """
     spec = param.spec
+    numbers = numbers_in(states.items()) if math.prod(spec.shape) == 1 else ()
     for key, value in state.items():
         # A tensor may be full (from before wrapping, or loaded from an unwrapped model), sharded
         # (as Adagrad makes it in its constructor), or already this rank's range.
-        part = part_per_element(spec, key, value)
+        part = part_per_element(spec, value, is_local=True, is_number=key in numbers)
         if part is not None:
             state[key] = part
-        elif isinstance(value, Tensor) and value.numel() > 1 and key not in ONE_PER_PARAMETER:
+        elif isinstance(value, Tensor) and value.numel() > 1:
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {spec.name!r}: expected shape "
                 f"({spec.numel},) (this rank's part) or {spec.shape} (full), got "
@@ -699,16 +705,27 @@ def _local_state(param: FlatShardTensor, state: State) -> State:
     return state
 
 
-def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
+def part_per_element(
+    spec: ShardSpec, value: Any, *, is_local: bool = False, is_number: bool = True
+) -> Tensor | None:
     """Return this rank's range, 1-D, of state with one value per element.
 
-    Returns None for other state. ``value`` may be full, sharded, or already this rank's range.
+    Returns None for other state.
+
+    Args:
+        spec: the parameter's shape, and this rank's range.
+        value: the state, full or sharded.
+        is_local: whether a tensor with the length of this rank's range is this range. Only the
+            optimizers that step ranges make such tensors. With all others, the means of rows, for
+            example, may have the same length by chance.
+        is_number: whether a tensor of one element is one number per parameter, although the
+            parameter, too, has only one element.
 
     Raises:
         ValueError: the state is sharded, and this rank's range of the state is not the parameter's
             range.
     """
-    if not isinstance(value, Tensor) or key in ONE_PER_PARAMETER:
+    if not isinstance(value, Tensor):
         return None
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
@@ -719,7 +736,48 @@ def part_per_element(spec: ShardSpec, key: str, value: Any) -> Tensor | None:
                 "through torch.distributed.checkpoint, into this model's own sharded state."
             )
         return value.local
-    if tuple(value.shape) == (spec.numel,):
+    shape = tuple(value.shape)
+    if is_local and shape == (spec.numel,) != spec.shape:
         return value
-    # Clone the range, because a view would keep the full tensor in memory.
-    return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None
+    if shape != spec.shape or (is_number and math.prod(shape) == 1):
+        return None
+    return spec.slice(value).clone()  # a view would keep the full tensor in memory
+
+
+def map_state(function: Callable[[str, Any], Any], state: State) -> State:
+    """Return a parameter's state, with ``function(name, value)`` in place of each value.
+
+    Values in lists, tuples, dicts and deques have names such as ``factors[0]``.
+    """
+
+    def mapped(key: str, value: Any) -> Any:
+        if isinstance(value, Tensor):  # without the cost of a walk through a tree
+            return function(str(key), value)
+        return pytree.tree_map_with_path(
+            lambda path, leaf: function(f"{key}{pytree.keystr(path)}", leaf), value
+        )
+
+    return {key: mapped(key, value) for key, value in state.items()}
+
+
+def named_values(state: State) -> dict[str, Any]:
+    """Return the values in a parameter's state, keyed by the names of ``map_state``."""
+    found: dict[str, Any] = {}
+    map_state(found.__setitem__, state)
+    return found
+
+
+def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
+    """Return names of state with one number per parameter, whatever the parameter's shape.
+
+    Only other parameters tell whether a tensor of one element, in the state of a parameter of one
+    element, is such a number. ``states`` are pairs of a parameter (or another object with its
+    ``shape``) and its state.
+    """
+    numbers, others = set(ONE_PER_PARAMETER), set[str]()
+    for param, state in states:
+        if math.prod(getattr(param, "shape", ())) > 1:
+            for name, value in named_values(state).items():
+                if isinstance(value, Tensor):
+                    (numbers if value.numel() == 1 else others).add(name)
+    return numbers - others

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -21,8 +22,10 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
 from flatshard.optimizer.state_dicts import StateDict, copied
 from flatshard.optimizer.stepper import (
-    ONE_PER_PARAMETER,
     is_elementwise,
+    map_state,
+    named_values,
+    numbers_in,
     part_per_element,
     shared_state,
 )
@@ -57,7 +60,7 @@ def full_state(
         for name, state in named["state"].items():
             facts[f"state of {name!r}"] = "there"
             if isinstance(state, dict):
-                facts.update((f"state {key!r} of {name!r}", _fact(v)) for key, v in state.items())
+                facts |= _facts(name, state)
         return (named, params), facts
 
     # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
@@ -112,15 +115,18 @@ def _gather(
     Collective: all ranks of the shard group.
     """
     parts: dict[tuple[str, torch.dtype], dict[OriginalParam, Tensor]] = {}
+    full: dict[OriginalParam, StateDict] = {}
     for param, state in states.items():
-        for key, value in state.items():
+        for name, value in named_values(state).items():
             if isinstance(value, StateShard):
-                parts.setdefault((key, value.dtype), {})[param] = value.local
-    for key, dtype in sorted(parts, key=str):  # all ranks must all-gather in the same order
-        shard = shard_of_parts(handle, parts[key, dtype].items(), dtype)
+                parts.setdefault((name, value.dtype), {})[param] = value.local
+    for name, dtype in sorted(parts, key=str):  # all ranks must all-gather in the same order
+        shard = shard_of_parts(handle, parts[name, dtype].items(), dtype)
         tensors = gather_full(handle, shard, device, is_kept=is_kept)
-        for param in parts[key, dtype] if is_kept else ():
-            states[param][key] = param.spec.unsplit(tensors[param.index])
+        for param in parts[name, dtype] if is_kept else ():
+            full.setdefault(param, {})[name] = param.spec.unsplit(tensors[param.index])
+    for param, values in full.items():
+        states[param].update(map_state(values.get, states[param]))
 
 
 def _by_name(
@@ -201,6 +207,8 @@ def state_to_load(
         name_of = {id(param): name for name, param in model.named_parameters()}
         position = count()
         elementwise = is_elementwise(optimizer)
+        shapes = {param.fqn: param.original and param.original.spec for param in params}
+        numbers = numbers_in((shapes.get(name), state) for name, state in saved["state"].items())
         loaded: StateDict = {"state": {}, "param_groups": []}
         facts: Facts = {}
         for number, group in enumerate(params.groups):
@@ -211,10 +219,9 @@ def state_to_load(
             for key, param in zip(keys, group, strict=True):
                 if (fqn := param.fqn) in saved["state"]:
                     state = saved["state"][fqn]
-                    loaded["state"][key] = {
-                        k: _loaded(param, k, v, elementwise) for k, v in state.items()
-                    }
-                    facts.update((f"state {k!r} of {fqn!r}", _fact(v)) for k, v in state.items())
+                    load = partial(_loaded, param, elementwise, numbers)
+                    loaded["state"][key] = map_state(load, state)
+                    facts |= _facts(fqn, state)
         for key, value in saved["state"].items():
             if key not in group_of:
                 loaded["state"][key] = copied(value)
@@ -301,8 +308,12 @@ def _options(group: StateDict) -> StateDict:
     return {k: copied(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
-    """Return this rank's part of ``value``, which is entry ``key`` of a parameter's full state.
+def _loaded(
+    param: OptimParam, elementwise: bool, numbers: Collection[str], name: str, value: Any
+) -> Any:
+    """Return this rank's part of ``value``, which is called ``name`` in a parameter's full state.
+
+    ``numbers``: names of state with one number per parameter.
 
     Raises:
         ValueError: the value is per element, and its shape differs from the parameter's.
@@ -310,14 +321,15 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     if (original := param.original) is None:
         return copied(value)
     spec, value = original.spec, original.spec.split(value)
-    is_number = not isinstance(value, Tensor) or (value.dim() == 0 and spec.shape)
-    if is_number or key in ONE_PER_PARAMETER:
+    if not isinstance(value, Tensor):
         return copied(value)
-    if tuple(value.shape) != spec.shape:
-        if not elementwise:  # other optimizers may keep state of any shape
+    is_number = value.numel() == 1 and not isinstance(value, FlatShardTensor)
+    if tuple(value.shape) != spec.shape or (is_number and name in numbers):
+        # Only element-wise optimizers keep nothing but numbers and values per element.
+        if not elementwise or value.dim() == 0 or (is_number and name in numbers):
             return copied(value)
         raise ValueError(
-            f"state {key!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
+            f"state {name!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
             f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Load a state that was "
             "saved from the same model."
         )
@@ -329,9 +341,13 @@ def _loaded(param: OptimParam, key: str, value: Any, elementwise: bool) -> Any:
     # Copy the part if it is a view of full state, because a view would keep the full state in
     # memory. Use already sharded state without a copy, as torch's load_state_dict does.
     is_full = not isinstance(value, FlatShardTensor)
-    part = part_per_element(spec, key, value.detach())
+    part = part_per_element(spec, value.detach(), is_number=False)
     assert part is not None, "state with the parameter's shape is per element"
-    return FlatShardTensor(part.to(device, copy=is_full), spec, role=f"{key} of")
+    return FlatShardTensor(part.to(device, copy=is_full), spec, role=f"{name} of")
+
+
+def _facts(fqn: str, state: StateDict) -> Facts:
+    return {f"state {k!r} of {fqn!r}": _fact(v) for k, v in named_values(state).items()}
 
 
 def _fact(value: Any) -> str:

@@ -6,18 +6,22 @@ a break.
 
 import enum
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from flatshard import ShardedWrapper, checkpoint
-from flatshard.checkpoint import saving
+from flatshard import ShardedWrapper, checkpoint, declare_elementwise
+from flatshard.checkpoint import full_optim_state_dict, full_state_dict, saving
 from flatshard.optimizer import state_dicts
-from tests.harness import run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,6 +54,104 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+class Own(torch.optim.Optimizer):
+    """Base of optimizers whose ``update`` steps one parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param])
+
+
+class OneElement(Own):
+    """A count of one element, which the 0-d parameter has, too."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state.update(count=torch.zeros(1), momentum=torch.zeros_like(param))
+        state["count"] += 1
+        state["momentum"].mul_(0.9).add_(grad)
+        param.sub_(0.05 * state["momentum"] / state["count"].item())
+
+
+class Elementwise(OneElement):
+    """The same, declared element-wise."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+declare_elementwise(Elementwise)
+
+
+class Rows(Own):
+    """Means of rows and columns. Some are as long as a rank's part of the parameter."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        if param.dim() < 2:
+            param.sub_(0.05 * grad)
+            return
+        for dim in range(2):
+            rows = state.setdefault(
+                f"mean{dim}", torch.zeros_like(param[0] if dim else param[:, 0])
+            )
+            rows.mul_(0.9).add_(grad.square().mean(1 - dim))
+        scale = state["mean0"].unsqueeze(1) * state["mean1"] / state["mean0"].mean()
+        param.sub_(0.05 * grad / (scale.sqrt() + 1e-3))
+
+
+RESUMED: dict[str, Make] = {one.__name__: one for one in (OneElement, Elementwise, Rows)}
+WAYS = ("checkpoint", "full", "dcp")
+
+
+@pytest.mark.parametrize("loading", [1, 2, 3])
+def test_state_of_any_shape(tmp_path: Path, loading: int) -> None:
+    """The number of elements says nothing: only what the optimizer made of the state."""
+    run_ranks(_save, 2, tmp_path, tuple(RESUMED))
+    run_ranks(_resume, loading, tmp_path, tuple(RESUMED))
+
+
+def _save(rank: int, world_size: int, folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        model, optimizer = built(RESUMED[name], 0)
+        train(model, optimizer, range(3), 0)
+        checkpoint.save(folder / name, model, optimizer)
+        full = full_state_dict(model), full_optim_state_dict(model, optimizer)
+        with allow_warnings():
+            states = get_state_dict(model, optimizer)
+            dcp.save(dict(enumerate(states)), checkpoint_id=folder / f"{name}-dcp")
+        expected = train(model, optimizer, range(3, 6), 0)
+        if rank == 0:
+            torch.save((expected, *full), folder / f"{name}.pt")
+
+
+def _resume(rank: int, world_size: int, folder: Path, names: Sequence[str]) -> None:
+    for name, way in product(names, WAYS):
+        expected, weights, state = torch.load(folder / f"{name}.pt", weights_only=False)
+        model, optimizer = built(RESUMED[name], 5)
+        if way == "checkpoint":
+            checkpoint.load(folder / name, model, optimizer)
+        elif way == "full":
+            model.load_state_dict(weights)
+            ShardedWrapper.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+        else:
+            with allow_warnings():
+                states = dict(enumerate(get_state_dict(model, optimizer)))
+                dcp.load(states, checkpoint_id=folder / f"{name}-dcp")
+            set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        with naming((name, way)):
+            found = train(model, optimizer, range(3, 6), 0)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------- numbers of numpy

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, sharded_modules
-from flatshard.optimizer import state_dicts, stepper
+from flatshard.optimizer import stepper
 from tests.harness import naming, run_ranks
 from tests.models import CASES
-from tests.oracle import local_loss, snapshot, train_steps, trainable
+from tests.oracle import local_loss, own_parts, snapshot, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
 
@@ -53,7 +53,7 @@ def _train(rank: int, world_size: int, kind: str) -> Any:
     optimizer.register_step_post_hook(lambda one, *_: counts.append(_num_params(one)))
     losses = train_steps(model, optimizer, case, rank, world_size, steps=2)
     saved = io.BytesIO()
-    torch.save(state_dicts.parts(optimizer), saved)
+    torch.save(own_parts(optimizer), saved)
     optimizer = KINDS[kind](trainable(model))
     saved.seek(0)
     optimizer.load_state_dict(torch.load(saved, weights_only=False))
@@ -183,10 +183,10 @@ def _reads_state(rank: int, world_size: int) -> None:
             _compare_state(model, optimizer, plain, expected)
             loaded = make(trainable(model))
             train_steps(model, loaded, case, rank, world_size, steps=1)
-            loaded.load_state_dict(state_dicts.parts(optimizer))
+            loaded.load_state_dict(own_parts(optimizer))
             for other in (optimizer, loaded):
                 _compare_state(model, other, plain, expected)
-            torch.save(state_dicts.parts(loaded), io.BytesIO())  # plain tensors again
+            torch.save(own_parts(loaded), io.BytesIO())  # plain tensors again
 
 
 def _compare_state(model: Any, optimizer: Any, plain: Any, expected: Any) -> None:

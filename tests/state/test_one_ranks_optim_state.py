@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils import _pytree as pytree
 
 from flatshard import ShardedWrapper
-from flatshard.optimizer import state_dicts
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.oracle import OPTIMIZERS
+from tests.oracle import OPTIMIZERS, own_parts
 from tests.state.everything import StateDict, loss_of_rows, train
 
 pytestmark = pytest.mark.by_turns
@@ -46,9 +45,9 @@ def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None)
     if states is not None:
         with pytest.raises(RuntimeError, match=r"rank \d of 2.*rank \d of 2.*optim_state_dict"):
             optimizer.load_state_dict(states[1 - rank])
-        assert state_dicts.parts(optimizer)["state"][0]["step"] == 4
+        assert own_parts(optimizer)["state"][0]["step"] == 4
         assert all("flatshard" not in group for group in optimizer.param_groups)
-    own = state_dicts.parts(optimizer)
+    own = own_parts(optimizer)
     copied = asdict(Snapshot(own))["optimizer"]  # minGPT saves this: it copies tensor by tensor
     torch.testing.assert_close(copied["state"], own["state"], rtol=0, atol=0)
     for leaf in pytree.tree_leaves(copied["state"]):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from flatshard.optimizer import state_dicts
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case
-from tests.oracle import OPTIMIZERS, snapshot, trainable
+from tests.oracle import OPTIMIZERS, own_parts, snapshot, trainable
 from tests.state.everything import CASE, StateDict, loss_of_rows, train
 from tests.ways import Keywords, select
 
@@ -510,7 +509,7 @@ def _errors(rank: int, world_size: int) -> None:
         save(model.module.fc1.module, optimizer)
 
     # Nothing was sent before all ranks knew.
-    own = copy.deepcopy(state_dicts.parts(optimizer))
+    own = copy.deepcopy(own_parts(optimizer))
     if rank == 1:
         del own["state"][3]["exp_avg_sq"]
     with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'fc2.bias' is .* on rank 0, nothing on"):

@@ -31,10 +31,11 @@ from flatshard.extras.whole_tensors.owners import (
 )
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.stepper import (
-    ONE_PER_PARAMETER,
     State,
     all_params,
     local_grad,
+    map_state,
+    named_values,
     put_others,
     step_groups,
     with_inner,
@@ -210,7 +211,7 @@ class WholeStep:
             params = [param for param in self.owned if param.grad is not None]
             facts: Facts = {"the step mode": self.mode.value}
             for param in params:
-                loaded = sorted(_sharded_state(optimizer.state.get(param)))
+                loaded = sorted(_sharded_state(optimizer.state.get(param, {})))
                 grad: Any = param.grad
                 facts[f"parameter {param.spec.name!r}"] = f"gradient {grad.dtype}, {loaded}"
             return params, facts
@@ -254,8 +255,10 @@ class WholeStep:
                     full[param].__dict__ = param.__dict__  # attributes that users set
                     if param.grad is not None:
                         set_grad(full[param], next(tensors))
-                    for key in sorted(_sharded_state(optimizer.state.get(param))):
-                        optimizer.state[param][key] = next(tensors)
+                    state = optimizer.state.get(param, {})
+                    loaded = {name: next(tensors) for name in sorted(_sharded_state(state))}
+                    if loaded:
+                        optimizer.state[param] = map_state(loaded.get, state)
             return full
 
         return finish
@@ -320,27 +323,29 @@ class WholeStep:
         shared: dict[FlatShardTensor, State] = {}
         for comm in self.comms:
             params = [param for param in self.owned if param.spec.comm is comm]
-            mine = {
+            described = {
                 number: _described(param, optimizer.state.get(param, {}))
                 for number, param in enumerate(params)
                 if self.owned[param].is_full_here
             }
-            everyone = comm.host.gather(mine, "optimizer state")
+            everyone = comm.host.gather(described, "optimizer state")
             pieces: list[Piece] = []
             for number, param in enumerate(params):
                 owned = self.owned[param]
                 # Skip state from a checkpoint: it is already sharded, until the next step gathers
                 # the state on the owner.
-                if _sharded_state(optimizer.state.get(param)):
+                if _sharded_state(optimizer.state.get(param, {})):
                     continue
                 assert owned.owner is not None
-                state = shared[param] = everyone[owned.owner].get(number, {})
-                for key, value in state.items():
+                state = everyone[owned.owner].get(number, {})
+                mine = named_values(optimizer.state.get(param, {}))
+                sharded: State = {}
+                for name, value in named_values(state).items():
                     if isinstance(value, Tensor) and value.is_meta:
                         part = param.local.detach().new_empty(owned.spec.numel, dtype=value.dtype)
-                        full = optimizer.state[param][key] if owned.is_full_here else None
-                        pieces.append((owned, part, full))
-                        state[key] = FlatShardTensor(part, param.spec, role=f"{key} of")
+                        pieces.append((owned, part, mine[name] if owned.is_full_here else None))
+                        sharded[name] = FlatShardTensor(part, param.spec, role=f"{name} of")
+                shared[param] = map_state(sharded.get, state)
             scatter_to_shards(comm, pieces, "optimizer state: to the shards")
         return shared
 
@@ -368,13 +373,14 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
     Meta tensors replace these values. ``scatter_to_shards`` sends the values instead.
     """
-    return {
-        key: value.to("meta")
-        if type(value) is Tensor and value.shape == param.shape and key not in ONE_PER_PARAMETER
-        else value
-        for key, value in state.items()
-        if not isinstance(value, FlatShardTensor)
-    }
+
+    def described(_: str, value: Any) -> Any:
+        if isinstance(value, FlatShardTensor):
+            return None  # from a checkpoint, and still sharded: not sent
+        is_per_element = type(value) is Tensor and value.shape == param.shape and value.numel() > 1
+        return value.to("meta") if is_per_element else value
+
+    return map_state(described, state)
 
 
 def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
@@ -385,13 +391,14 @@ def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> li
     parts = [param.local.detach()]
     if param.grad is not None:
         parts.append(local_grad(param))
-    loaded = _sharded_state(optimizer.state.get(param))
+    loaded = _sharded_state(optimizer.state.get(param, {}))
     return [*parts, *(loaded[key].local for key in sorted(loaded))]
 
 
-def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
-    """Return the sharded entries of a parameter's state. Such entries come from a checkpoint."""
-    return {k: v for k, v in (state or {}).items() if isinstance(v, FlatShardTensor)}
+def _sharded_state(state: State) -> dict[str, FlatShardTensor]:
+    """Return the sharded values in a parameter's state. Such values come from a checkpoint."""
+    values = named_values(state).items()
+    return {name: value for name, value in values if isinstance(value, FlatShardTensor)}
 
 
 def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
