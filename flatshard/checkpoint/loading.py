@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.host_ranks import Optimizers, Training
+from flatshard.checkpoint.nesting import unpack_optimizer
 from flatshard.checkpoint.safe_pickles import load_safely
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import open_source
@@ -131,10 +132,13 @@ def load(
         folders.log_speed("loaded", path, marker.bytes, begun)
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
-    state = {"state": {}, "param_groups": [], **nested.get("optimizer", {})}
-    for name, (_, fqns) in training.kinds(wanted["optimizer"]).items():
+    kinds = training.kinds(wanted["optimizer"])
+    state = (
+        unpack_optimizer(nested.get("optimizer", {}), first.get("optimizer") or {}) if kinds else {}
+    )
+    for name, (_, fqns) in kinds.items():
         part = state
-        if len(training.optimizers) > 1:
+        if len(kinds) > 1:
             groups = [group for group in state["param_groups"] if set(fqns) & set(group["params"])]
             own = {fqn: state["state"][fqn] for fqn in fqns if fqn in state["state"]}
             part = {"state": own, "param_groups": groups}

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,10 +27,11 @@ from torch.utils import _pytree as pytree
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training
+from flatshard.checkpoint.nesting import pack_optimizer
 from flatshard.checkpoint.sources import leaves
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied, python_number
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 logger = logging.getLogger("flatshard.checkpoint")
 
@@ -39,6 +40,7 @@ _DESTROYED = (
     "save() returned before destroy_process_group()."
 )
 _PLAIN = {int, float, bool, str, type(None)}  # what loads without running code
+_OPTIMIZERS = "the optimizer's "
 _ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
 _TENSORS = (
     "Each rank saves its part of every sharded tensor, and a part is missing. An optimizer that "
@@ -116,12 +118,13 @@ def save(
 
     def take() -> Snapshot:
         tensors: dict[str, Any] = {"model": training.model_state()}
+        rest = None
         if (state := training.optim_state()) is not None:
-            tensors["optimizer"] = state
+            tensors["optimizer"], rest = pack_optimizer(state)
         kinds, rng = training.kinds(state), generators(training.device)
         states = None if scheduler is None else scheduler.state_dict()
         states, more = pytree.tree_map(python_number, (states, dict(extra or {})))
-        return Snapshot(tensors, rng, states, more, kinds)
+        return Snapshot(tensors, rng, states, more, kinds, rest)
 
     training = Training(model, optimizer, "checkpoint.save()")
     return Save(Path(path), training.ranks, keep).run(take, async_=async_)
@@ -137,6 +140,7 @@ class Snapshot:
         scheduler: the state of the scheduler; None without a scheduler.
         extra: the user's values, the same on all ranks.
         optimizers: for each optimizer, its class and the names of its parameters.
+        optimizer: the part of the optimizers' state that DCP would not restore.
     """
 
     tensors: dict[str, Any]
@@ -144,12 +148,13 @@ class Snapshot:
     scheduler: dict[str, Any] | None
     extra: dict[str, Any]
     optimizers: dict[str, list[Any]]
+    optimizer: dict[str, Any] | None
 
     def own_file(self, rank: int) -> bytes:
         """Return this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
 
-        These are the states of the random number generators. Rank 0 adds ``extra``, the
-        scheduler's state, and the kinds of the optimizers.
+        These are the states of the random number generators. Rank 0 adds ``extra``, the scheduler's
+        state, the kinds of the optimizers, and their state that DCP would not restore.
 
         Raises:
             TypeError: ``extra``, or the state of the scheduler or the optimizer, contains an object
@@ -158,14 +163,20 @@ class Snapshot:
         own: dict[str, Any] = {"rng": self.rng}
         if rank == 0:
             own |= {"scheduler": self.scheduler, "extra": self.extra}
-            own |= {"optimizers": self.optimizers}
+            own |= {"optimizers": self.optimizers, "optimizer": self.optimizer}
         others = {f"extra[{name!r}]": value for name, value in self.extra.items()}
         for name, value in {"the scheduler's state": self.scheduler, **others}.items():
             _check_loads(name, value)
-        for names, leaf in leaves(self.tensors.get("optimizer") or {}):
-            if type(leaf) not in _PLAIN and not isinstance(leaf, Tensor):
-                _check_loads(f"the optimizer's {'.'.join(names)}", leaf)
+        for name, leaf in self._of_optimizer():
+            if type(leaf) not in _PLAIN and type(leaf) is not StateShard:
+                _check_loads(name, leaf)
         return _saved(own)
+
+    def _of_optimizer(self) -> Iterator[tuple[str, Any]]:
+        """Yield all values in the optimizer's state, each with a name for errors."""
+        for part in (self.tensors.get("optimizer"), self.optimizer):
+            for names, leaf in leaves(part or {}):
+                yield f"{_OPTIMIZERS}{'.'.join(names)}", leaf
 
     def sharded(self) -> dict[str, str]:
         """Return a text with the shape of each sharded tensor, keyed by name.
@@ -176,6 +187,15 @@ class Snapshot:
             ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
             for names, leaf in leaves(self.tensors)
             if isinstance(leaf, FlatShardTensor)
+        }
+
+    def numbers(self) -> dict[str, str]:
+        """Return the text of each number in the optimizer's state, the same on all ranks."""
+        return {
+            name: repr(leaf.tolist() if isinstance(leaf, Tensor) else leaf)
+            for name, leaf in self._of_optimizer()
+            if not isinstance(leaf, Tensor)
+            or (leaf.numel() == 1 and not isinstance(leaf, FlatShardTensor))
         }
 
 
@@ -218,6 +238,8 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def _remedy(name: str) -> str:
+    if name.startswith(("the optimizers", _OPTIMIZERS)):
+        return "Every rank must step the same optimizer, with the same options."
     return _TENSORS if name.startswith(("model.", "optimizer.")) else _ARGUMENTS
 
 
@@ -324,7 +346,7 @@ class Save:
         mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
         mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
         kinds = {name: kind for name, (kind, _) in snapshot.optimizers.items()}
-        mine |= {"the optimizers": str(kinds)} | snapshot.sharded()
+        mine |= {"the optimizers": str(kinds)} | snapshot.sharded() | snapshot.numbers()
         self.ranks.compare(mine, self.op_name, _remedy)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:

@@ -14,8 +14,9 @@ import copy
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from flatshard.optimizer.stepper import (
     all_params,
+    apart,
     is_elementwise,
     is_torchs_own,
     map_state,
@@ -118,25 +120,25 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
     Raises:
         ValueError: state has neither one value per element nor one value per parameter.
     """
-    state_dict = _copied_states(state_dict)
     # State without a value per element must be equal on all ranks. Check only the state of
     # element-wise optimizers. With all other optimizers, equality is certain: either all ranks step
-    # the full parameters, or `shared_state` has sent the state from the parameter's owner to all
-    # ranks.
+    # the full parameters, and have compared their state, or `shared_state` has sent the state from
+    # the parameter's owner to all ranks.
     is_alike = not is_elementwise(optimizer)
-    for param, state in _sharded_params(optimizer, state_dict):
-        spec = param.spec
 
-        def sharded(name: str, value: Any, spec: ShardSpec = spec) -> Any:
-            part = part_per_element(spec, value)
-            if part is not None:
-                return state_shard(part, spec, f"{name} of")
-            if not is_alike:
-                _check_one_value(spec, name, value)
-            return value
+    def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
+        part = part_per_element(spec, value)
+        if part is not None:
+            return state_shard(part, spec, f"{name} of")
+        if not is_alike and isinstance(value, Tensor) and value.numel() > 1:
+            raise ValueError(
+                f"state {name!r} of parameter {spec.name!r} ({unit_text(spec.unit)}) has shape "
+                f"{tuple(value.shape)}. Ranks can combine only single numbers and one value per "
+                "element of the parameter. Use optimizer.state_dict() on each rank instead."
+            )
+        return value
 
-        state.update(map_state(sharded, state))
-    return state_dict
+    return _mapped(optimizer, state_dict, sharded)
 
 
 def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -> None:
@@ -200,38 +202,34 @@ def with_shards(
         asked: the options of the call of torch's ``set_state_dict``. None: the state dict has the
             parts of this rank.
     """
-    state_dict = _copied_states(state_dict)
     params = params_by_key(optimizer, state_dict)
     numbers = numbers_in((params.get(key), state) for key, state in state_dict["state"].items())
-    for param, state in _sharded_params(optimizer, state_dict):
-        spec = param.spec
+
+    def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
         if asked:
             asked.check_order(spec.name, spec.order)
+        part = part_per_element(spec, value, is_local=asked is None, is_number=name in numbers)
+        # The state stays a sharded tensor until the optimizer's next step. There, an element-wise
+        # optimizer replaces the tensor by this rank's range (`_local_state`).
+        return value if part is None else FlatShardTensor(part, spec, role=f"{name} of")
 
-        def sharded(name: str, value: Any, spec: ShardSpec = spec) -> Any:
-            part = part_per_element(spec, value, is_local=asked is None, is_number=name in numbers)
-            # The state stays a sharded tensor until the optimizer's next step. There, an
-            # element-wise optimizer replaces the tensor by this rank's range (`_local_state`).
-            return value if part is None else FlatShardTensor(part, spec, role=f"{name} of")
-
-        state.update(map_state(sharded, state))
-    return state_dict
+    return _mapped(optimizer, state_dict, sharded)
 
 
-def _copied_states(state_dict: StateDict) -> StateDict:
-    """Return a copy of a state dict and of each parameter's state; all values are the same."""
-    states = state_dict["state"].items()
-    return {**state_dict, "state": {k: dict(s) if isinstance(s, dict) else s for k, s in states}}
+def _mapped(
+    optimizer: torch.optim.Optimizer,
+    state_dict: StateDict,
+    function: Callable[[ShardSpec, str, Any], Any],
+) -> StateDict:
+    """Return a copy of a state dict, with ``function`` applied to state of sharded parameters.
 
-
-def _check_one_value(spec: ShardSpec, name: str, value: Any) -> None:
-    """Raise if the state ``name`` is a tensor of several values, which may differ between ranks."""
-    if isinstance(value, Tensor) and value.numel() > 1:
-        raise ValueError(
-            f"state {name!r} of parameter {spec.name!r} ({unit_text(spec.unit)}) has shape "
-            f"{tuple(value.shape)}. Ranks can combine only single numbers and one value per "
-            "element of the parameter. Use optimizer.state_dict() on each rank instead."
-        )
+    ``function`` gets the parameter's spec, the name of a value (see ``map_state``), and the value.
+    """
+    states = dict(state_dict["state"])
+    for key, param in params_by_key(optimizer, state_dict).items():
+        if isinstance(param, FlatShardTensor) and isinstance(states.get(key), dict):
+            states[key] = map_state(partial(function, param.spec), apart(states[key]))
+    return {**state_dict, "state": states}
 
 
 def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
@@ -263,17 +261,9 @@ def with_shared(
     """Return a copy of a state dict, with state from ``shared`` for the parameters found there."""
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
-    state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
-    return {**state_dict, "state": state}
-
-
-def _sharded_params(
-    optimizer: torch.optim.Optimizer, state_dict: StateDict
-) -> Iterator[tuple[FlatShardTensor, StateDict]]:
-    """Yield each sharded parameter that has state in ``state_dict``, together with its state."""
-    for key, param in params_by_key(optimizer, state_dict).items():
-        if isinstance(param, FlatShardTensor) and isinstance(state_dict["state"].get(key), dict):
-            yield param, state_dict["state"][key]
+    # Keep empty state: torch's `set_state_dict` raises if a parameter is missing.
+    kept = {key: one for key, one in state_dict["state"].items() if params.get(key) not in shared}
+    return {**state_dict, "state": {**kept, **theirs}}
 
 
 # Key of the stamp in an optimizer's state dict. The stamp records which rank made the state dict.
@@ -349,11 +339,12 @@ _asked_for_shards: list[torch.optim.Optimizer] = []
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return ``optimizer.state_dict()``, in which state per element is sharded."""
-    _asked_for_shards.append(optimizer)
+    asked = with_inner(optimizer)
+    _asked_for_shards.extend(asked)
     try:
         return optimizer.state_dict()
     finally:
-        _asked_for_shards.remove(optimizer)
+        del _asked_for_shards[-len(asked) :]
 
 
 def is_stamped(state_dict: dict[str, Any]) -> bool:

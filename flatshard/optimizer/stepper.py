@@ -614,7 +614,7 @@ class ParamBucket:
         # If the optimizer has updated its state in place, as most do, the views that the members
         # got after the last step are still right. Otherwise make new views.
         if not self._shared.is_unchanged(shared):
-            self._split(shared)
+            self._split(shared, states)
         if states.get(self._params[0]) is not self._members[0].state:
             states.update({member.param: member.state for member in self._members})
 
@@ -624,8 +624,11 @@ class ParamBucket:
         State of the padding between members is zero: the optimizer steps the padding, too, and with
         zeros the padding stays finite.
         """
+        specs = [member.param.spec for member in self._members]
+        sizes = [size for spec in specs for size in (spec.numel, math.prod(spec.shape))]
+        numbers = _numbers_beside(sizes, states)
         own = {
-            member: _local_state(member.param, states[member.param], states)
+            member: _local_state(member.param, states[member.param], numbers)
             for member in self._members
             if states.get(member.param) is not None
         }
@@ -639,7 +642,9 @@ class ParamBucket:
         shared: State = {}
         for key, value in first.items():
             shapes = {member: getattr(state[key], "shape", None) for member, state in own.items()}
-            if all(shape == (member.param.spec.numel,) for member, shape in shapes.items()):
+            if key not in numbers and all(
+                shape == (member.param.spec.numel,) for member, shape in shapes.items()
+            ):
                 shared[key] = value.new_zeros(self.param.numel())
                 for member, state in own.items():
                     shared[key][member.part] = state[key]
@@ -649,14 +654,17 @@ class ParamBucket:
                 return None
         return shared
 
-    def _split(self, shared: State) -> None:
+    def _split(self, shared: State, states: MutableMapping[Any, State]) -> None:
         """Make ``shared`` the bucket's state, and give each member views of that state."""
+        numbers = _numbers_beside([self.param.numel()], {**states, self.param: shared})
         target = self._params[0].spec.state_target
         if target is not None:
             state_to_target(shared, self.param.shape, target)
         self._shared = BucketState(shared)
         for member in self._members:
-            member.state = BucketState({k: self._view(k, v, member) for k, v in shared.items()})
+            member.state = BucketState(
+                {k: v if k in numbers else self._view(k, v, member) for k, v in shared.items()}
+            )
 
     def _view(self, key: str, value: Any, member: _Member) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
@@ -682,13 +690,20 @@ def _all_equal(values: Sequence[Any]) -> bool:
     return all(type(value) is type(first) and value == first for value in values)
 
 
-def _local_state(param: FlatShardTensor, state: State, states: MutableMapping[Any, State]) -> State:
+def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
+    """Return names of state with one number per parameter, if shapes do not tell: for one element.
+
+    ``numels``: numbers of elements of parameters and ranges. ``states``: ``optimizer.state``.
+    """
+    return numbers_in(states.items()) if 1 in numels else ()
+
+
+def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str]) -> State:
     """Return ``state``, in which each full or sharded tensor is replaced by this rank's range.
 
-    ``states`` is ``optimizer.state``.
+    ``numbers``: names of state with one number per parameter.
     """
     spec = param.spec
-    numbers = numbers_in(states.items()) if math.prod(spec.shape) == 1 else ()
     for key, value in state.items():
         # A tensor may be full (from before wrapping, or loaded from an unwrapped model), sharded
         # (as Adagrad makes it in its constructor), or already this rank's range.
@@ -718,8 +733,8 @@ def part_per_element(
         is_local: whether a tensor with the length of this rank's range is this range. Only the
             optimizers that step ranges make such tensors. With all others, the means of rows, for
             example, may have the same length by chance.
-        is_number: whether a tensor of one element is one number per parameter, although the
-            parameter, too, has only one element.
+        is_number: whether a tensor of one element is one number per parameter, even if the
+            parameter, or this rank's range, has only one element.
 
     Raises:
         ValueError: the state is sharded, and this rank's range of the state is not the parameter's
@@ -736,12 +751,12 @@ def part_per_element(
                 "through torch.distributed.checkpoint, into this model's own sharded state."
             )
         return value.local
-    shape = tuple(value.shape)
-    if is_local and shape == (spec.numel,) != spec.shape:
-        return value
-    if shape != spec.shape or (is_number and math.prod(shape) == 1):
+    if is_number and value.numel() == 1:
         return None
-    return spec.slice(value).clone()  # a view would keep the full tensor in memory
+    if is_local and tuple(value.shape) == (spec.numel,):
+        return value
+    # Clone the range, because a view would keep the full tensor in memory.
+    return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None
 
 
 def map_state(function: Callable[[str, Any], Any], state: State) -> State:

@@ -59,8 +59,8 @@ def full_state(
         facts: Facts = {}
         for name, state in named["state"].items():
             facts[f"state of {name!r}"] = "there"
-            if isinstance(state, dict):
-                facts |= _facts(name, state)
+            facts |= _facts(f"of {name!r}", state if isinstance(state, dict) else {"": state})
+        facts |= _facts("of the optimizer", _rest(named))
         return (named, params), facts
 
     # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
@@ -158,8 +158,28 @@ def _by_name(
         for group in own["param_groups"]
     ]
     # A key that belongs to no parameter holds state of the whole optimizer.
+    whole = {key: value for key, value in own["state"].items() if key not in params}
+    _check_whole(optimizer, {**_rest(own), **whole}, {param.fqn for param in found} & whole.keys())
     state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
-    return {"state": state, "param_groups": groups}, found
+    return {**_rest(own), "state": state, "param_groups": groups}, found
+
+
+def _rest(state_dict: StateDict) -> StateDict:
+    """Return the entries that an optimizer's own ``state_dict()`` adds to the usual two."""
+    return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+
+
+def _check_whole(optimizer: torch.optim.Optimizer, whole: StateDict, taken: set[Any]) -> None:
+    """Raise ValueError if state of the whole optimizer would be lost, or differs between ranks."""
+    name = f"{type(optimizer).__name__}.state_dict()"
+    if taken:
+        raise ValueError(f"{name} has keys that are also names of parameters: {sorted(taken)}.")
+    for key, value in named_values(whole).items():
+        if isinstance(value, FlatShardTensor):
+            raise ValueError(
+                f"{name} has a tensor of parameter {value.spec.name!r} in its entry {key!r}. Only "
+                "state in optimizer.state[parameter] can be saved and resharded."
+            )
 
 
 def _check_optimizer(value: object) -> None:
@@ -209,7 +229,7 @@ def state_to_load(
         elementwise = is_elementwise(optimizer)
         shapes = {param.fqn: param.original and param.original.spec for param in params}
         numbers = numbers_in((shapes.get(name), state) for name, state in saved["state"].items())
-        loaded: StateDict = {"state": {}, "param_groups": []}
+        loaded: StateDict = {**copied(_rest(saved)), "state": {}, "param_groups": []}
         facts: Facts = {}
         for number, group in enumerate(params.groups):
             own = optimizer.param_groups[number]
@@ -221,7 +241,7 @@ def state_to_load(
                     state = saved["state"][fqn]
                     load = partial(_loaded, param, elementwise, numbers)
                     loaded["state"][key] = map_state(load, state)
-                    facts |= _facts(fqn, state)
+                    facts |= _facts(f"of {fqn!r}", state)
         for key, value in saved["state"].items():
             if key not in group_of:
                 loaded["state"][key] = copied(value)
@@ -245,7 +265,7 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
     name_of = {key: unwrapped(name) for name, key in key_of.items()}
     groups = [{**group, "params": [name_of[key] for key in group["params"]]} for group in saved]
     state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
-    return {"state": state, "param_groups": groups}
+    return {**_rest(state_dict), "state": state, "param_groups": groups}
 
 
 def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
@@ -346,8 +366,8 @@ def _loaded(
     return FlatShardTensor(part.to(device, copy=is_full), spec, role=f"{name} of")
 
 
-def _facts(fqn: str, state: StateDict) -> Facts:
-    return {f"state {k!r} of {fqn!r}": _fact(v) for k, v in named_values(state).items()}
+def _facts(where: str, state: StateDict) -> Facts:
+    return {f"state {name!r} {where}": _fact(v) for name, v in named_values(state).items()}
 
 
 def _fact(value: Any) -> str:

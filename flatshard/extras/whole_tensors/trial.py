@@ -254,6 +254,7 @@ class _Trial:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._twin.param_groups]
         hidden = {"state", "param_groups", "defaults"}
         rest = {k: v for k, v in self._twin.__dict__.items() if k not in hidden}
+        rest["state"] = [v for k, v in self._twin.state.items() if not isinstance(k, Tensor)]
         leaves = (one for one in pytree.tree_leaves(rest) if not isinstance(one, nn.Parameter))
         return repr((groups, [one for one in leaves if isinstance(one, int | float | Tensor)]))
 
