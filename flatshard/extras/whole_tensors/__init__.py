@@ -92,7 +92,10 @@ class WholeStepper(Stepper):
             self._compile_again()
 
     def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
-        if self._step is None or self.mode is StepMode.ON_EVERY_RANK:
+        if self._step is None:
+            return {}
+        if self.mode is StepMode.ON_EVERY_RANK:
+            self._step.check_same_state(optimizer)
             return {}
         return self._step.shared_state(optimizer)
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Facts, agreed, raise_everywhere
+from flatshard.comm.consistency import Facts, agreed, checksum, raise_everywhere
 from flatshard.extras.whole_tensors.owners import (
     HeldRange,
     OwnedParam,
@@ -324,9 +324,9 @@ class WholeStep:
         for comm in self.comms:
             params = [param for param in self.owned if param.spec.comm is comm]
             described = {
-                number: _described(param, optimizer.state.get(param, {}))
+                number: _described(param, optimizer.state[param])
                 for number, param in enumerate(params)
-                if self.owned[param].is_full_here
+                if self.owned[param].is_full_here and param in optimizer.state
             }
             everyone = comm.host.gather(described, "optimizer state")
             pieces: list[Piece] = []
@@ -348,6 +348,59 @@ class WholeStep:
                 shared[param] = map_state(sharded.get, state)
             scatter_to_shards(comm, pieces, "optimizer state: to the shards")
         return shared
+
+    def check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError on all ranks unless all ranks, which step alike, have the same state.
+
+        An optimizer with collectives of its own may keep the state of each parameter on one rank,
+        and something else, under the same name, on the others. Collective.
+        """
+        mine = {
+            f"state {name!r} of parameter {param.spec.name!r}": _digest(value)
+            for param in self._params
+            for name, value in named_values(optimizer.state.get(param, {})).items()
+        }
+        for comm in dict.fromkeys((*self.comms, *(p.spec.replicas for p in self._params))):
+            everyone = comm.host.gather_unless_equal(mine, "comparing optimizer state")
+            for rank, theirs in zip(comm.ranks, everyone, strict=False):
+                first = everyone[0]
+                for name in {**first, **theirs}:
+                    if not _are_close(first.get(name), theirs.get(name)):
+                        raise ValueError(
+                            f"{name} differs between ranks {comm.ranks[0]} and {rank}: "
+                            f"{type(optimizer).__name__} keeps other state on each rank. Expected "
+                            "the same state, because a checkpoint keeps one state for all ranks. "
+                            "Save optimizer.state_dict() of each rank in a file of its own, and "
+                            "load it on the same rank."
+                        )
+
+
+# The dtype and shape of a tensor, or the text of another value; and sums over the tensor.
+_Digest = tuple[str, tuple[float, ...]]
+
+
+def _digest(value: Any) -> _Digest:
+    """Return a text that is equal on ranks with the same value, and sums that are almost equal."""
+    if not isinstance(value, Tensor):
+        return repr(value), ()
+    text = f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, FlatShardTensor) or not value.numel():
+        return text, ()
+    if not value.is_floating_point():
+        return f"{text} {checksum(value)}", ()
+    flat = value.detach().reshape(-1)
+    parts = flat[::2], flat[: (len(flat) + 1) // 2]
+    sums = (flat.norm(dtype=torch.float64), *(part.sum(dtype=torch.float64) for part in parts))
+    return text, tuple(map(float, sums))
+
+
+def _are_close(one: _Digest | None, other: _Digest | None) -> bool:
+    """Whether two ranks have the same value. Sums may differ by the rounding of other kernels."""
+    if one is None or other is None or one[0] != other[0]:
+        return one == other
+    pairs = zip(one[1], other[1], strict=True)
+    limit = 1e-3 * max((*one[1][:1], *other[1][:1]), default=0.0)
+    return all(abs(a - b) <= limit or repr(a) == repr(b) for a, b in pairs)
 
 
 def _held_ranges(

@@ -1,5 +1,6 @@
 """Optimizers that need full tensors step a sharded model as they step an unwrapped one."""
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.collectives import record
@@ -16,7 +18,7 @@ from flatshard.extras.whole_tensors import whole_step
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.stepper import stepper_of
 from tests.combinations import every
-from tests.harness import run_ranks
+from tests.harness import allow_warnings, run_ranks
 from tests.side import TOLERANCE, Run, assert_same_model, pair
 from tests.ways import WAYS
 
@@ -566,3 +568,62 @@ def _averaged(rank: int, world_size: int) -> None:
         optimizer.eval()
         assert optimizer.numbers == [3]
     assert_same_model(*runs)
+
+
+# ---------------------------------------------------------------- other state on each rank
+
+
+class Divided(torch.optim.Optimizer):
+    """Keeps the momentum of each parameter on one rank; the others keep zeros (nanochat)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, param in enumerate(self.param_groups[0]["params"]):
+            momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+            owner = number % dist.get_world_size()
+            if dist.get_rank() == owner:
+                momentum.mul_(0.9).add_(param.grad)
+            update = momentum.clone()
+            dist.broadcast(update, owner)
+            param.sub_(update, alpha=0.05)
+
+
+def test_other_state_on_each_rank(tmp_path: Path) -> None:
+    """Refused by name while it is saved; each rank's own state dict restores it."""
+    run_ranks(_other_state_on_each_rank, 2, tmp_path)
+
+
+def _other_state_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
+    def built() -> tuple[ShardedWrapper, Divided]:
+        torch.manual_seed(3)
+        model = ShardedWrapper(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+        return model, Divided(model.parameters())
+
+    def train(steps: range) -> dict[str, Tensor]:
+        for step in steps:
+            model(torch.full((2, 3), step + rank + 1.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    model, optimizer = built()
+    with allow_warnings():
+        expected = train(range(4))
+        model, optimizer = built()
+        weights = train(range(2))
+        name = r"state 'momentum' of parameter '0.weight' differs between ranks 0 and 1: Divided"
+        for save in (
+            lambda: checkpoint.save(folder / "a", model, optimizer),
+            lambda: checkpoint.full_optim_state_dict(model, optimizer),
+            lambda: get_optimizer_state_dict(model, optimizer),
+        ):
+            with pytest.raises(ValueError, match=name):
+                save()
+        state = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = built()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        torch.testing.assert_close(train(range(2, 4)), expected, rtol=0.0, atol=0.0)
