@@ -45,5 +45,5 @@ STAND_INS: list[tuple[Any, str]] = [
 
 def load_safely(file: Any, **options: Any) -> Any:
     """Call ``torch.load`` with ``weights_only``, on the CPU."""
-    with torch.serialization.safe_globals(STAND_INS):
+    with torch.serialization.safe_globals([*STAND_INS]):
         return torch.load(file, map_location="cpu", weights_only=True, **options)

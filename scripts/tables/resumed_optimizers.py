@@ -66,7 +66,8 @@ def _all_of(package: str) -> dict[str, Callable[..., Any]]:
     if package == "timm":
         from timm import optim
 
-        return {n: optim.get_optimizer_class(n) for n in optim.list_optimizers()}
+        names = [n for n in optim.list_optimizers() if not n.startswith(("bnb", "fused"))]  # CUDA
+        return {name: optim.get_optimizer_class(name) for name in names}
     if package == "pytorch_optimizer":
         import pytorch_optimizer
 
