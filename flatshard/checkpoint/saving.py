@@ -238,7 +238,7 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def _remedy(name: str) -> str:
-    if name.startswith(("the optimizers", _OPTIMIZERS)):
+    if name.startswith(("the list of optimizers", _OPTIMIZERS)):
         return "Every rank must step the same optimizer, with the same options."
     return _TENSORS if name.startswith(("model.", "optimizer.")) else _ARGUMENTS
 
@@ -346,7 +346,7 @@ class Save:
         mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
         mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
         kinds = {name: kind for name, (kind, _) in snapshot.optimizers.items()}
-        mine |= {"the optimizers": str(kinds)} | snapshot.sharded() | snapshot.numbers()
+        mine |= {"the list of optimizers": str(kinds)} | snapshot.sharded() | snapshot.numbers()
         self.ranks.compare(mine, self.op_name, _remedy)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:

@@ -127,5 +127,5 @@ def _full_state_and_errors(rank: int, world_size: int, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"expected '0': Muon of 2 parameters; got '0': Muon of"):
         checkpoint.load(folder / "one", model, [muon, adamw])
     swapped = [muon, adamw] if rank else [adamw, muon]
-    with pytest.raises(ValueError, match=r"the optimizers is .*Muon.* on rank 1"):
+    with pytest.raises(ValueError, match=r"the list of optimizers is .*Muon.* on rank 1"):
         checkpoint.save(folder / "swapped", model, swapped)
