@@ -18,7 +18,7 @@ from zlib import crc32
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import REMEDY, Begun, first_difference
-from flatshard.engine.events import Kind
+from flatshard.engine.events import Kind, Voter
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
@@ -70,9 +70,9 @@ def agree(
             orders. All ranks raise.
     """
     handles = state.handles
-    # Voters are other parts of a step that send bytes in this exchange, such as the synchronization
-    # of buffers, and the extensions. All ranks have the same voters in the same order.
-    voters = [*state.voters, *state.extensions]
+    # Voters are other parts of a step that send bytes in this exchange: the synchronization of
+    # buffers, and the extensions. All ranks have the same voters in the same order.
+    voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
     # Call `votes()` before the exchange below, and not during the exchange: `votes()` may run a
     # collective, and all ranks must run all collectives in the same order.
     voter_votes = [one.votes() for one in voters]
@@ -136,14 +136,14 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 def _program(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    The bytes identify the model, how often each state was loaded or written, and the flat
-    parameters that this backward reduces. Each byte is followed by its complement. The exchange
-    takes the maximum over the ranks, and ``differ`` finds the bytes whose two maxima show a
-    difference between ranks.
+    The bytes identify the model, how often each state was loaded or written, the steps of
+    optimizers, and the flat parameters that this backward reduces. Each byte is followed by its
+    complement. The exchange takes the maximum over the ranks, and ``differ`` finds the bytes whose
+    two maxima show a difference between ranks.
     """
     loads = sum(unit.loads_sum for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(h.num_trainable) for u, h in state.handles)
-    digest = (loads + crc32(reduced)) % 2**32
+    digest = (loads + crc32(reduced) + state.steps.digest) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 
 
@@ -155,6 +155,7 @@ def _check_program(state: RunState, maxima: bytes) -> None:
     """
     model, *digest = differ(maxima)
     if not (model or any(digest)):
+        state.steps.facts.clear()
         return
     backward = f"backward of {unit_text(state.root.name)}"
     if model:
@@ -171,6 +172,7 @@ def _check_program(state: RunState, maxima: bytes) -> None:
             "mmap=True) reads only the needed values). If only one rank edits tensors of a "
             "state_dict(), clone() the tensors first."
         )
+    state.steps.raise_difference()
     raise RuntimeError(
         f"{backward}: ranks reduce the gradients of different parameters. Set requires_grad and "
         "use no_sync() in the same way on every rank."

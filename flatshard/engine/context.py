@@ -57,7 +57,6 @@ class RunContext(RunState):
         # broadcasts buffers.
         if broadcast_buffers and root_module.shared_buffers():
             self.buffers = BufferSync(world, self.observers, root_module.shared_buffers, number)
-            self.voters.append(self.buffers)
         self._prefetch = Prefetch(self, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(self, self._prefetch)
         self._forward = Forward(self, self._backward, self._prefetch, root_module)

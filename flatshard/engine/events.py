@@ -173,8 +173,8 @@ class Voter:
     def tally(self, maxima: bytes) -> None:
         """Receive, for each byte of ``votes``, the maximum over all ranks.
 
-        Must not raise an error, unless all ranks raise: otherwise the other ranks continue with
-        reductions, and would wait for this rank.
+        Must not raise an error: the other ranks continue with reductions, and would wait for this
+        rank.
         """
 
 

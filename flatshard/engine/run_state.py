@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import Kind, Observers, StepExtension, Voter
+from flatshard.engine.events import Kind, Observers, StepExtension
 from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
@@ -30,6 +31,22 @@ def temporarily(objects: Iterable[Any], **values: Any) -> Iterator[None]:
                 undo.callback(setattr, one, name, getattr(one, name))
                 setattr(one, name, value)
         yield
+
+
+class Steps:
+    """Steps of optimizers on one model. The extra ``compared_steps`` records and compares them.
+
+    Attributes:
+        digest: a digest of all steps. Ranks compare it at the end of each backward.
+        facts: texts about the steps since then, at most 4096 steps: a program may step often
+            without a backward.
+    """
+
+    def __init__(self) -> None:
+        self.digest, self.facts = 0, deque[dict[str, str]](maxlen=4096)
+
+    def raise_difference(self) -> None:
+        """Raise RuntimeError on all ranks if the steps of ranks differ. Collective."""
 
 
 class RunState:
@@ -49,8 +66,7 @@ class RunState:
         self.number = number  # identifies the model in exchanges; below 256, the same on all ranks
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
-        # Compare bytes at the end of each backward, before the extensions. The same on all ranks.
-        self.voters: list[Voter] = []
+        self.steps = Steps()
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
         # Finds parameters that a forward edits. On accelerators, the extra `device_checks` sets an
         # object that does not make the host wait for the device.

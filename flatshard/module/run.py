@@ -85,7 +85,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
     if context.world.size > 1 and (compared := default_extra("compared_steps")):
-        context.voters.append(compared.ComparedSteps(context))
+        context.steps = compared.ComparedSteps(context)
     if torch.accelerator.is_available() and (checks := default_extra("device_checks")):
         root_checks.writes = checks.install(context)
     root_checks.context = context

@@ -23,6 +23,7 @@ from flatshard.optimizer.stepper import (
     Closure,
     Optimizer,
     Stepper,
+    at_step,
     extensions,
     step_groups,
     stepper_of,
@@ -144,16 +145,15 @@ def _begin(
                 result = given()
             for extension in extensions:
                 extension.before_step(optimizer)
-            _check_params(optimizer)  # after the closure: its backward computes the gradients
+            _check_params(optimizer)  # again: the closure's backward computes the gradients
             return result
 
         is_early = type(stepper) is not Stepper and stepper.needs_loss(optimizer)
         closure = Closure(run, optimizer, is_early=is_early)
-    if closure is None or not is_early:
-        _check_params(optimizer)
+    _check_params(optimizer)
     if not stepping:  # otherwise this step is a part of another optimizer's step
-        for extension in extensions:
-            extension.begin_step(optimizer)
+        for record in at_step:
+            record(optimizer)
     stepping[optimizer] = stepper
     stepped = stepper.begin(optimizer, closure)
     if len(args) > 1:

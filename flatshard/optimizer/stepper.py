@@ -73,9 +73,6 @@ class OptimizerExtension:
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before gradients are checked, in ``step()`` and after each call of a closure."""
 
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """Called once when a step begins that is not a part of another optimizer's step."""
-
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
         """Step some parameters, and return the ids of parameters for ``step()`` to omit.
 
@@ -91,6 +88,8 @@ class OptimizerExtension:
 
 
 extensions: list[OptimizerExtension] = []
+at_step: list[Callable[[Optimizer], object]] = []
+"""Functions to call when a step begins that is not a part of another optimizer's step."""
 
 
 def declare_elementwise(optimizer_class: type[Optimizer]) -> None:

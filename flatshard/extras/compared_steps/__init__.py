@@ -11,20 +11,17 @@ Without this folder, ranks with different options train without an error.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any, NoReturn
+from typing import Any
 from zlib import crc32
 
 from torch import Tensor
 
-from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.comm.process_groups import ranks_text
-from flatshard.engine.events import Voter
-from flatshard.engine.run_state import RunState
-from flatshard.optimizer.stepper import Optimizer, OptimizerExtension, extensions
+from flatshard.engine.run_state import RunState, Steps
+from flatshard.optimizer.stepper import Optimizer, at_step
 from flatshard.units.module_tree import unit_text
 
 __all__ = ["ComparedSteps"]
@@ -35,45 +32,35 @@ __all__ = ["ComparedSteps"]
 _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
-_KEPT = 4096  # number of steps whose facts are kept; a program may step often without a backward
-_SIMPLE = (int, float, str, tuple, type(None))  # types of options that are compared as they are
+_OP = "the options of optimizers"
+_SIMPLE = {int, float, bool, str, tuple, type(None)}  # types of options that are compared as is
 Facts = dict[str, str]  # texts that must be equal on all ranks
-Options = list[dict[str, Any]]  # for each group, the options and the number of parameters
 
 
-class ComparedSteps(Voter):
+class ComparedSteps(Steps):
     """Compares between ranks the optimizer steps on one model since the last exchange."""
 
     num_made = 0  # number of these objects that were ever made
 
     def __init__(self, state: RunState) -> None:
+        super().__init__()
         self._state = weakref.proxy(state)
-        # The digest of the recorded steps is a sum: several optimizers may step in any order.
-        # `steps`: the facts of each step. `_compared`: those that the present exchange compares.
-        self.digest, self.steps = 0, deque[Facts](maxlen=_KEPT)
-        self._compared = self.steps
         # For each group of an optimizer, keyed by the ids of its parameters: the name of the first
         # parameter, None if the model has none of them, and a text about all names.
         self._groups: dict[tuple[int, ...], tuple[str | None, str]] = {}
         _models.add(self)
         ComparedSteps.num_made += 1
 
-    def votes(self) -> bytes:
-        digest, self.digest = self.digest % 2**32, 0
-        self._compared, self.steps = self.steps, deque[Facts](maxlen=_KEPT)
-        return with_complements(digest.to_bytes(4))
-
-    def tally(self, maxima: bytes) -> None:
-        """Raise RuntimeError, on all ranks, if ranks have recorded different steps."""
-        if any(differ(maxima)):
-            self._raise_difference()
-
-    def _raise_difference(self) -> NoReturn:
+    def raise_difference(self) -> None:
         mine: Facts = {}
-        for facts in self._compared:
+        for facts in self.facts:
             mine |= {k: f"{mine[k]}, then {v}" if k in mine else v for k, v in facts.items()}
-        world = self._state.world
-        everyone = world.host.gather(mine, "the options of optimizers")
+        world, digest = self._state.world, self.digest
+        self.digest = 0
+        self.facts.clear()
+        everyone, digests = zip(*world.host.gather((mine, digest), _OP), strict=True)
+        if len({*digests}) == 1:
+            return
         difference = "the step is too old to be recorded"
         named = {*chain.from_iterable(everyone)}
         for what in sorted(named, key=lambda name: (not name.startswith("'lr'"), name)):
@@ -104,10 +91,10 @@ class ComparedSteps(Voter):
             for param in handle.params
         }
 
-    def facts_of(self, optimizer: Optimizer, options: Options) -> Facts:
+    def facts_of(self, optimizer: Optimizer, names: list[str]) -> Facts:
         """Return the facts about those groups of an optimizer that have parameters of the model."""
         facts: Facts = {}
-        for group, own in zip(optimizer.param_groups, options, strict=True):
+        for group in optimizer.param_groups:
             ids = tuple(map(id, group["params"]))
             if ids not in self._groups:  # slow; a scheduler changes the options in each step
                 # Sort the names: a program may collect parameters in a set, in any order.
@@ -118,7 +105,7 @@ class ComparedSteps(Voter):
             first, text = self._groups[ids]
             if first is not None:
                 of = f"of {type(optimizer).__name__}'s group with {first!r}"
-                facts |= {f"{key!r} {of}": _text(v) for key, v in own.items() if key != "params"}
+                facts |= {f"{k!r} {of}": _text(_plain(group[k])) for k in names if k in group}
                 facts[f"the parameters {of}"] = text
         return facts
 
@@ -127,52 +114,55 @@ class ComparedSteps(Voter):
 class _Seen:
     """The last recorded step of an optimizer. Most steps have the options of the step before."""
 
-    options: Options
-    num_made: int  # `ComparedSteps.num_made` at that time
+    names: list[str]  # of the options that ranks compare
+    options: list[Any] = field(default_factory=list)
+    num_made: int = -1  # `ComparedSteps.num_made` at that time
     # For each model that the optimizer steps: the facts to compare, and their digest.
-    facts: list[tuple[weakref.ref[ComparedSteps], Facts, int]]
+    facts: list[tuple[ComparedSteps, Facts, int]] = field(default_factory=list)
 
 
 _models: weakref.WeakSet[ComparedSteps] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
 
-class RecordSteps(OptimizerExtension):
-    """Records the steps of all optimizers, in the models whose parameters they step."""
-
-    def begin_step(self, optimizer: Optimizer) -> None:
-        options, seen = _options(optimizer), _seen.get(optimizer)
-        if seen is None or seen.options != options or seen.num_made != ComparedSteps.num_made:
-            seen = _seen[optimizer] = _Seen(options, ComparedSteps.num_made, [])
-            for model in _models:
-                if facts := model.facts_of(optimizer, options):
-                    digest = crc32(repr(sorted(facts.items())).encode())
-                    seen.facts.append((weakref.ref(model), facts, digest))
-        for of, facts, digest in seen.facts:
-            if (found := of()) is not None:
-                found.digest += digest
-                found.steps.append(facts)
-
-
-# From now on, `RecordSteps` acts in the steps of all optimizers of wrapped models. This module is
-# imported when the first model is wrapped.
-extensions.append(RecordSteps())
+def record_step(optimizer: Optimizer) -> None:
+    """Record a step of an optimizer, in the models whose parameters it steps."""
+    seen, options = _seen.get(optimizer) or _first_seen(optimizer), list[Any]()
+    for group in optimizer.param_groups:
+        options += map(group.get, seen.names)
+        options.append(len(group["params"]))
+    if not _SIMPLE.issuperset(map(type, options)):
+        options = [*map(_plain, options)]
+    if seen.options != options or seen.num_made != ComparedSteps.num_made:
+        seen.options, seen.num_made, seen.facts = options, ComparedSteps.num_made, []
+        for model in _models:
+            if facts := model.facts_of(optimizer, seen.names):
+                digest = crc32(repr(sorted(facts.items())).encode())
+                seen.facts.append((model, facts, digest))
+    for model, facts, digest in seen.facts:
+        # A sum: several optimizers may step in any order.
+        model.digest += digest
+        model.facts.append(facts)
 
 
-def _options(optimizer: Optimizer) -> Options:
+# From now on, steps of all optimizers of wrapped models are recorded. This module is imported when
+# the first model is wrapped.
+at_step.append(record_step)
+
+
+def _first_seen(optimizer: Optimizer) -> _Seen:
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     names = (_OPTIONS | optimizer.defaults.keys()) - _KERNELS if is_torchs else _OPTIONS
-    return [
-        {k: v if isinstance(v, _SIMPLE) else _plain(v) for k, v in group.items() if k in names}
-        | {"params": len(group["params"])}
-        for group in optimizer.param_groups
-    ]
+    seen = _seen[optimizer] = _Seen(sorted(names))
+    return seen
 
 
 def _plain(value: Any) -> Any:
     """Return a number or a text for an option. Does not wait for a tensor on an accelerator."""
+    if type(value) in _SIMPLE:
+        return value
     if isinstance(value, list):
-        return tuple(one if isinstance(one, _SIMPLE) else _plain(one) for one in value)
+        return tuple(map(_plain, value))
     if isinstance(value, Tensor):
         is_number = type(value) is Tensor and value.is_cpu and value.numel() == 1
     else:

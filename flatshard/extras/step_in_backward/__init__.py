@@ -29,7 +29,7 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
 from flatshard.optimizer.step import StepPart, step_parts
-from flatshard.optimizer.stepper import OptimizerExtension, extensions, is_elementwise
+from flatshard.optimizer.stepper import OptimizerExtension, at_step, extensions, is_elementwise
 from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
 from flatshard.units.module_tree import unit_text
@@ -167,7 +167,8 @@ class SteppedInBackward(StepExtension):
                 state_dicts.check_state(optimizer)
                 for extension in extensions:
                     extension.before_backward(optimizer)
-                    extension.begin_step(optimizer)
+                for record in at_step:
+                    record(optimizer)
         except RuntimeError as error:
             # Raise the error only at the end of backward. If this rank raised now, ranks without an
             # error would wait for this rank in the collectives of backward.
