@@ -98,7 +98,7 @@ def _save_dcp(rank: int, world_size: int, folder: Path, kind: str) -> None:
 def test_own_checkpoints(tmp_path: Path) -> None:
     run_ranks(_save_own, 2, tmp_path / "own")
     source = open_source(tmp_path / "own")
-    assert source.facts == {"world size": 2, "step": 7}
+    assert source.facts == {"world size": 2, "step": 7, "optimizers": "'0' (SGD)"}
     assert source.kind.startswith("flatshard.checkpoint")
     _check(tmp_path / "own", tmp_path, snapshot(_model()), key="model")
     (tmp_path / "own").rename(tmp_path / "own.incomplete")

@@ -213,6 +213,40 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_state_of_several_optimizers(tmp_path: Path) -> None:
+    """Each optimizer gets its containers and numbers back; state of no parameter is refused."""
+    run_ranks(_several, 2, tmp_path)
+
+
+def _several(rank: int, world_size: int, folder: Path) -> None:
+    def several(seed: int, kind: Make = Rows) -> tuple[ShardedWrapper, list[Any]]:
+        model, _ = built(Nested, seed)
+        params = list(model.parameters())
+        return model, [Nested(params[:3]), kind(params[3:])]
+
+    def train_both(model: nn.Module, optimizers: list[Any], steps: range) -> dict[str, Tensor]:
+        for step in steps:
+            model(torch.full((2, 5), step + 1.0, dtype=torch.float64)).square().mean().backward()
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    model, optimizers = several(0)
+    train_both(model, optimizers, range(3))
+    checkpoint.save(folder / "both", model, optimizers)
+    expected = train_both(model, optimizers, range(3, 6))
+    model, optimizers = several(5)
+    checkpoint.load(folder / "both", model, optimizers)
+    found = train_both(model, optimizers, range(3, 6))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+    model, optimizers = several(0, OwnEntries)
+    train_both(model, optimizers, range(1))
+    with pytest.raises(ValueError, match=r"optimizer '1' has state .* belongs to no parameter"):
+        checkpoint.save(folder / "refused", model, optimizers)
+
+
 # ---------------------------------------------------------------- numbers of numpy
 
 
