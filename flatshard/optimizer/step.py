@@ -151,9 +151,9 @@ def _begin(
         is_early = type(stepper) is not Stepper and stepper.needs_loss(optimizer)
         closure = Closure(run, optimizer, is_early=is_early)
     _check_params(optimizer)
-    if not stepping:  # otherwise this step is a part of another optimizer's step
-        for record in at_step:
-            record(optimizer)
+    # While an optimizer is stepping, this step is a part of its step.
+    for record in () if stepping else at_step:
+        record(optimizer)
     stepping[optimizer] = stepper
     stepped = stepper.begin(optimizer, closure)
     if len(args) > 1:

@@ -40,7 +40,7 @@ Facts = dict[str, str]  # texts that must be equal on all ranks
 class ComparedSteps(Steps):
     """Compares between ranks the optimizer steps on one model since the last exchange."""
 
-    num_made = 0  # number of these objects that were ever made
+    num_made: Any = 0  # number of these objects that were ever made
 
     def __init__(self, state: RunState) -> None:
         super().__init__()
@@ -115,10 +115,19 @@ class _Seen:
     """The last recorded step of an optimizer. Most steps have the options of the step before."""
 
     names: list[str]  # of the options that ranks compare
+    # `ComparedSteps.num_made` at that time; for each group, options and number of parameters.
     options: list[Any] = field(default_factory=list)
-    num_made: int = -1  # `ComparedSteps.num_made` at that time
     # For each model that the optimizer steps: the facts to compare, and their digest.
     facts: list[tuple[ComparedSteps, Facts, int]] = field(default_factory=list)
+
+    def update(self, optimizer: Optimizer, options: list[Any]) -> None:
+        if self.options == options:
+            return
+        self.options, self.facts = options, []
+        for model in _models:
+            if facts := model.facts_of(optimizer, self.names):
+                digest = crc32(repr(sorted(facts.items())).encode())
+                self.facts.append((model, facts, digest))
 
 
 _models: weakref.WeakSet[ComparedSteps] = weakref.WeakSet()
@@ -127,18 +136,12 @@ _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
 def record_step(optimizer: Optimizer) -> None:
     """Record a step of an optimizer, in the models whose parameters it steps."""
-    seen, options = _seen.get(optimizer) or _first_seen(optimizer), list[Any]()
+    seen, options = _seen.get(optimizer) or _first_seen(optimizer), [ComparedSteps.num_made]
     for group in optimizer.param_groups:
-        options += map(group.get, seen.names)
-        options.append(len(group["params"]))
-    if not _SIMPLE.issuperset(map(type, options)):
-        options = [*map(_plain, options)]
-    if seen.options != options or seen.num_made != ComparedSteps.num_made:
-        seen.options, seen.num_made, seen.facts = options, ComparedSteps.num_made, []
-        for model in _models:
-            if facts := model.facts_of(optimizer, seen.names):
-                digest = crc32(repr(sorted(facts.items())).encode())
-                seen.facts.append((model, facts, digest))
+        options += *map(group.get, seen.names), len(group["params"])
+    # Do not compare tensors here: this would wait for an accelerator.
+    if not _SIMPLE.issuperset(map(type, options)) or seen.options != options:
+        seen.update(optimizer, [*map(_plain, options)])
     for model, facts, digest in seen.facts:
         # A sum: several optimizers may step in any order.
         model.digest += digest
