@@ -32,7 +32,7 @@ from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, Source, is_counted, sharded_in
-from flatshard.tensor.unsharded import as_views, gathered, states
+from flatshard.tensor.unsharded import as_views, states
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -155,7 +155,7 @@ class Touch(ParamOwner):
         units = dict.fromkeys(self._places[t.spec][0] for t in sharded if t.is_parameter)
         name = sharded[0].spec.name
         with self._unsharded(units) as is_outermost:
-            apart = {id(t): gathered(t) for t in sharded if not t.is_parameter}
+            apart = {id(t): t.full_tensor() for t in sharded if not t.is_parameter}
             params: dict[int, Any] = {
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
             }

@@ -207,7 +207,8 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
     raise RuntimeError(
         f"{unit_text(unit_name)}: a backward computed gradients of full parameters from "
         "summon_full_params(). Nothing averages these gradients over the ranks. Run forward and "
-        "backward outside of the context, or use torch.autograd.grad()."
+        "backward outside of the context. If the loss reads a parameter outside of forward, use "
+        "p.full_tensor() instead of this context."
     )
 
 

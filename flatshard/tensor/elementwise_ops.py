@@ -182,7 +182,8 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
-        return value.full_tensor()
+        with torch.no_grad():  # autograd is done: it records operations before they come here
+            return value.full_tensor()
     return value
 
 

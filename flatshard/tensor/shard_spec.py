@@ -235,8 +235,9 @@ class ShardSpec:
         """
         refuse_foreign_wrapper()
         remedy = (
-            "Use the parameter inside the forward of its module, or under "
-            "ShardedWrapper.summon_full_params(model), or use p.full_tensor()."
+            "Use the parameter inside the forward of its module. Elsewhere, also in a loss, "
+            "compute with p.full_tensor(), called on all ranks. To write, use "
+            "ShardedWrapper.summon_full_params(model)."
             if described is None
             else "Norms, sums and element-wise operations work on the sharded tensor; "
             "full_tensor(), called on all ranks, returns the full tensor."

@@ -369,8 +369,14 @@ class FlatShardTensor(torch.Tensor):
         A gradient that was accumulated under ``no_sync`` is not averaged over the ranks: each rank
         contributes its own gradient for its range of elements.
 
-        Collective: all ranks of the shard group.
+        As ``DTensor.full_tensor``, the call is recorded for backward if the tensor requires a
+        gradient and gradients are enabled. The backward averages the gradient over the ranks. To
+        save or print values, add ``.detach()``.
+
+        Collective: all ranks of the shard group. A backward through the result is collective, too.
         """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return ABOVE_AUTOGRAD[FlatShardTensor.full_tensor](self)  # type: ignore[no-any-return]
         spec, local = self.spec, self.local.detach()
         flat = local.new_zeros(self.numel())
         flat[spec.offset : spec.offset + spec.numel] = local

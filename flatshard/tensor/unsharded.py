@@ -34,6 +34,7 @@ from flatshard.comm.consistency import checksum
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
+    ABOVE_AUTOGRAD,
     GRADIENT,
     FlatShardTensor,
     Origin,
@@ -343,13 +344,9 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
         param.requires_grad_(is_trained)
 
 
-def gathered(tensor: FlatShardTensor) -> Tensor:
-    """Return ``tensor.full_tensor()``, and let autograd record the call if a gradient is required.
+def _recorded_full_tensor(tensor: FlatShardTensor) -> Tensor:
+    apply: Any = OutsideUse.apply  # gradients are disabled inside, so `full_tensor` records nothing
+    return apply(tensor, FlatShardTensor.full_tensor)  # type: ignore[no-any-return]
 
-    Collective: all ranks of the shard group. The backward of the result is collective, too: all
-    ranks that train the parameter.
-    """
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        apply: Any = OutsideUse.apply
-        return apply(tensor, FlatShardTensor.full_tensor)  # type: ignore[no-any-return]
-    return tensor.full_tensor()
+
+ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = _recorded_full_tensor

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import CollectiveError, ShardedWrapper
@@ -697,3 +698,35 @@ def _penalties(rank: int, world: int) -> None:
 
     for way in ("full", "grad_op", "no_shard"):
         _compare(rank, world, way, lambda: Parent(_again), loss)
+
+
+def test_full_tensor_in_a_loss() -> None:
+    run_ranks(_full_tensor_in_a_loss, 2)
+
+
+def _full_tensor_in_a_loss(rank: int, world_size: int) -> None:
+    """A head of which only the loss reads the weight, as a fused loss does, is trained by it."""
+    for way in ("full", "grad_op"):
+        plain, unwrapped = (nn.ModuleDict({"body": Child(), "head": Child()}) for _ in range(2))
+        unwrapped.load_state_dict(plain.state_dict())
+        for part in unwrapped.values():
+            part.double()
+        plain.double()
+        keywords = WAYS[way].keywords
+        sharded = ShardedWrapper(unwrapped, auto_wrap_policy=ModuleWrapPolicy((Child,)), **keywords)
+        x = torch.arange(4.0 * D, dtype=torch.float64).reshape(4, D).sin()
+        for model, rows in ((plain, x), (sharded, x.chunk(world_size)[rank])):
+            weight = model["head"].weight
+            weight = weight if model is plain else weight.full_tensor()
+            loss = (model["body"](rows) @ weight.t()).square().mean() + weight.abs().sum()
+            loss.backward()
+        for (name, param), expected in zip(
+            sharded.named_parameters(), plain.parameters(), strict=True
+        ):
+            with naming((way, name)):
+                assert (param.grad is None) == (expected.grad is None)
+                if expected.grad is not None:
+                    assert_close(param.grad.full_tensor(), expected.grad)
+        assert not sharded["head"].weight.full_tensor().detach().requires_grad
+        with torch.no_grad():
+            assert not sharded["head"].weight.full_tensor().requires_grad
