@@ -32,7 +32,6 @@ unit, unless a reentrant checkpoint recomputes the full model: then every unit r
 
 from __future__ import annotations
 
-import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -45,7 +44,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
-from flatshard.engine.saved_tensors import SavedTensors
+from flatshard.engine.saved_tensors import SavedTensors, has_failed
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.memory.buffers import POOL
 from flatshard.precision import tensors_in
@@ -183,7 +182,7 @@ class Forward:
                         if tensor.grad_fn is not None:
                             tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
-            failed = output is None and sys.exc_info()[0] is not None
+            failed = output is None and has_failed(unit.name)
             self.leave(unit, changed, failed=failed)
         return changed
 

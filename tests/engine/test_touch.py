@@ -730,3 +730,37 @@ def _full_tensor_in_a_loss(rank: int, world_size: int) -> None:
         assert not sharded["head"].weight.full_tensor().detach().requires_grad
         with torch.no_grad():
             assert not sharded["head"].weight.full_tensor().requires_grad
+
+
+class _Forces(nn.Module):
+    """A unit that computes a gradient in forward, by a transform or by autograd."""
+
+    def __init__(self, *, transforms: bool) -> None:
+        super().__init__()
+        self.child, self.transforms = Child(), transforms
+
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(x: Tensor) -> Tensor:
+            return self.child.weight.sum() * 0 + x.square().sum()
+
+        if self.transforms:
+            return self.child(x + torch.func.grad(lambda x: x.square().sum())(x))
+        with torch.enable_grad():
+            x = x.requires_grad_()
+            return self.child(x + torch.autograd.grad(energy(x), x, create_graph=True)[0])
+
+
+def test_transforms_in_forward() -> None:
+    run_ranks(_transforms_in_forward, 2)
+
+
+def _transforms_in_forward(rank: int, world_size: int) -> None:
+    x = torch.ones(2, D)
+    model = ShardedWrapper(_Forces(transforms=True))
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as raised:
+        model(x)
+    assert ["torch.autograd.grad()" in note for note in raised.value.__notes__] == [True]
+    model.module.transforms = False
+    weight, bias = (param.full_tensor() for param in model.module.child.parameters())
+    assert_close(model(x), F.linear(x * 3, weight, bias))  # as the note says
+    model(x).sum().backward()
