@@ -11,8 +11,8 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 19_388,
-    "core_lines": 10_884,
+    "code_lines": 20_007,
+    "core_lines": 11_243,
     "modules": 140,
     "strict_zips_in_core": 30,
 }
@@ -21,7 +21,7 @@ REPEATED_NAMES: set[str] = set()
 """Names that several files of the package have; no name may be added."""
 
 STEP = {
-    "native": {"files": 35, "functions": 234, "lines": 1134},
+    "native": {"files": 36, "functions": 235, "lines": 1144},
     "sockets": {"files": 35, "functions": 256, "lines": 1234},
     "auto": {"files": 36, "functions": 249, "lines": 1236},
 }
