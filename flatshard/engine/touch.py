@@ -136,6 +136,12 @@ class Touch(ParamOwner):
                 raise RuntimeError(f"{where}: {name} failed: {error}") from error
             if before != (full.data_ptr(), full.shape, full.stride()):
                 target.refuse(name)
+            if full.requires_grad:
+                raise RuntimeError(
+                    f"{target.spec.where(target.text)}: {name} writes values that require a "
+                    "gradient, which no backward would reach. Write value.detach(), or write under "
+                    "torch.no_grad()."
+                )
             target.copy_(full)
             return None if func.__name__ == "__setitem__" else target
 

@@ -764,3 +764,22 @@ def _transforms_in_forward(rank: int, world_size: int) -> None:
     weight, bias = (param.full_tensor() for param in model.module.child.parameters())
     assert_close(model(x), F.linear(x * 3, weight, bias))  # as the note says
     model(x).sum().backward()
+
+
+def test_written_values_that_require_a_gradient() -> None:
+    run_ranks(_written_values, 2)
+
+
+def _written_values(rank: int, world_size: int) -> None:
+    """As loralib merges its adapters in ``eval()``."""
+    model = ShardedWrapper(nn.ModuleList([Child(), Child()]))
+    weight, other = model[0].weight, model[1].weight
+    with allow_warnings():
+        expected = weight.full_tensor().detach() + (other @ other).detach()
+        with pytest.raises(RuntimeError, match=r"Write value.detach\(\)"):
+            weight.data += other @ other
+        weight.data += (other @ other).detach()
+        assert_close(weight.full_tensor().detach(), expected)
+        with torch.no_grad():
+            weight.data -= other @ other
+        assert_close(weight.full_tensor().detach(), expected - (other @ other).detach())
