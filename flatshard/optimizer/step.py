@@ -95,9 +95,12 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             return
         watch(optimizer)
         _restore_after_failure(optimizer)
-    # Leave an optimizer alone that now steps `optimizer`, as Lookahead does.
-    if stepping and not any(optimizer in with_inner(outer) for outer in stepping):
-        restore_all()
+    if stepping:
+        if optimizer in stepping:  # its `step` calls `super().step()`, which begins once more
+            stepping.pop(optimizer).undo(optimizer)
+        # Leave an optimizer alone that now steps `optimizer`, as Lookahead does.
+        if not any(optimizer in with_inner(outer) for outer in stepping):
+            restore_all()
     for extension in extensions:
         extension.before_step(optimizer)
     # Users' hooks must see the sharded parameters. So `_begin` must run after all pre hooks of

@@ -190,6 +190,9 @@ def optimizer_shows_its_parameters_after_a_failed_step(side: Side) -> list[Any]:
 
     model = side.wrap(Mlp())
     params = list(model.parameters())
+    # Torch hooks the step of each class at its first object. From here on, `super().step()` runs
+    # the hooks inside of a step, too.
+    torch.optim.SGD(params, lr=0.1)
     optimizer = FirstSeenHere(params, lr=0.1, momentum=0.9)
     for step, error in enumerate((_Planned(), _Planned(), KeyboardInterrupt())):
         side.loss(model, step).backward()
