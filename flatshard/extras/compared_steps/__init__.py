@@ -11,6 +11,7 @@ Without this folder, ranks with different options train without an error.
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
@@ -84,12 +85,14 @@ class ComparedSteps(Steps):
 
         Other parameters (experts) may be different ones on other ranks.
         """
-        return {
-            id(param.sharded): param.name
-            for unit, handle in self._state.handles
-            if unit.topology.world.size == self._state.world.size
-            for param in handle.params
-        }
+        with suppress(ReferenceError):  # the model is gone, or a part of a larger model now
+            return {
+                id(param.sharded): param.name
+                for unit, handle in self._state.handles
+                if unit.topology.world.size == self._state.world.size
+                for param in handle.params
+            }
+        return {}
 
     def facts_of(self, optimizer: Optimizer, names: list[str]) -> Facts:
         """Return the facts about those groups of an optimizer that have parameters of the model."""
