@@ -95,12 +95,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             return
         watch(optimizer)
         _restore_after_failure(optimizer)
-    if stepping:
-        if optimizer in stepping:  # its `step` calls `super().step()`, which begins once more
-            stepping.pop(optimizer).undo(optimizer)
-        # Leave an optimizer alone that now steps `optimizer`, as Lookahead does.
-        if not any(optimizer in with_inner(outer) for outer in stepping):
-            restore_all()
+    # Leave an optimizer alone that now steps `optimizer`, as Lookahead does.
+    if stepping and not any(optimizer in with_inner(outer) for outer in stepping):
+        restore_all()
     for extension in extensions:
         extension.before_step(optimizer)
     # Users' hooks must see the sharded parameters. So `_begin` must run after all pre hooks of
@@ -138,6 +135,8 @@ def _begin(
     """
     if unhooked:
         return None
+    if optimizer in stepping:  # its `step` calls `super().step()`, whose hooks begin once more
+        stepping[optimizer].undo(optimizer)
     stepper = stepper_of(optimizer)
     given = args[1] if len(args) > 1 else kwargs.get("closure")
     closure: Any = None
