@@ -177,7 +177,29 @@ def _with_closure(params: Params, rank: int) -> Iterator[None]:
         yield
 
 
-ALIKE = (_scheduled, _in_a_set, _rounded, _own_numbers, _alternating, _unrelated, _with_closure)
+def _super_step(params: Params, rank: int) -> Iterator[None]:
+    """Torch hooks the step of a class at its first object, here only on rank 0."""
+
+    class Base(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+
+    class Inherited(Base):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+
+    if rank == 0:
+        Base([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = Inherited(params, lr=0.1)
+    while True:
+        optimizer.step()
+        yield
+
+
+ALIKE = (
+    *(_scheduled, _in_a_set, _rounded, _own_numbers, _alternating, _unrelated),
+    *(_with_closure, _super_step),
+)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
