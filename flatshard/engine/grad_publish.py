@@ -13,7 +13,13 @@ from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.memory.offload_target import beside, copy_stream
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
-from flatshard.tensor.sharded_tensor import GRADIENT, UNREDUCED, FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import (
+    ASSIGNED,
+    GRADIENT,
+    UNREDUCED,
+    FlatShardTensor,
+    local_range,
+)
 from flatshard.units.module_tree import unit_text
 
 
@@ -34,9 +40,6 @@ class UnreducedGrads:
         # `.grad`, the tensor's version, and whether `show` made the tensor. False: the tensor is a
         # reduced gradient of an earlier step, which `show` has left in `.grad`.
         self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
-        # The sharded parameters to whose `.grad` the program has assigned a full tensor since the
-        # last backward.
-        self.assigned: set[OriginalParam] = set()
 
     def show(self) -> None:
         """Put accumulated gradients into ``.grad`` after a backward."""
@@ -122,7 +125,8 @@ class UnreducedGrads:
                     param.grad = None
                 if is_dropped:
                     self._buffer.forget(original.index)
-            for original in self.assigned:
+            for original in [one for one in self._params if one.sharded in ASSIGNED]:
+                del ASSIGNED[original.sharded]
                 grad = original.sharded.grad
                 if grad is not None and not isinstance(grad, FlatShardTensor):
                     # As DistributedDataParallel, average what was in `.grad` before the backward
@@ -130,7 +134,6 @@ class UnreducedGrads:
                     self._buffer.receive(original.index, grad.detach().clone())
                     self._buffer.arrived.clear()  # a gradient of this backward may follow
                     original.sharded.grad = None
-        self.assigned.clear()
         self.shown.clear()
         self.was_edited &= bool(self._buffer.accumulated)
 

@@ -66,10 +66,6 @@ class Touch(ParamOwner):
             # parameters, and the garbage collector does not see references from autograd.
             spec.owner = self
 
-    def assigned_grad(self, spec: ShardSpec) -> None:
-        _, handle, param = self._places[spec]
-        handle.grad_publish.unreduced.assigned.add(param)
-
     def start_backward(self) -> None:
         self._backward.begin()
 

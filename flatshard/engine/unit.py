@@ -32,7 +32,7 @@ from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.options.strategy import Placement
 from flatshard.precision import UnitCasts
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import untraced
+from flatshard.tensor.sharded_tensor import ASSIGNED, untraced
 from flatshard.units.module_tree import name_of, renamed, unit_text
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -437,7 +437,7 @@ class Unit:
             unreduced = handle.grad_publish.unreduced
             # Remove unreduced gradients from `.grad`. They stay in the buffer, to which backward
             # adds new gradients.
-            if unreduced.shown or unreduced.assigned:
+            if unreduced.shown or ASSIGNED:
                 unreduced.take_all_back()
             if handle.is_aliased:
                 handle.grad_publish.hold_earlier()

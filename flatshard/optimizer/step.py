@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import raise_everywhere
+from flatshard.comm.consistency import checksum, raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.optimizer.stepper import (
@@ -23,6 +23,7 @@ from flatshard.optimizer.stepper import (
     Closure,
     Optimizer,
     Stepper,
+    all_params,
     at_step,
     extensions,
     step_groups,
@@ -33,7 +34,13 @@ from flatshard.optimizer.stepper import (
 )
 from flatshard.precision import check_dtype
 from flatshard.tensor import reduction_ops
-from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, untraced
+from flatshard.tensor.sharded_tensor import (
+    ASSIGNED,
+    UNREDUCED,
+    FlatShardTensor,
+    local_range,
+    untraced,
+)
 from flatshard.units.module_tree import unit_text
 
 
@@ -175,6 +182,8 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_params(optimizer: Optimizer) -> None:
     """Raise if gradients are not reduced yet, or if the optimizer cannot step the gradients."""
+    if ASSIGNED:
+        _check_assigned(optimizer)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             if STAMP in group or not optimizer.defaults.keys() <= group.keys():
@@ -198,6 +207,28 @@ def _check_params(optimizer: Optimizer) -> None:
                         "under no_sync and not reduced. Run the last backward before step() "
                         "outside of no_sync."
                     )
+
+
+def _check_assigned(optimizer: Optimizer) -> None:
+    """Raise if the program has assigned different full tensors to ``.grad`` on the ranks.
+
+    Under DistributedDataParallel, each rank would step with its own tensor, and the ranks' models
+    would drift apart. Collective: all ranks that train the parameters.
+    """
+    sums: dict[Communicator, dict[str, object]] = {}
+    for param in all_params(optimizer):
+        if param in ASSIGNED and type(param.grad) is Tensor:
+            for comm in (param.spec.comm, param.spec.replicas):
+                sums.setdefault(comm, {})[param.spec.name] = checksum(param.grad)
+    for comm, mine in sums.items():
+        everyone = comm.host.gather_unless_equal(mine, "full tensors assigned to .grad")
+        different = (name for name in mine if len({one.get(name) for one in everyone}) > 1)
+        if len(everyone) > 1 and (name := next(different, None)) is not None:
+            raise RuntimeError(
+                f"parameter {name!r}, rank {comm.rank}: step() got different full tensors in .grad "
+                "on the ranks. Average them (dist.all_reduce) before or after the assignment, or "
+                "assign before backward, which averages them."
+            )
 
 
 class StepPart(NamedTuple):

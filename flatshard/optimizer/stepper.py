@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatshard.comm.consistency import checksum
 from flatshard.engine.run_state import temporarily
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
@@ -511,20 +510,7 @@ def local_grad(param: FlatShardTensor) -> Tensor:
     assert grad is not None
     if isinstance(grad, FlatShardTensor):
         return grad.local.detach()
-    # The program assigned a full tensor. Under DistributedDataParallel, each rank would step with
-    # its own tensor, and the ranks' models would drift apart.
-    spec = param.spec
-    for comm in (spec.comm, spec.replicas):
-        if (
-            len(comm.host.gather_unless_equal(checksum(grad), f"assigned .grad of {spec.name!r}"))
-            > 1
-        ):
-            raise RuntimeError(
-                f"{spec.where()}: step() got different full tensors in .grad on the ranks. Average "
-                "them (dist.all_reduce) before or after the assignment, or assign before backward, "
-                "which averages them."
-            )
-    return spec.slice(grad.detach())
+    return param.spec.slice(grad.detach())  # the program assigned a full tensor
 
 
 @dataclass(eq=False, slots=True)

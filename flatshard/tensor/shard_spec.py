@@ -34,9 +34,6 @@ class ParamOwner:
         """
         return NotImplemented
 
-    def assigned_grad(self, spec: ShardSpec) -> None:
-        """Note that the program has assigned a full tensor to the parameter's ``.grad``."""
-
     def start_backward(self) -> None:
         """Tell the model that a backward is running.
 

@@ -81,6 +81,9 @@ GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
 # these gradients, mapped to the name of the unit. A norm or an optimizer step with one of these
 # tensors raises. The keys may be sharded or plain tensors.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+# Sharded parameters to whose ``.grad`` the program has assigned a full tensor since the last
+# backward. The values are not used.
+ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 # Modules in which torch defines collectives. List modules instead of functions, to find the
 # collectives of newer versions of torch too. The operators' schemas do not help to find
 # collectives: a collective's schema does not mark the written tensors.
@@ -432,7 +435,7 @@ class FlatShardTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
         if type(value) is Tensor:
-            self.spec.owner.assigned_grad(self.spec)
+            ASSIGNED[self] = None
 
     @grad.deleter
     def grad(self) -> None:

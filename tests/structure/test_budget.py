@@ -11,8 +11,8 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 20_019,
-    "core_lines": 11_252,
+    "code_lines": 20_032,
+    "core_lines": 11_265,
     "modules": 140,
     "strict_zips_in_core": 30,
 }
