@@ -66,8 +66,8 @@ class _Metadata(pickle.Unpickler):
     """Unpickles DCP's metadata safely. Torch calls ``pickle.load``, which runs code in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # Python 3.13 calls it pathlib._local.PosixPath, other versions pathlib.PosixPath. A path of
-        # Windows must load on Linux too. A PurePath never touches files.
+        # The class of a path is pathlib._local.PosixPath in Python 3.13, and pathlib.PosixPath in
+        # all other versions. A Windows path must load on Linux, too. A PurePath touches no file.
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
             return PurePath
         if (module, name) == ("builtins", "getattr"):

@@ -193,7 +193,7 @@ class Training:
         return joined(states)
 
     def kinds(self, state: dict[str, Any] | None) -> dict[str, list[Any]]:
-        """Return, for each optimizer, its class and its parameters in the joined state dict."""
+        """Return each optimizer's class, and its parameters' names in the joined state dict."""
         groups = iter(() if state is None else state["param_groups"])
         kinds: dict[str, list[Any]] = {}
         for name, one in self.optimizers.items():
@@ -224,7 +224,7 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if others := [*(state.keys() - whole.keys()), *(state["state"].keys() - owner.keys())]:
             raise ValueError(
                 f"optimizer {name!r} has state {others[0]!r}, which belongs to no parameter. Such "
-                "an optimizer cannot be saved together with others: save each one in a folder."
+                "state can be saved only for a single optimizer: save each optimizer in a folder."
             )
         whole["state"] |= state["state"]
         whole["param_groups"] += state["param_groups"]

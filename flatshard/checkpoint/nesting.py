@@ -51,7 +51,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def unpack(packed: Any, form: Form) -> Any:
-    """Undo ``pack``. DCP has left out empty dicts, for which ``packed`` is None."""
+    """Undo ``pack``. ``packed`` is None for empty dicts, which DCP leaves out."""
     if form is None:
         return packed
     kind, keys, forms = form

@@ -190,7 +190,7 @@ class Snapshot:
         }
 
     def numbers(self) -> dict[str, str]:
-        """Return the text of each number in the optimizer's state, the same on all ranks."""
+        """Return the numbers in the optimizer's state as texts, which ranks compare."""
         return {
             name: repr(leaf.tolist() if isinstance(leaf, Tensor) else leaf)
             for name, leaf in self._of_optimizer()

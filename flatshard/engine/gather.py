@@ -182,7 +182,7 @@ class ParamGather:
 
         Raises CollectiveError if the all-gather failed.
         """
-        if self._work is not None:  # None: the user has interrupted this method after the wait
+        if self._work is not None:  # None: the user interrupted an earlier call after the wait
             self._work.wait(self._plan.pending_sends)
             self._work = None
         if self._is_offloaded:

@@ -129,8 +129,8 @@ class UnreducedGrads:
                 del ASSIGNED[original.sharded]
                 grad = original.sharded.grad
                 if grad is not None and not isinstance(grad, FlatShardTensor):
-                    # As DistributedDataParallel, average what was in `.grad` before the backward
-                    # together with the gradients of the backward.
+                    # As DistributedDataParallel does, average the assigned tensor together with the
+                    # gradients of the backward.
                     self._buffer.receive(original.index, grad.detach().clone())
                     self._buffer.arrived.clear()  # a gradient of this backward may follow
                     original.sharded.grad = None
@@ -294,7 +294,7 @@ class GradPublish:
         self.unreduced.was_edited = False
 
     def leave_failed_backward(self) -> None:
-        """Make ``.grad`` what it was before the backward that has failed."""
+        """Restore the ``.grad`` from before the failed backward."""
         for param in self._params:
             param.full.grad = None  # the failed backward may have left this rank's own gradient
         self._show_earlier()

@@ -158,7 +158,7 @@ class FlatParamHandle:
         if self.summoned is not None:
             self.summoned.refuse()
         if self.is_aliased:
-            self.state = ShardState.UNSHARDED  # the shard is the buffer, so do not all-gather
+            self.state = ShardState.UNSHARDED  # the shard is the unsharded buffer already
             return False
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
@@ -355,8 +355,8 @@ class FlatParamHandle:
     @property
     def shows_full(self) -> bool:
         """Whether modules hold other parameters than the sharded parameters."""
-        # Otherwise do not call `put_back`: it would hide that the user has replaced a parameter of
-        # a module after a failed step, which `check_places` reports.
+        # If modules hold sharded parameters, do not call `put_back`: after a failed step, the user
+        # may have replaced a parameter of a module. `check_places` reports the replaced parameter.
         return self.params[0].held is not None
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:

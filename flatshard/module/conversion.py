@@ -116,8 +116,8 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     twin: ModuleProxy = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
-    # `deepcopy` copies a module with a `__reduce__` of its own after the module's hooks, so weak
-    # references in the copied hooks refer to another copy of the module, which is gone.
+    # If a module defines `__reduce__`, `deepcopy` copies the module's hooks before the module. So
+    # the weak references in the copied hooks refer to a temporary copy, which is freed already.
     hook: Any
     for module in twin.modules():
         for hook in module._load_state_dict_pre_hooks.values():

@@ -236,8 +236,8 @@ def check_frozen(shared: Mapping[Sharding, Set[Sharding]]) -> None:
     for sharding, others in shared.items():
         params = [param for handle in sharding.unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
-            # If the program has dropped the other outermost wrapper, it may be garbage on some
-            # ranks, and freed on others. All ranks must get the same result.
+            # A wrapper that the program has dropped may be freed on some ranks, and still await
+            # garbage collection on other ranks. Collect, so that all ranks get the same result.
             gc.collect()
             kinds = ", ".join(sorted(other.wrapper.__class__.__name__ for other in others))
             if kinds:
@@ -314,9 +314,8 @@ def read_ignored(
         tuple(names.values()),
         is_elsewhere,
     )
-    # Raise if a wrapper inside the module has sharded an ignored tensor, alone or as a part of an
-    # ignored module. A tensor that the inner wrapper ignores is not sharded, and may be ignored
-    # here, too.
+    # Raise if a wrapper inside the module has sharded an ignored tensor or a tensor of an ignored
+    # module. A tensor that the inner wrapper ignores is not sharded, and may be ignored here, too.
     sharded = sharded_ids(shardings) & ignored.ids()
     for name, _, _, tensor in tensors:
         if id(tensor) in sharded:

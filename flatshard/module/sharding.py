@@ -42,7 +42,7 @@ class Sharding:
     # `apply` and conversions inside of the function must not go into other units.
     is_initialising: bool = False
     context: RunContext = dataclasses.field(init=False)  # state of the model's steps (`start_run`)
-    # The outermost wrappers that contain this wrapper, or contained it when they were made.
+    # The outermost wrappers that contained this wrapper at their construction.
     roots: WeakSet[Sharding] = dataclasses.field(default_factory=WeakSet, init=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
@@ -110,10 +110,10 @@ def shardings_in(module: nn.Module, *, nested: bool = True) -> list[Sharding]:
 
 
 def other_roots(shardings: Iterable[Sharding]) -> dict[Sharding, Set[Sharding]]:
-    """Return the wrappers of a module that are also in outermost wrappers outside of the module.
+    """Return the wrappers of a module that also belong to another model.
 
-    ``shardings``: all wrappers of the module. The values are the other outermost wrappers, as long
-    as they exist.
+    ``shardings``: all wrappers of the module. The values are the outermost wrappers of the other
+    models, as long as these wrappers exist.
     """
     inside = dict.fromkeys(shardings)  # so that all ranks name the same wrapper first
     return {one: others for one in inside if (others := one.roots - inside.keys())}

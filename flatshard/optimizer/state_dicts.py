@@ -286,7 +286,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
             del group[STAMP]  # not before the check, so that the next step raises again
-        # Other libraries' optimizers may work without some of their options.
+        # Check only torch's optimizers: those of other libraries may work without some options.
         if not optimizer.defaults.keys() <= group.keys() and is_torchs_own(optimizer):
             missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
             raise RuntimeError(
@@ -299,8 +299,8 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 def watch(optimizer: torch.optim.Optimizer) -> None:
     """Register hooks that put the stamp into state dicts, and check the stamp at loading.
 
-    An optimizer that steps another one may have no hooks: Lookahead does not call
-    ``super().__init__()``. Its methods call those of the other one, whose hooks run.
+    Lookahead, which steps an inner optimizer, may have no hooks, because it does not call
+    ``super().__init__()``. Its ``state_dict()`` calls the inner optimizer's, whose hooks run.
     """
     for one in with_inner(optimizer):
         saving: Any = getattr(one, "_optimizer_state_dict_post_hooks", None)

@@ -102,7 +102,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             return
         watch(optimizer)
         _restore_after_failure(optimizer)
-    # Leave an optimizer alone that now steps `optimizer`, as Lookahead does.
+    # Restore optimizers whose steps have failed. If an outer optimizer (Lookahead) is stepping
+    # `optimizer` now, nothing has failed.
     if stepping and not any(optimizer in with_inner(outer) for outer in stepping):
         restore_all()
     for extension in extensions:
@@ -142,7 +143,7 @@ def _begin(
     """
     if unhooked:
         return None
-    if optimizer in stepping:  # its `step` calls `super().step()`, whose hooks begin once more
+    if optimizer in stepping:  # `super().step()` in `step()`: torch calls the hooks once more
         stepping[optimizer].undo(optimizer)
     stepper = stepper_of(optimizer)
     given = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -195,7 +195,7 @@ def stepped_optimizers() -> list[Optimizer]:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer, and the optimizers in its attributes, which it may step (Lookahead)."""
+    """Return the optimizer, and the optimizers in its attributes, as Lookahead has."""
     found = [optimizer]
     for one in found:  # the loop also visits the optimizers that it adds
         inner = (value for value in vars(one).values() if isinstance(value, Optimizer))
@@ -388,7 +388,7 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 State = dict[str, Any]
 
 # Names of optimizer state with one number per parameter, such as the number of steps. The names are
-# needed for parameters of one element, if no other parameter tells (see `numbers_in`).
+# needed if all parameters with this state have one element (see `numbers_in`).
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -770,9 +770,9 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return names of state with one number per parameter, whatever the parameter's shape.
 
-    Only other parameters tell whether a tensor of one element, in the state of a parameter of one
-    element, is such a number. ``states`` are pairs of a parameter (or another object with its
-    ``shape``) and its state.
+    Looks only at parameters of several elements: for a parameter of one element, one number per
+    parameter and one value per element have the same shape. ``states`` are pairs of a parameter (or
+    an object with the parameter's ``shape``) and the parameter's state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

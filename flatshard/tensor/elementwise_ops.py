@@ -284,7 +284,7 @@ def _record_write(
     origin = tensor.origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
-        if result.source is not Source.OTHER:  # else nobody asks whether ranks wrote the same
+        if result.source is not Source.OTHER:  # ranks never compare tensors from other sources
             text = f"{origin.written}{_role_of(func, operands)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
 

@@ -328,8 +328,8 @@ class OriginalParam:
         before: nn.Parameter | None = getattr(self, "full", None)
         self.full = self.sharded if view is None else nn.Parameter(view, False)
         if view is not None:
-            # Share one dictionary of attributes: users set attributes on the object that they see,
-            # before wrapping, in a forward, in a hook or between steps, and read them elsewhere.
+            # Share one dictionary of attributes. Users may set an attribute on the full parameter
+            # (in a forward), and read the attribute on the sharded parameter (between steps).
             self.full.__dict__ = self.sharded.__dict__
             # Errors of `FreedParameter` read the parameter's name from the spec. Use a weak
             # reference, because the spec refers to the parameter: only Python's garbage collector

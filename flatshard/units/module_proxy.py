@@ -34,9 +34,9 @@ class ModuleProxy(nn.Module):
             raise
 
     def _interrupt(self) -> None:
-        """Called if the forward has ended with a ``KeyboardInterrupt``, for example.
+        """Clean up after a forward that ended with a ``KeyboardInterrupt`` or a ``SystemExit``.
 
-        Torch calls the module's hooks with ``always_call`` only after an ``Exception``.
+        For these, torch does not call the module's hooks with ``always_call``.
         """
 
     @property  # type: ignore[misc]

@@ -27,9 +27,9 @@ from flatshard.units.module_tree import unit_text
 
 __all__ = ["ComparedSteps"]
 
-# Ranks compare these options. For the optimizers of torch, ranks compare all options, except those
-# that only choose a kernel. Other optimizers may keep numbers among their options that they compute
-# in a step from this rank's shards.
+# The options that ranks compare. For torch's optimizers, ranks compare all options but those that
+# choose a kernel. Optimizers of other libraries may keep numbers in their groups that a step
+# computes from this rank's shards, so for these optimizers ranks compare only this list.
 _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -81,9 +81,9 @@ class ComparedSteps(Steps):
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Names of the parameters that all ranks of the model train, keyed by the id.
+        """Names of the parameters that all ranks of the model train, keyed by the parameter's id.
 
-        Other parameters (experts) may be different ones on other ranks.
+        Parameters that only some ranks train (experts) differ between ranks, and are left out.
         """
         with suppress(ReferenceError):  # the model is gone, or a part of a larger model now
             return {
@@ -117,8 +117,9 @@ class ComparedSteps(Steps):
 class _Seen:
     """The last recorded step of an optimizer. Most steps have the options of the step before."""
 
-    names: list[str]  # of the options that ranks compare
-    # `ComparedSteps.num_made` at that time; for each group, options and number of parameters.
+    names: list[str]  # names of the options that ranks compare
+    # `ComparedSteps.num_made` at the last step; for each group, the options and the number of
+    # parameters.
     options: list[Any] = field(default_factory=list)
     # For each model that the optimizer steps: the facts to compare, and their digest.
     facts: list[tuple[ComparedSteps, Facts, int]] = field(default_factory=list)

@@ -75,7 +75,7 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
                 return StepMode.ON_SHARDS
             # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by
             # averages, computed from state. So every rank needs the full state. An optimizer that
-            # steps another one may do so with any of its parameters.
+            # steps an inner optimizer (Lookahead) may replace weights, too.
             if callable(getattr(optimizer, "eval", None)) or len(with_inner(optimizer)) > 1:
                 return StepMode.ON_EVERY_RANK
             try:
@@ -92,8 +92,8 @@ def copy_with_params(
     If an attribute of the optimizer holds parameters of the optimizer, the attribute of the copy
     holds the new parameters instead. An optimizer in an attribute is copied in the same way.
     """
-    # Make the copies without `deepcopy`: it calls `Optimizer.__setstate__`, which would change the
-    # class of an optimizer that does not call `super().__init__()`, so that no step works any more.
+    # Make the copies without `deepcopy`, which calls `Optimizer.__setstate__`. That method changes
+    # the class: for a class that does not call `super().__init__()`, no step would work afterwards.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
     memo |= {id(one.state): defaultdict(dict) for one in twins}

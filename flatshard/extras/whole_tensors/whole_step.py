@@ -350,10 +350,10 @@ class WholeStep:
         return shared
 
     def check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError on all ranks unless all ranks, which step alike, have the same state.
+        """Raise ValueError on all ranks unless all ranks have the same state. Collective.
 
-        An optimizer with collectives of its own may keep the state of each parameter on one rank,
-        and something else, under the same name, on the others. Collective.
+        Every rank steps all full parameters, so the ranks' states should be equal. But an optimizer
+        that calls collectives itself may update the state of a parameter only on one rank.
         """
         mine = {
             f"state {name!r} of parameter {param.spec.name!r}": _digest(value)
@@ -368,8 +368,8 @@ class WholeStep:
                     if not _are_close(first.get(name), theirs.get(name)):
                         raise ValueError(
                             f"{name} differs between ranks {comm.ranks[0]} and {rank}: "
-                            f"{type(optimizer).__name__} keeps other state on each rank. Expected "
-                            "the same state, because a checkpoint keeps one state for all ranks. "
+                            f"{type(optimizer).__name__} keeps different state on each rank. "
+                            "Expected the same, because a checkpoint keeps one state for all ranks. "
                             "Save optimizer.state_dict() of each rank in a file of its own, and "
                             "load it on the same rank."
                         )
