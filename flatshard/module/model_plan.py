@@ -32,8 +32,7 @@ from flatshard.module.sharding import (
 )
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
-from flatshard.tensor.flat_parameter import FlatParamPlan
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped
 from flatshard.units.boundary import check_padding, move
 from flatshard.units.ignored import NOTHING, Ignored, places_in
 from flatshard.units.layout import FlatLayout
@@ -361,10 +360,7 @@ def check_tensors(
                 f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
                 "one forward on the unwrapped model first."
             )
-        # With NO_SHARD, parameters stay plain, but have flatshard's hook.
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        is_ours = any(hasattr(hook, "of_flatshard") for hook in hooks.values())
-        if is_ours or isinstance(param, FlatShardTensor):
+        if is_wrapped(param):
             raise ValueError(
                 f"ShardedWrapper: parameter {name!r} is already in another ShardedWrapper. Wrap "
                 f"each module once. {SHARED_REMEDY}"

@@ -34,6 +34,7 @@ from flatshard.optimizer.stepper import (
 )
 from flatshard.precision import check_dtype
 from flatshard.tensor import reduction_ops
+from flatshard.tensor.flat_parameter import is_wrapped
 from flatshard.tensor.sharded_tensor import (
     ASSIGNED,
     UNREDUCED,
@@ -117,18 +118,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _steps_a_model(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has parameters or state of a wrapped model, sharded or not."""
-    for group in optimizer.param_groups:
-        if STAMP in group:
-            return True
-        for param in group["params"]:
-            if isinstance(param, FlatShardTensor) or "flattened_as" in param.__dict__:
-                return True
-            # A parameter that is not sharded, as under NO_SHARD, has a hook of the engine.
-            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-            if any(hasattr(hook, "of_flatshard") for hook in hooks.values()):
-                return True
-    return False
+    """Whether the optimizer has parameters or state of a wrapped model."""
+    return any(STAMP in group for group in optimizer.param_groups) or any(
+        is_wrapped(param) or "flattened_as" in param.__dict__ for param in all_params(optimizer)
+    )
 
 
 @untraced

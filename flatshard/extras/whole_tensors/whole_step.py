@@ -369,7 +369,7 @@ class WholeStep:
                         raise ValueError(
                             f"{name} differs between ranks {comm.ranks[0]} and {rank}: "
                             f"{type(optimizer).__name__} keeps different state on each rank. "
-                            "Expected the same, because a checkpoint keeps one state for all ranks. "
+                            "Expected equal state, which a checkpoint keeps once for all ranks. "
                             "Save optimizer.state_dict() of each rank in a file of its own, and "
                             "load it on the same rank."
                         )
