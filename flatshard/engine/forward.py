@@ -32,6 +32,7 @@ unit, unless a reentrant checkpoint recomputes the full model: then every unit r
 
 from __future__ import annotations
 
+import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -44,10 +45,11 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
-from flatshard.engine.saved_tensors import SavedTensors, has_failed
+from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.memory.buffers import POOL
 from flatshard.precision import tensors_in
+from flatshard.units.module_tree import unit_text
 
 
 class Forward:
@@ -182,8 +184,10 @@ class Forward:
                         if tensor.grad_fn is not None:
                             tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
-            failed = output is None and has_failed(unit.name)
-            self.leave(unit, changed, failed=failed)
+            error = sys.exc_info()[1] if output is None else None
+            if error is not None:
+                _explain(error, unit.name)
+            self.leave(unit, changed, failed=error is not None)
         return changed
 
     def enter(self, unit: Unit) -> Call:
@@ -385,3 +389,28 @@ class Forward:
                     # the error of the forward.
                     if not failed:
                         raise
+
+
+# Notes for errors of torch in a unit's forward, keyed by a part of torch's text.
+_NOTES = {
+    # The transforms refuse saved-tensor hooks, also for functions that do not read parameters.
+    "don't yet support saved tensor hooks": (
+        "called torch.func.grad, vjp, jacrev or hessian in forward, but flatshard needs "
+        "saved-tensor hooks there. In forward, use torch.autograd.grad() (with "
+        "torch.enable_grad() and inputs that require a gradient). Or call the transform outside "
+        "of forward, with p.full_tensor() for each parameter."
+    ),
+    "a parametrized element with name": (
+        "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
+        "parameters of its own. Register it before wrapping. If a library registers it in forward "
+        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
+        "the parametrized module and its caller."
+    ),
+}
+
+
+def _explain(error: BaseException, unit_name: str) -> None:
+    """Add a note to an error of torch whose text does not say what to do here."""
+    for text, note in _NOTES.items():
+        if text in str(error) and not hasattr(error, "__notes__"):
+            error.add_note(f"{unit_text(unit_name)} {note}")

@@ -13,7 +13,6 @@ unsharded buffer.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -180,33 +179,6 @@ class SavedTensors:
 
         # Keep Dynamo from tracing the hooks: Dynamo cannot represent units and handles in a graph.
         return torch.compiler.disable(pack), torch.compiler.disable(unpack)
-
-
-# Notes for errors of torch in a unit's forward, keyed by a part of torch's text.
-_NOTES = {
-    # The transforms refuse saved-tensor hooks, also for functions that do not read parameters.
-    "don't yet support saved tensor hooks": (
-        "called torch.func.grad, vjp, jacrev or hessian in forward, but flatshard needs "
-        "saved-tensor hooks there. In forward, use torch.autograd.grad() (with "
-        "torch.enable_grad() and inputs that require a gradient). Or call the transform outside "
-        "of forward, with p.full_tensor() for each parameter."
-    ),
-    "a parametrized element with name": (
-        "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
-        "parameters of its own. Register it before wrapping. If a library registers it in forward "
-        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
-        "the parametrized module and its caller."
-    ),
-}
-
-
-def has_failed(unit_name: str) -> bool:
-    """Whether a unit's forward has raised. Adds a note to errors of torch that need one."""
-    error = sys.exc_info()[1]
-    for text, note in _NOTES.items():
-        if error is not None and text in str(error) and not hasattr(error, "__notes__"):
-            error.add_note(f"{unit_text(unit_name)} {note}")
-    return error is not None
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
