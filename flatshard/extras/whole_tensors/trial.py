@@ -6,11 +6,13 @@ may depend on an optimizer's options.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -71,8 +73,10 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         with _NoCollectives():
-            if _works_on_shards(optimizer):
-                return StepMode.ON_SHARDS
+            with _same_gradients(optimizer):
+                if _works_on_shards(optimizer):
+                    return StepMode.ON_SHARDS
+            _check_attributes(optimizer)
             # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by
             # averages, computed from state. So every rank needs the full state. An optimizer that
             # steps an inner optimizer (Lookahead) may replace weights, too.
@@ -82,6 +86,32 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
                 return _try_full_params(optimizer)
             except Exception:  # every rank then steps as if the model were not sharded
                 return StepMode.ON_EVERY_RANK
+
+
+@contextlib.contextmanager
+def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo writes to gradients in the context, if the optimizer keeps modules in an attribute.
+
+    K-FAC, for example, reads and writes the gradients of its modules, which trials do not copy.
+    """
+    kept = []
+    with torch.no_grad():
+        if any(_modules_of(optimizer)):
+            grads = ((param, param.grad) for param in all_params(optimizer))
+            kept = [(param, grad, grad.clone()) for param, grad in grads if grad is not None]
+        try:
+            yield
+        finally:
+            for param, grad, values in kept:
+                param.grad = grad.copy_(values)
+
+
+def _modules_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+    hidden = ("state", "param_groups")
+    attributes = [
+        v for one in with_inner(optimizer) for k, v in vars(one).items() if k not in hidden
+    ]
+    return (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, nn.Module))
 
 
 def copy_with_params(
@@ -100,6 +130,8 @@ def copy_with_params(
     # If `groups` has no new parameter for an old parameter, keep the old parameter: `memo` maps it
     # to itself, so that `deepcopy` does not copy its memory.
     memo |= {id(old): old for one in twins for old in all_params(one)}
+    # Keep modules, too: the copy of a unit would take the new parameters as its own.
+    memo |= {id(one): one for kept in _modules_of(optimizer) for one in kept.modules()}
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         memo |= {id(old): new for old, new in zip(group["params"], params, strict=False)}
         memo[id(group["params"])] = list(params)
@@ -172,6 +204,28 @@ def _copied(param: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------ on full parameters
+
+
+def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute.
+
+    The attribute may also hold a module with sharded parameters, as in K-FAC. A step replaces only
+    the parameters in ``param_groups`` by full parameters, also those of an inner optimizer.
+    """
+    found = with_inner(optimizer)
+    known = {id(group["params"]) for one in found for group in one.param_groups}
+    known |= {id(kept) for one in found for kept in (one.param_groups, one.state)}
+    for name, value in chain.from_iterable(vars(one).items() for one in found):
+        for kept in pytree.tree_leaves(value, is_leaf=lambda one: id(one) in known):
+            params = kept.parameters() if isinstance(kept, nn.Module) else [kept]
+            param = next((one for one in params if isinstance(one, FlatShardTensor)), None)
+            if param is not None:
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} keeps parameter {param.spec.name!r} in attribute "
+                    f"{name!r} (perhaps in a module), where it would stay sharded during a step: "
+                    "flatshard puts full parameters only into param_groups. Let step() read "
+                    "parameters and gradients from param_groups."
+                )
 
 
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
@@ -108,7 +106,6 @@ class WholeStep:
             WeakIdKeyDictionary() if before is None else before._owners
         )
         self._params = sharded_params(optimizer)
-        _check_attributes(optimizer)
         self.owned: dict[FlatShardTensor, OwnedParam] = {}
         # The full parameters, if every rank steps all of them (`StepMode.ON_EVERY_RANK`).
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
@@ -452,22 +449,3 @@ def _sharded_state(state: State) -> dict[str, FlatShardTensor]:
     """Return the sharded values in a parameter's state. Such values come from a checkpoint."""
     values = named_values(state).items()
     return {name: value for name, value in values if isinstance(value, FlatShardTensor)}
-
-
-def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise NotImplementedError if the optimizer keeps a sharded parameter in an attribute.
-
-    A step replaces only the parameters in ``param_groups`` by full parameters, also those of an
-    optimizer that the optimizer steps.
-    """
-    found = with_inner(optimizer)
-    known = {id(group["params"]) for one in found for group in one.param_groups}
-    known |= {id(kept) for one in found for kept in (one.param_groups, one.state)}
-    for name, value in chain.from_iterable(vars(one).items() for one in found):
-        for kept in pytree.tree_leaves(value, is_leaf=lambda one: id(one) in known):
-            if isinstance(kept, FlatShardTensor):
-                raise NotImplementedError(
-                    f"{type(optimizer).__name__} keeps parameter {kept.spec.name!r} in attribute "
-                    f"{name!r}, where it would stay sharded during a step: flatshard puts full "
-                    "parameters only into param_groups. Let step() read them from param_groups."
-                )

@@ -627,3 +627,40 @@ def _other_state_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         torch.testing.assert_close(train(range(2, 4)), expected, rtol=0.0, atol=0.0)
+
+
+class _OfModules(torch.optim.SGD):
+    """Changes gradients that it finds by modules, as K-FAC does; ``change`` says how."""
+
+    def __init__(self, model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        inner = model.module if isinstance(model, ShardedWrapper) else model
+        self.parts = [m for m in inner.modules() if type(m) is nn.Linear]
+        self.change = change
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.weight.grad.copy_(self.change(part.weight.grad))
+        super().step()
+
+
+def test_gradients_that_an_optimizer_finds_by_modules() -> None:
+    run_ranks(_of_modules, 2)
+
+
+def _of_modules(rank: int, world_size: int) -> None:
+    pairs = pair(rank, world_size, "full")
+    for run in pairs:  # the trial before the first step reads and writes the same gradients
+        run.optimizer = _OfModules(run.model, lambda grad: grad * 0.5)
+        run.train(0, 2)
+    assert_same_model(*pairs)
+    pairs = pair(rank, world_size, "full")
+    for run in pairs:  # gathers the gradients
+        run.optimizer = _OfModules(run.model, lambda grad: grad.flip(0))
+        with allow_warnings():
+            run.train(0, 2)
+    assert_same_model(*pairs)
+    sharded, _ = pair(rank, world_size, "full")
+    sharded.optimizer = _OfModules(sharded.model, lambda grad: grad.full_tensor().svd()[0] @ "")
+    with pytest.raises(NotImplementedError, match="in attribute 'parts'"):
+        sharded.train(0, 1)
