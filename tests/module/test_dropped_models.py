@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -59,11 +60,15 @@ def _drop(rank: int, world_size: int, collectives: str) -> None:
     before = _left()
     for _ in range(5):
         use()
+    assert not (more := _settle(lambda: _left() - before)), more
+
+
+def _settle(count: Callable[[], Counter[str]]) -> Counter[str]:
+    """Return what ``count`` still finds once flatshard's threads have run what they were given."""
     deadline = time.monotonic() + 10
-    # Threads of ours may still look at the last waits.
-    while (after := _left()) - before and time.monotonic() < deadline:
+    while (found := count()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not after - before, after - before
+    return found
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
@@ -119,12 +124,17 @@ def _loops(rank: int, world_size: int, collectives: str) -> None:
                     before = _census()
                 loop()
                 gc.collect()
-            grown = {kind: n for kind, n in (_census() - before).items() if n >= 10}
+            grown = _settle(partial(_grown, before))
             assert not grown, (number, grown)
 
 
 def _raise(_: torch.Tensor) -> None:
     raise MemoryError
+
+
+def _grown(before: Counter[str]) -> Counter[str]:
+    """Return the types of which nearly each of the eleven loops since ``before`` left an object."""
+    return Counter({kind: n for kind, n in (_census() - before).items() if n >= 10})
 
 
 def _census() -> Counter[str]:
