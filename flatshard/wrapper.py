@@ -1019,7 +1019,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         self._sharding.context.interrupt()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (name, module) pairs under the names that the model had before it was wrapped."""
+        """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
+
+        ``fsdp_modules`` returns the wrappers.
+        """
         # Raise if the caller is DistributedDataParallel or a similar wrapper, which would broadcast
         # rank 0's shards to all ranks, or shard the shards. These wrappers list the model's modules
         # before they change anything.
@@ -1070,4 +1073,4 @@ def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
             print(type(unit.module).__name__, unit.sharding_strategy.name)
         ```
     """
-    return [found for found in module.modules() if isinstance(found, ShardedWrapper)]
+    return ShardedWrapper.fsdp_modules(module)

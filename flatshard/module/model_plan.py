@@ -26,6 +26,7 @@ from flatshard.module.settings import Settings
 from flatshard.module.sharding import (
     Sharding,
     modules_apart,
+    named_shardings,
     other_roots,
     sharded_ids,
     shardings_in,
@@ -467,8 +468,7 @@ def _check_wrappers(
                 )
     check_frozen(other_roots(shardings))
     if policy is not None and shardings:
-        names = {inner: name for name, inner in module.named_modules()}
-        name = names[shardings[0].wrapper]
+        name = named_shardings(module)[shardings[0]]
         where = f"already contains, at {name!r}," if name else "is already"
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "

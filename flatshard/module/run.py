@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -29,8 +29,8 @@ from flatshard.module.sharding import (
     Sharding,
     handles_in,
     modules_apart,
+    named_shardings,
     other_roots,
-    sharding_of,
     shardings_in,
 )
 from flatshard.optimizer.step import restore_all
@@ -39,7 +39,6 @@ from flatshard.options.extras import default_extra, extra
 from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
-from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 # `_watched`: the modules of all sharded models. `_num_registered`: how many modules and parameters
@@ -58,11 +57,9 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
         ValueError: a unit's ranks do not fit the ranks of the outermost unit.
     """
     names: dict[Unit, list[str]] = {}
-    shardings = []
-    for name, module in root.wrapper.named_modules():
-        if isinstance(module, ModuleProxy):
-            shardings.append(sharding_of(module))
-            names.setdefault(shardings[-1].unit, []).append(name)
+    shardings = named_shardings(root.wrapper)
+    for one, name in shardings.items():
+        names.setdefault(one.unit, []).append(name)
     for unit, own_names in names.items():
         unit.rename(own_names, is_root=unit is root.unit)
     # Put the units in registration order, the root last, as a guess of the execution order. The
@@ -135,7 +132,7 @@ class RootChecks:
 
     context: RunContext
 
-    def __init__(self, root: Sharding, shardings: Sequence[Sharding]) -> None:
+    def __init__(self, root: Sharding, shardings: Collection[Sharding]) -> None:
         """Prepare the checks of ``root``, which contains ``shardings``."""
         # Keep only a weak reference. The hooks of every unit inside keep this object, and the
         # program may drop the outermost wrapper, and use a unit inside in another model.

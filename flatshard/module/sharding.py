@@ -21,7 +21,7 @@ from flatshard.state.model_shards import ModelShards
 from flatshard.state.model_state import UnitStateDict
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_proxy import ModuleProxy
-from flatshard.units.module_tree import unit_text
+from flatshard.units.module_tree import paths, unit_text
 
 
 @dataclass(eq=False)
@@ -107,6 +107,15 @@ def shardings_in(module: nn.Module, *, nested: bool = True) -> list[Sharding]:
         if nested or not isinstance(inner, ModuleProxy):
             waiting += [one for one in reversed(inner._modules.values()) if one is not None]
     return list(found)
+
+
+def named_shardings(module: nn.Module) -> dict[Sharding, str]:
+    """Return the shardings in a model, outermost first, with the names of the wrapped modules."""
+    found: dict[Sharding, str] = {}
+    for name, path in paths(module):
+        if isinstance(path[-1], ModuleProxy):
+            found.setdefault(sharding_of(path[-1]), name)
+    return found
 
 
 def other_roots(shardings: Iterable[Sharding]) -> dict[Sharding, Set[Sharding]]:

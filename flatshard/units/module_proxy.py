@@ -135,15 +135,23 @@ class ModuleProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield names and modules, with the names that the model had before it was wrapped."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        # `super().named_modules()` would add `module.` to the names of all inner modules.
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
+
+        Because of ``__class__``, a program that edits all modules of a class would take the wrapper
+        for another module, and edit the same parameters twice.
+        """
+        return self.module.named_modules(memo, prefix, remove_duplicate)
+
+    # Register on the wrapped module: its forward reads the value, and `named_modules` lists it.
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        self.module.add_module(*args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -196,8 +204,6 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 def replace_children(module: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
     """Replace each module inside ``module`` by its proxy, in every parent of that module."""
     for inner in list(module.modules()):
-        if isinstance(inner, ModuleProxy):
-            continue
         for name, child in inner._modules.items():
             if child is not None and child in proxies:
                 inner._modules[name] = proxies[child]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
+from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import CustomPolicy
 from tests.combinations import every
@@ -235,9 +235,8 @@ def _shard_op_gathers(rank: int, world_size: int) -> None:
 
 
 def _handles(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, ShardedWrapper):
-            yield from module._sharding.unit.handles
+    for wrapper in sharded_modules(model):
+        yield from wrapper._sharding.unit.handles
 
 
 def test_backward_gathers_within_the_secondary_group() -> None:

@@ -101,8 +101,8 @@ def _names(rank: int, world_size: int, way: str) -> None:
         plain = case.model()
         model = case.wrap(case.model(), **WAYS[way].keywords)
         with naming(name):
-            modules = {found for found, _ in plain.named_modules()}
-            assert {found for found, _ in model.named_modules()} == modules
+            modules = [(found, type(inner)) for found, inner in plain.named_modules()]
+            assert [(found, type(inner)) for found, inner in model.named_modules()] == modules
             shapes = [(found, p.shape) for found, p in plain.named_parameters()]
             assert [(found, p.shape) for found, p in model.named_parameters()] == shapes
 

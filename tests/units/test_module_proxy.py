@@ -67,15 +67,38 @@ def test_assignments_reach_the_module() -> None:
 def test_its_own_stays_its_own() -> None:
     proxy = _proxy()
     proxy.forward = proxy.forward
-    proxy.register_buffer("count", torch.zeros(1))
-    proxy.count = torch.ones(1)
     assert "forward" not in vars(proxy.module)
-    assert not hasattr(proxy.module, "count")
-    assert proxy.count == 1
-    del proxy.forward, proxy.count
+    del proxy.forward
     for value in (nn.Linear(2, 2), nn.Parameter(torch.zeros(2))):
         with pytest.raises(RuntimeError, match="assigned to 'mean' of a sharded"):
             proxy.mean = value
+
+
+def test_what_is_registered_belongs_to_the_module() -> None:
+    proxy = _proxy()
+    proxy.register_buffer("late", torch.ones(2))
+    proxy.register_buffer("hidden", torch.ones(2), persistent=False)
+    proxy.register_parameter("weight", nn.Parameter(torch.zeros(2)))
+    proxy.add_module("head", nn.Linear(2, 2))
+    assert [*proxy.module.state_dict()] == ["weight", "mean", "late", "head.weight", "head.bias"]
+    assert [name for name, _ in proxy.named_parameters()] == ["weight", "head.weight", "head.bias"]
+    assert [name for name, _ in proxy.named_buffers()] == ["mean", "late", "hidden"]
+    proxy.late = torch.full((2,), 7.0)
+    assert torch.equal(proxy(torch.zeros(2)), torch.full((2,), 7.0))
+
+
+def test_each_module_is_listed_once() -> None:
+    """Also if a wrapper is directly inside a wrapper, or two parents share a wrapper."""
+    inner, outer = ModuleProxy(), ModuleProxy()
+    inner.module = nn.Linear(2, 2)
+    outer.module = inner
+    model = nn.ModuleDict({"a": outer, "b": outer, "c": nn.Sequential(nn.ReLU())})
+    expected = ["", "a", "c", "c.0"]
+    assert [name for name, _ in model.named_modules()] == expected
+    assert all(type(module) is not ModuleProxy for module in model.modules())
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    assert names == ["", "a", "b", "c", "c.0"]
+    assert [*outer.modules()] == [inner.module]
 
 
 def test_a_tensor_in_the_place_of_a_parameter_raises() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper
+from flatshard import ShardedWrapper, sharded_modules
 from flatshard.units.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, run_ranks
@@ -305,8 +305,7 @@ def _owner(rank: int, world_size: int, way: str) -> None:
             sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
             spans = {
                 span.name: (wrapper._sharding.unit.name, span.numel)
-                for wrapper in sharded.modules()
-                if isinstance(wrapper, ShardedWrapper)
+                for wrapper in sharded_modules(sharded)
                 for handle in wrapper._sharding.unit.handles
                 for span in handle.layout.spans
             }

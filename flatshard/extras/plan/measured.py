@@ -126,16 +126,14 @@ def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
     ``checkpoint_blocks``, which sets ``forward`` to a function that calls the original module.
     """
     with contextlib.ExitStack() as stack:
-        # Change inner modules first. If a wrapper contains a wrapper, the `module` of the outer
-        # wrapper is then the inner wrapper's module.
-        for module in [*wrapper.modules()][::-1]:
+        for module in wrapper.modules():
             # Restore the whole `__dict__` at the end. This also removes attributes that the step
             # has added, such as transformers' mark that a module has hooks: no hook remains either.
             stack.callback(object.__setattr__, module, "__dict__", {**module.__dict__})
             hooks = [name for name in module.__dict__ if "_hooks" in name]
             module.__dict__.update({name: OrderedDict() for name in hooks})
             module.__dict__["_modules"] = {
-                name: one.module if isinstance(one, ModuleProxy) else one
+                name: None if one is None else next(one.modules())
                 for name, one in module._modules.items()
             }
         stack.enter_context(emptied(wrapper, {}, "meta"))
