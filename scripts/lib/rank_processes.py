@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -49,7 +50,17 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int = 2) -> dict[int
         max_restarts=0,
         monitor_interval=0.1,
     )
-    return elastic_launch(config, function)(*args)
+    all_forked = multiprocessing.get_context("fork").Barrier(ranks)
+    return elastic_launch(config, _once_all_are_forked)(all_forked, function, *args)
+
+
+def _once_all_are_forked(
+    all_forked: threading.Barrier, function: Callable[..., Any], *args: Any
+) -> Any:
+    # When a rank connects, a thread of the launcher calls getnameinfo(). A rank that is forked
+    # meanwhile inherits the locked resolver of glibc, and would hang in getaddrinfo().
+    all_forked.wait(60)
+    return function(*args)
 
 
 CALLS_PER_PROCESS = 200

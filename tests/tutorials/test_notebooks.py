@@ -80,25 +80,26 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    running = {
-        name: subprocess.Popen(
-            [PYTHON, str(BUILD), name, "--out", str(folder)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
-    }
+    messages = folder / "messages"  # not a pipe, which a kernel that outlives its parent keeps open
+    with messages.open("w") as stderr:
+        running = {
+            name: subprocess.Popen(
+                [PYTHON, str(BUILD), name, "--out", str(folder)],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+            for name in names
+        }
     deadline = time.monotonic() + 200
     try:
         for name, process in running.items():
-            _, err = process.communicate(timeout=deadline - time.monotonic())
-            assert process.returncode == 0, f"{name}: {err}"
+            code = process.wait(timeout=deadline - time.monotonic())
+            assert code == 0, f"{name}: {messages.read_text()}"
     finally:
         for process in running.values():
             process.kill()
-            process.communicate()  # closes its pipe
+            process.wait()
     return {name: json.loads((folder / f"{name}.ipynb").read_text()) for name in names}
 
 
