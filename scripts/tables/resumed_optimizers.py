@@ -2,6 +2,7 @@
 
     python scripts/tables/resumed_optimizers.py --csv resumed.csv
     python scripts/tables/resumed_optimizers.py --package timm --only kron soap --csv resumed.csv
+    python scripts/tables/resumed_optimizers.py --cells resumed.csv --page docs/evidence.md
 
 On two gloo ranks an optimizer takes three steps, and its state is saved in four ways: by
 checkpoint.save, by torch's get_state_dict and DCP, as full state dicts, and as safetensors with a
@@ -13,6 +14,7 @@ optimizers are all of torch, timm, pytorch_optimizer, schedulefree and transform
 packages are installed.
 """
 
+import contextlib
 import csv
 import importlib.util
 import itertools
@@ -20,9 +22,9 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
@@ -30,7 +32,7 @@ import torch.distributed.checkpoint as dcp
 from lib.command_line import Parser
 from lib.output import output_file
 from lib.rank_processes import Ranks
-from table_cells import Cell, failure
+from table_cells import Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -236,10 +238,18 @@ def resume(package: str, name: str, way: str, folder: str) -> tuple[str, str]:
     return _verdict(expected, _train(model, optimizer, STEPS))
 
 
-def rows_of(
-    ranks: Ranks, package: str, name: str, seconds: float
-) -> Iterator[tuple[str, str, str, int, str, str]]:
-    """Rows of the CSV: package, optimizer, way, number of ranks, verdict, reason."""
+class Row(NamedTuple):
+    """A cell, as the CSV has it."""
+
+    package: str
+    optimizer: str
+    way: str
+    ranks: str  # the number of ranks that load
+    verdict: str
+    reason: str
+
+
+def rows_of(ranks: Ranks, package: str, name: str, seconds: float) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         plain = unwrapped(package, name, folder)
         if all(cell.verdict == "raises" for cell in plain.values()):
@@ -260,7 +270,35 @@ def rows_of(
                     cells = [Cell(*one.what) for one in said if one.outcome == "returned"]
                     wrong = [one for one in cells if one.verdict != "right"]
                     cell = failure(said) or (wrong or cells)[0]
-                yield package, name, way, world, *cell
+                yield Row(package, name, way, str(world), *cell)
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """Table of the number of cells by package, and the optimizers that are not right everywhere."""
+    verdicts = ("right", "refused", "fails unwrapped", "wrong", "raises", "crashes", "hangs")
+    lines = [f"| package | optimizers | cells | {' | '.join(verdicts)} |", "|---" * 10 + "|"]
+    for package in dict.fromkeys(row.package for row in rows):
+        own = [row for row in rows if row.package == package]
+        counts = Counter(row.verdict for row in own)
+        numbers = [len({row.optimizer for row in own}), len(own), *(counts[v] for v in verdicts)]
+        lines.append(f"| {package} | {' | '.join(map(str, numbers))} |")
+    notes = Notes("resumed optimizers", longest=240)
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if row.verdict != "right":
+            key = f"`{row.optimizer}`", row.package, notes.of(Cell(row.verdict, row.reason))
+            cells.setdefault(key, []).append(f"{row.way} {row.ranks}")
+    every = len(WAYS) * len(WORLDS)
+    listed = [
+        f"| {' | '.join(key)} | {'all' if len(where) == every else ', '.join(where)} |"
+        for key, where in cells.items()
+    ]
+    head = [
+        "| optimizer | package | verdict | way, and number of ranks that resume |",
+        "|---" * 4 + "|",
+    ]
+    lines += ["", *folded("Optimizers that are not right everywhere", [*head, *listed])]
+    return "\n".join([*lines, *notes.lines()])
 
 
 def main() -> None:
@@ -269,34 +307,42 @@ def main() -> None:
     add("--package", nargs="+", choices=PACKAGES, default=[*PACKAGES], help="packages to try")
     add("--only", nargs="+", metavar="NAME", help="optimizers to try (default: all)")
     add("--csv", type=output_file, help="write all cells into this file")
+    add("--cells", nargs="+", type=Path, metavar="CSV", help="show these cells, and try nothing")
+    add("--page", type=page_file, help="page to write the table into (default: print the table)")
     parser.add_timeout(60.0, "each save and each resumed training")
     args = parser.parse_args()
+    rows = [row for file in args.cells or () for row in _read(file)]
     names = [
         (package, name)
         for package in args.package
-        if importlib.util.find_spec(package)
+        if not args.cells and importlib.util.find_spec(package)
         for name in _all_of(package)
         if not args.only or name in args.only
     ]
-    counts: Counter[tuple[str, str]] = Counter()
-    rows = []
-    with Ranks(max(WORLDS)) as ranks:
+    with Ranks(max(WORLDS)) if names else contextlib.nullcontext() as ranks:
         for package, name in names:
             own = list(rows_of(ranks, package, name, args.timeout))
             rows += own
-            counts.update((package, row[4]) for row in own)
-            said = Counter(row[4] for row in own)
+            said = Counter(row.verdict for row in own)
             print(package, name, dict(said), file=sys.stderr, flush=True)
             for row in own:
-                if row[4] not in ("right", "fails unwrapped"):
+                if row.verdict not in ("right", "fails unwrapped"):
                     print("   ", *row[2:], file=sys.stderr, flush=True)
             if args.csv:
-                with args.csv.open("w", newline="") as file:
-                    writer = csv.writer(file)
-                    writer.writerow(("package", "optimizer", "way", "ranks", "verdict", "reason"))
-                    writer.writerows(rows)
-    for (package, verdict), count in sorted(counts.items()):
-        print(f"{package}: {count} {verdict}")
+                _write(args.csv, rows)
+    if args.cells and args.csv:
+        _write(args.csv, rows)
+    write_table(args.page, "resumed optimizers", table_of(rows))
+
+
+def _read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [Row(*one) for one in csv.reader(file)][1:]  # without the names of the columns
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([Row._fields, *rows])
 
 
 if __name__ == "__main__":
