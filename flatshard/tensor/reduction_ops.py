@@ -25,7 +25,7 @@ from flatshard.tensor.sharded_tensor import (
     sharded_in,
     wrote,
 )
-from flatshard.tensor.unsharded import OutsideUse
+from flatshard.tensor.unsharded import use_outside
 from flatshard.units.module_tree import unit_text
 
 aten = torch.ops.aten
@@ -259,8 +259,7 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if kind == "norm" or len(args) + len(kwargs) > 1:
         source.spec.refuse(f"the gradient of a {kind}")
-    apply: Any = OutsideUse.apply
-    total = apply(source, lambda tensor: _sum(aten.sum.default, (tensor,), {}))
+    total = use_outside(source, lambda tensor: _sum(aten.sum.default, (tensor,), {}))
     return total / source.spec.unsharded_numel if kind == "mean" else total
 
 

@@ -36,9 +36,11 @@ from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
     GRADIENT,
+    Caller,
     FlatShardTensor,
     Origin,
     Source,
+    caller_of_operator,
     is_collective,
     untraced,
 )
@@ -267,6 +269,42 @@ class OutsideUse(torch.autograd.Function):
         return _averaged(ctx.spec, gradient), None
 
 
+def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], Tensor]) -> Tensor:
+    """Return ``function(tensor)``, recorded for backward as ``OutsideUse``.
+
+    Raises:
+        NotImplementedError: the gradient would arrive at a leaf that the program has made, such as
+            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, this is the
+            gradient of one rank, of which a sharded leaf could hold only a range.
+    """
+    # In a `torch.autograd.Function`, `_averaged` gets the gradient: a fused loss computes in its
+    # forward the gradient that its backward returns.
+    if caller_of_operator() is Caller.PROGRAM and (leaf := _leaf_of_program(tensor)) is not None:
+        raise NotImplementedError(
+            f"{leaf.spec.where()}: a tensor computed from the parameter ({leaf.text}) requires a "
+            "gradient. The tensor is sharded, so it cannot hold this rank's gradient. Make it from "
+            "the full parameter, on all ranks: p.full_tensor().detach().requires_grad_()."
+        )
+    apply: Any = OutsideUse.apply
+    return apply(tensor, function)  # type: ignore[no-any-return]
+
+
+def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
+    """Return a sharded leaf of the tensor's autograd graph that is not a parameter, or None."""
+    if tensor.grad_fn is None:
+        return None if tensor.is_parameter else tensor
+    # The graph is short: it has only operations on sharded tensors.
+    waiting, seen = [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, FlatShardTensor) and not leaf.is_parameter:
+            return leaf
+        seen.add(node)
+        waiting += [one for one, _ in node.next_functions if one is not None and one not in seen]
+    return None
+
+
 @untraced  # autograd calls it as a hook, also in a compiled step
 def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     """Average a gradient over the ranks, and return this rank's range of the average.
@@ -345,8 +383,8 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
 
 
 def _recorded_full_tensor(tensor: FlatShardTensor) -> Tensor:
-    apply: Any = OutsideUse.apply  # gradients are disabled inside, so `full_tensor` records nothing
-    return apply(tensor, FlatShardTensor.full_tensor)  # type: ignore[no-any-return]
+    # Gradients are disabled inside, so `full_tensor` records nothing.
+    return use_outside(tensor, FlatShardTensor.full_tensor)
 
 
 ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = _recorded_full_tensor

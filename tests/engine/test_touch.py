@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -607,6 +608,46 @@ def _dropped(rank: int, world: int) -> None:
 def test_dropout_outside_of_forward_in_a_loss() -> None:
     """Each rank drew for its own part of the parameter, not for all of it."""
     run_ranks(_dropped, 2)
+
+
+LEAVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda p: p.detach().clone().requires_grad_(),
+    "data": lambda p: p.data.mul(2).requires_grad_(),
+    "parameter": lambda p: nn.Parameter(p.detach().clone()),
+}
+
+USES_OF_LEAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "multiplied": lambda x, leaf: F.linear(x, leaf).pow(2).sum(),
+    "computed with": lambda x, leaf: F.linear(x, 2 * leaf * leaf.abs()).sum(),
+    "summed": lambda x, leaf: x.sum() * leaf.pow(2).sum(),
+    "gathered": lambda x, leaf: (x @ leaf.full_tensor()).sum(),
+}
+
+
+def _leaves(rank: int, world: int) -> None:
+    """Trial steps on copies of weights, as in first-order MAML, inside and outside of forward."""
+    model = _wrap(Parent(_again), "full")
+    x = _batch(0, rank)
+    for (name, make), (use, loss) in itertools.product(LEAVES.items(), USES_OF_LEAVES.items()):
+        leaf = make(model.child.weight)
+        with (
+            naming(f"{name}, {use}"),
+            _quiet(),
+            pytest.raises(NotImplementedError, match=r"'child.weight'.*full_tensor\(\)\.detach"),
+        ):
+            loss(x, leaf).backward()
+    with _quiet():
+        values = model.child.weight.full_tensor().detach()
+        leaf = values.clone().requires_grad_()
+        F.linear(x, leaf).pow(2).sum().backward()
+    expected = values.clone().requires_grad_()
+    F.linear(x, expected).pow(2).sum().backward()
+    assert torch.equal(leaf.grad, expected.grad)  # this rank's gradient, as under DDP
+
+
+def test_gradients_of_copies_of_parameters() -> None:
+    """Were averaged over the ranks, where DDP computes each rank's own."""
+    run_ranks(_leaves, 2)
 
 
 NOISE: dict[str, Callable[[Tensor], Tensor]] = {
