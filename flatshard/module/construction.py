@@ -143,7 +143,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
     Collective if the user offloads to disk: all ranks. Raises ValueError if the user's ``boundary``
     causes too much padding.
     """
-    offload, targets = plan.settings.offload, OffloadTargets()
+    offload, targets = plan.settings.cpu_offload, OffloadTargets()
     for planned in plan.units:
         planned.lay_out(planned.settings.topology.shard.size)
     error: Exception | None = None
@@ -188,7 +188,7 @@ def _make_units(
             handles.append(FlatParamHandle(flat_plan, params, shard))
         for member in planned.members:
             module = member.module
-            casts[module] = plan.precision_plan.of_unit(module, settings.precision)
+            casts[module] = plan.precision_plan.of_unit(module, settings.mixed_precision)
         unit = Unit(casts, planned.names, placement=settings.placement, topology=settings.topology)
         unit.own(handles)
         state_dict = UnitStateDict(unit)

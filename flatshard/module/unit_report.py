@@ -98,10 +98,11 @@ def show_bytes(count: int) -> str:
 def plan_warnings(plan: ModelPlan) -> list[str]:
     """Return warnings for rank 0: settings without effect, and units that are slow or large."""
     module, settings, ignored = plan.module, plan.settings, plan.ignored
+    offload = settings.cpu_offload
     found = plan.precision_plan.warnings()
     # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
-    if settings.policy not in (None, "auto") and not plan.chosen:
-        found.append(explain_no_match(plan.tree, settings.policy))
+    if settings.auto_wrap_policy not in (None, "auto") and not plan.chosen:
+        found.append(explain_no_match(plan.tree, settings.auto_wrap_policy))
     if module in ignored.modules:
         found.append(
             "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
@@ -125,7 +126,7 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
             "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once, "
             "with all settings."
         )
-    if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
+    if offload.is_on and not offload.path and settings.device.type == "cpu":
         found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
     # Read the topology (the process groups of a strategy) from the root unit, not from `settings`,
     # the settings of the whole model. With `allow_divergence=True`, ranks may skip any unit, which
@@ -133,6 +134,6 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
     # `settings`. Then `settings.topology` would create these groups, which is collective. But this
     # function runs only on rank 0, so rank 0 would wait forever.
     num_shards = plan.units[-1].settings.topology.shard.size
-    if settings.policy is None and num_shards > 1 and not plan.shardings:
+    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.shardings:
         found += one_unit_warning(plan.tree)
     return found

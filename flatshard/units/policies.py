@@ -247,10 +247,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
     see the note in ``flatshard.units.module_tree``.
 
     Raises:
-        TypeError: ``policy`` has none of the three forms of a policy.
         ValueError: ``policy`` has an invalid setting or returned an invalid value.
     """
-    check_policy(policy)
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
@@ -360,14 +358,20 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     return wrapper_cls(module, **keywords)
 
 
-def check_policy(policy: object) -> None:
-    """Raise TypeError or ValueError if ``policy`` has none of the three forms of a policy."""
+def as_policy(policy: Any) -> Policy | None:
+    """Check the user's ``auto_wrap_policy``, and return it.
+
+    Raises:
+        TypeError: ``policy`` has none of the three forms of a policy.
+        ValueError: ``policy`` is a string other than ``"auto"``.
+    """
     expected = (
         'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
     )
-    if policy == "auto" or (hasattr(policy, "_run_policy") and not isinstance(policy, type)):
-        return
+    is_object = hasattr(policy, "_run_policy") and not isinstance(policy, type)
+    if policy is None or policy == "auto" or is_object:
+        return policy
     if isinstance(policy, str):
         is_name = policy.endswith(("_policy", "Policy"))
         hint = f" To use {policy}, pass the object, not its name." if is_name else ""
@@ -383,6 +387,7 @@ def check_policy(policy: object) -> None:
             f"keywords module, recurse and nonwrapped_numel ({error}). Bind all other arguments "
             "with functools.partial."
         ) from error
+    return policy
 
 
 def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:

@@ -72,7 +72,7 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
             on_gpu=kind == "cuda",
             device=str(settings.device),
             auto_wrap_policy=CustomPolicy(chosen.__contains__),
-            mixed_precision=settings.precision,
+            mixed_precision=settings.mixed_precision,
         )
         flats = traced.flats(
             ranks.world.size,
