@@ -166,10 +166,7 @@ class ModelPlan:
             module: self.settings.override(member, self.divergent)
             for module, member in members.items()
         }
-        plan_class = PrecisionPlan
-        if any(settings.mixed_precision.overrides for settings in self.settings_of.values()):
-            plan_class = extra("overrides", "MixedPrecision(overrides=...)").OverridesPlan
-        self.precision_plan = plan_class(
+        self.precision_plan = PrecisionPlan(
             self.module,
             {module: settings.mixed_precision for module, settings in self.settings_of.items()},
             self.left_alone,
