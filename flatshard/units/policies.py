@@ -390,12 +390,9 @@ def as_policy(policy: Any) -> Policy | None:
     return policy
 
 
-def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
-    found = (
-        tuple(classes)
-        if isinstance(classes, Iterable) and not isinstance(classes, type)
-        else (None,)
-    )
+def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
+    are_several = isinstance(classes, Iterable) and not isinstance(classes, type)
+    found = tuple(classes) if are_several else (None,)
     if not all(isinstance(item, type) for item in found):
         raise TypeError(
             f"{argument}: expected a set of classes, for example {{Block}}, got {_show(classes)}."
