@@ -31,6 +31,17 @@ from torch import nn
 from flatshard.units.auto_wrap import AutoUnits
 from flatshard.units.module_tree import ModuleTree, ParamInfo, has_forward, numel
 
+__all__ = [  # the names in `flatshard.wrap`
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
 Keywords: TypeAlias = dict[str, Any]
 
 # Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
