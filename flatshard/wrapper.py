@@ -413,13 +413,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 is inside another one, and a forward has run; a forward or backward of the model is
                 running.
         """
-        context = self._sharding.check_between_steps("register_comm_hook()")
-        self._sharding.check_has_all_modules("given a hook")
-        precisions = {one.unit: one.settings.mixed_precision for one in shardings_in(self)}
-        is_late = context.has_run and not self.check_is_root()
         reduction = extra("reduction", "ShardedWrapper.register_comm_hook()")
-        reduction.register(list(precisions.items()), state, hook, is_late=is_late)
-        context.refresh()
+        reduction.register(self._sharding, state, hook)
 
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
