@@ -279,10 +279,6 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     # several names, of which the first is used.
     names = {id(inner): name for name, inner in module.named_modules() if inner in tops}
     tensors = list(places_in(module))
-    # Do not raise if some objects are not in `module`: a user may pass the same list to several
-    # wrappers, each of which contains only some of the objects.
-    present = {*map(id, module.modules()), *(id(tensor) for _, _, _, tensor in tensors)}
-    is_elsewhere = bool(chosen) and present.isdisjoint(map(id, chosen))
     # Compare tensors by id, because `==` of tensors compares their elements. A tensor that the
     # module lists for DDP to ignore is ignored only if all names of the tensor are listed.
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -292,6 +288,9 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     for name, _, _, tensor in tensors:
         if id(tensor) in single:
             names.setdefault(id(tensor), name)
+    # Do not raise if some objects are not in `module`: a user may pass the same list to several
+    # wrappers, each of which contains only some of the objects.
+    is_elsewhere = bool(chosen) and names.keys().isdisjoint(map(id, chosen))
     places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
     ignored = Ignored(
         frozenset[nn.Module]().union(
@@ -432,8 +431,8 @@ def _share_elements(param: Tensor, other: Tensor) -> bool:
     def places(tensor: Tensor) -> Tensor:
         size = tensor.element_size() // unit
         shape, stride = (*tensor.shape, size), (*(size * s for s in tensor.stride()), 1)
-        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        return torch.arange(count).as_strided(shape, stride) + (tensor.data_ptr() - start) // unit
+        first = (tensor.data_ptr() - start) // unit
+        return first + torch.arange(_extent(tensor) * size).as_strided(shape, stride)
 
     return bool(torch.isin(places(param), places(other)).any())
 

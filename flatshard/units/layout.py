@@ -246,9 +246,8 @@ def boxes_of(
     order = range(len(shape)) if order is None else order
     position = 0
     for offsets, sizes in _row_major([shape[dimension] for dimension in order], start, stop):
-        by_dimension = {d: (o, s) for d, o, s in zip(order, offsets, sizes, strict=True)}
-        places = [by_dimension[dimension] for dimension in range(len(shape))]
-        box = Box(tuple(o for o, _ in places), tuple(s for _, s in places), position)
+        places = sorted(zip(order, offsets, sizes, strict=True))
+        box = Box(tuple(o for _, o, _ in places), tuple(s for *_, s in places), position)
         yield box
         position += box.numel
 
