@@ -34,7 +34,6 @@ from flatshard.module.sharding import (
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
 from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped
-from flatshard.units.boundary import check_padding, move
 from flatshard.units.ignored import NOTHING, Ignored, places_in
 from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import ModuleTree, ParamInfo, find_params, name_of, unit_text
@@ -94,15 +93,18 @@ class PlannedUnit:
 
         Raises ValueError if the user's ``boundary`` causes too much padding.
         """
-        boundary = self.settings.boundary
+        boundary, cuts = self.settings.boundary, None
+        if boundary != "element":
+            cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
         for plan, infos in self.flat_params.items():
             params = {name: info.param for name, info in infos.items()}
             itemsize = plan.dtype.itemsize
-            layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
-            plan.layout = move(layout, boundary, itemsize, self.number)
+            plan.layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
+            if cuts is not None:
+                plan.layout = cuts.move(plan.layout, boundary, itemsize, self.number)
             self.flat_params[plan] = {span.name: infos[span.name] for span in plan.layout.spans}
-        if boundary != "element":
-            check_padding(self.name, [plan.layout for plan in self.flat_params], boundary)
+        if cuts is not None:
+            cuts.check_padding(self.name, [plan.layout for plan in self.flat_params], boundary)
 
 
 class ModelPlan:

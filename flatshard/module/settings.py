@@ -16,6 +16,7 @@ from torch import nn
 from flatshard.comm.communicator import Topology
 from flatshard.comm.process_groups import current_cuda
 from flatshard.comm.ranks import Ranks, read_ranks
+from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import (
@@ -31,7 +32,6 @@ from flatshard.options.transport_options import (
     as_transport,
     check_launch_without_group,
 )
-from flatshard.units.boundary import Boundary, as_boundary
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import ChosenModule, Policy, as_policy
@@ -56,6 +56,12 @@ def _as_init_fn(value: object) -> object:
     return value
 
 
+def _as_boundary(value: object) -> Any:
+    if isinstance(value, str) and value == "element":
+        return value
+    return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
+
+
 # The keywords that can be read without the module and without the ranks. Each function returns the
 # value for the field of `Settings` with this name, or raises an error that names the keyword.
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -63,7 +69,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "cpu_offload": as_cpu_offload,
     "backward_prefetch": as_backward_prefetch,
     "coalesce_bytes": as_coalesce_bytes,
-    "boundary": as_boundary,
+    "boundary": _as_boundary,
     "auto_wrap_policy": as_policy,
     "param_init_fn": _as_init_fn,
     "sync_module_states": partial(as_flag, "sync_module_states"),
@@ -133,7 +139,7 @@ class Settings:
     device: torch.device
     mixed_precision: MixedPrecision
     coalesce_bytes: int
-    boundary: Boundary
+    boundary: str | int
     cpu_offload: CPUOffload = dataclasses.field(default_factory=CPUOffload)
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.AUTO
     forward_prefetch: bool = True

@@ -48,6 +48,7 @@ def _whole_tensors(model: ShardedWrapper) -> None:
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "reduction": lambda model: model.register_comm_hook(None, lambda *_: None),
     "join": lambda model: model.join(),
+    "boundary": lambda _: ShardedWrapper(nn.Linear(2, 2), boundary="row"),
     "divergence": lambda _: ShardedWrapper(nn.Linear(2, 2), allow_divergence=True),
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
     "deadlock": None,

@@ -1,8 +1,11 @@
-"""Moves parameters in a flat parameter, to keep each row, block or parameter on one rank.
+"""Extra: moves parameters in a flat parameter, to keep each row, block or parameter on one rank.
 
-The option ``boundary`` asks for this. Only the positions of parameters in the flat parameter
-change. Every rank still holds one range, and all ranges have the same length, so collectives are
-unchanged. The cost is padding, limited by ``check_padding``.
+The option ``boundary`` asks for this. Without this folder, ``ShardedWrapper(boundary=...)`` raises
+``MissingExtraError``, except with the default ``"element"``.
+
+Only the positions of parameters in the flat parameter change. Every rank still holds one range, and
+all ranges have the same length, so collectives are unchanged. The cost is padding, limited by
+``check_padding``.
 
     a:(2,3) b:(2,2) c:(4,) on 2 ranks, alignment 1     boundary "tensor", shard_numel 8
       rank 0 | a a a a a a . . |   rank 1 | b b b b c c c c |
@@ -19,6 +22,8 @@ from dataclasses import replace
 
 from flatshard.units.layout import ALIGNMENT_BYTES, FlatLayout, ParamSpan, round_up, shard_length
 from flatshard.units.module_tree import unit_text
+
+__all__ = ["Boundary", "as_boundary", "block_numel", "check_padding", "move"]
 
 # Where the end of a shard may cut a parameter: "element" (anywhere), "row" (between rows), "tensor"
 # (nowhere), or a number of elements (at multiples of the number).
