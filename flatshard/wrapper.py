@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.engine.hooks import surround
-from flatshard.module import unit_report
 from flatshard.module.construction import local_parts, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
@@ -962,7 +961,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 print(model.unit_report())
             ```
         """
-        return unit_report.report(self._sharding)
+        report = extra("unit_report", "ShardedWrapper.unit_report()").report
+        return str(report(self._sharding))
 
     def flat_parameters(self) -> list[FlatParameter]:
         """Return this rank's chunks of the flat parameters of this unit and units inside.
