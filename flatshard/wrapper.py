@@ -17,15 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.engine.hooks import surround
-from flatshard.module import unit_report
 from flatshard.module.construction import local_parts, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating, summon
-from flatshard.module.settings import (
-    ProcessGroups,
-    Settings,
-)
+from flatshard.module.settings import ProcessGroups, Settings
 from flatshard.module.sharding import (
     Sharding,
     handles_in,
@@ -206,12 +202,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if others:  # keywords of torch's wrappers, or misspelled keywords
             torch_names = extra("torch_names", f"the keyword {next(iter(others))!r}")
             given, without_effect = torch_names.read_keywords(others, given)
-        ignored = read_ignored(module, auto_wrap_policy, ignored_modules, given["ignored_states"])
+        ignored = read_ignored(module, given)
         settings = Settings.read(module, ignored, given)
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         with local_parts(module, ignored, settings):
-            plan = ModelPlan(module, settings, ignored)
-            wrap(plan, self, ShardedWrapper, notes)
+            wrap(ModelPlan(module, settings, ignored), self, ShardedWrapper, notes)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
@@ -417,13 +412,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 is inside another one, and a forward has run; a forward or backward of the model is
                 running.
         """
-        context = self._sharding.check_between_steps("register_comm_hook()")
-        self._sharding.check_has_all_modules("given a hook")
-        precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
-        is_late = context.has_run and not self.check_is_root()
         reduction = extra("reduction", "ShardedWrapper.register_comm_hook()")
-        reduction.register(list(precisions.items()), state, hook, is_late=is_late)
-        context.refresh()
+        reduction.register(self._sharding, state, hook)
 
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -971,7 +961,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 print(model.unit_report())
             ```
         """
-        return unit_report.report(self._sharding)
+        report = extra("unit_report", "ShardedWrapper.unit_report()").report
+        return str(report(self._sharding))
 
     def flat_parameters(self) -> list[FlatParameter]:
         """Return this rank's chunks of the flat parameters of this unit and units inside.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork
-from flatshard.memory.buffers import BufferMemory, ShardItself
+from flatshard.memory.buffers import BufferMemory
 from flatshard.memory.offload_target import beside, copy_stream
 from flatshard.options.extras import extra
 from flatshard.tensor.flat_parameter import FlatParamPlan
@@ -105,7 +105,7 @@ class ParamGather:
         into the buffer: then the result also has memory for the shard.
         """
         if shard is not None and self.is_aliased:
-            return ShardItself(shard)
+            return BufferMemory(shard)
         target = self._targets.shard if self.reads_shard else None
         request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], target)
         transport = self._topology.intra_group.transport_for(self._device, self.tags[0])

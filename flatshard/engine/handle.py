@@ -27,7 +27,7 @@ from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
-from flatshard.memory.buffers import BufferCache, ShardItself, num_uses
+from flatshard.memory.buffers import BufferCache, BufferMemory, num_uses
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
 from flatshard.units.layout import as_bytes, view_of
@@ -284,7 +284,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:
-                self.memory, self.buffer = ShardItself(self.flat_param), self.flat_param
+                self.memory, self.buffer = BufferMemory(self.flat_param), self.flat_param
             for param in self.params:
                 place = view_of(self.flat_param, param.span)
                 place.copy_(param.sharded)

@@ -60,11 +60,10 @@ class BufferMemory:
     """The memory of one unsharded buffer, which is allocated and freed many times.
 
     The buffer always has the same storage object. So autograd's views of the buffer are valid again
-    after the next unshard.
+    after the next unshard. In this base class the buffer is the shard of a flat parameter that is
+    not sharded, and nothing is allocated or freed.
     """
 
-    # The buffer, (numel,). It may be used only between ``take`` and ``free``.
-    buffer: Tensor
     # Memory for this rank's shard, (shard_numel,), initially zeros. The same memory is also mapped
     # into the buffer, so an all-gather need not copy this rank's shard. If None, the shard has
     # memory of its own, and an all-gather copies it.
@@ -72,6 +71,10 @@ class BufferMemory:
     # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
     # so the unit need not stay unsharded between forward and backward to save an all-gather.
     shows_shards = False
+
+    def __init__(self, buffer: Tensor) -> None:
+        # The buffer, (numel,). It may be used only between ``take`` and ``free``.
+        self.buffer = buffer
 
     @property
     def held_bytes(self) -> int:
@@ -100,21 +103,11 @@ class BufferMemory:
         """
 
 
-class ShardItself(BufferMemory):
-    """The unsharded buffer of a flat parameter that is not sharded: the shard itself.
-
-    Nothing is allocated or freed.
-    """
-
-    def __init__(self, shard: Tensor) -> None:
-        self.buffer = shard
-
-
 class AllocatedBuffer(BufferMemory):
     """An unsharded buffer whose memory comes from torch's allocator for the device."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.buffer = torch.empty(numel, dtype=dtype, device=device)
+        super().__init__(torch.empty(numel, dtype=dtype, device=device))
         self._nbytes = self.buffer.nbytes
 
     @property
@@ -246,7 +239,7 @@ class PooledBuffer(BufferMemory):
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
-        self.buffer = torch.frombuffer(everything, dtype=dtype)
+        super().__init__(torch.frombuffer(everything, dtype=dtype))
         address = self.buffer.data_ptr()
         end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # ``_own``: address range of this rank's shard. ``_rooms``: the address ranges before and

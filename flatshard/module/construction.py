@@ -39,7 +39,6 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import surround
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
-from flatshard.module import unit_report
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
@@ -52,6 +51,7 @@ from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.units.ignored import Ignored
 from flatshard.units.layout import part_of
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
+from flatshard.units.policies import explain_no_match, one_unit_warning
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
@@ -89,7 +89,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     move_buffers(plan, initial_values)
     # Collect the warnings before units change the module: the checks read the user's own module.
     ranks = plan.settings.ranks
-    messages = [*notes, *unit_report.plan_warnings(plan)] if ranks.world.rank == 0 else []
+    messages = [*notes, *plan_warnings(plan)] if ranks.world.rank == 0 else []
     units = _make_units(plan, root, kind, initial_values, targets)
     handles = [handle for unit in units for handle in unit.handles]
     if meta_init is not None:
@@ -143,7 +143,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
     Collective if the user offloads to disk: all ranks. Raises ValueError if the user's ``boundary``
     causes too much padding.
     """
-    offload, targets = plan.settings.offload, OffloadTargets()
+    offload, targets = plan.settings.cpu_offload, OffloadTargets()
     for planned in plan.units:
         planned.lay_out(planned.settings.topology.shard.size)
     error: Exception | None = None
@@ -188,7 +188,7 @@ def _make_units(
             handles.append(FlatParamHandle(flat_plan, params, shard))
         for member in planned.members:
             module = member.module
-            casts[module] = plan.precision_plan.of_unit(module, settings.precision)
+            casts[module] = plan.precision_plan.of_unit(module, settings.mixed_precision)
         unit = Unit(casts, planned.names, placement=settings.placement, topology=settings.topology)
         unit.own(handles)
         state_dict = UnitStateDict(unit)
@@ -385,3 +385,50 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
         inner._buffers.update(
             {name: received.get(id(buffer), buffer) for name, buffer in inner._buffers.items()}
         )
+
+
+# ------------------------------------------------------------ warnings
+
+
+def plan_warnings(plan: ModelPlan) -> list[str]:
+    """Return warnings for rank 0: settings without effect, and units that are slow or large."""
+    module, settings, ignored = plan.module, plan.settings, plan.ignored
+    offload = settings.cpu_offload
+    found = plan.precision_plan.warnings()
+    # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
+    if settings.auto_wrap_policy not in (None, "auto") and not plan.chosen:
+        found.append(explain_no_match(plan.tree, settings.auto_wrap_policy))
+    if module in ignored.modules:
+        found.append(
+            "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
+            "Leave the module out of ignored_modules and ignored_states."
+        )
+    modules = {*plan.settings_of, *(sharding.wrapper.module for sharding in plan.shardings)}
+    if plan.divergent and plan.divergent.isdisjoint(modules):
+        found.append(
+            "allow_divergence has no effect, because none of the given modules is a unit: outer "
+            "units all-gather their parameters. Make the modules units (auto_wrap_policy)."
+        )
+    if ignored.is_elsewhere:
+        found.append(
+            "ignored_modules, ignored_states: none of the given modules and parameters is in the "
+            f"wrapped {type(module).__name__}, so nothing is ignored. Pass modules of the wrapped "
+            "model."
+        )
+    if isinstance(module, ModuleProxy):
+        found.append(
+            f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
+            "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once, "
+            "with all settings."
+        )
+    if offload.is_on and not offload.path and settings.device.type == "cpu":
+        found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
+    # Read the topology (the process groups of a strategy) from the root unit, not from `settings`,
+    # the settings of the whole model. With `allow_divergence=True`, ranks may skip any unit, which
+    # changes the placement of every unit, so no unit has created the groups for the placement in
+    # `settings`. Then `settings.topology` would create these groups, which is collective. But this
+    # function runs only on rank 0, so rank 0 would wait forever.
+    num_shards = plan.units[-1].settings.topology.shard.size
+    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.shardings:
+        found += one_unit_warning(plan.tree)
+    return found

@@ -13,7 +13,7 @@ device.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -34,11 +34,10 @@ from flatshard.module.sharding import (
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
 from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped
-from flatshard.units.boundary import check_padding, move
 from flatshard.units.ignored import NOTHING, Ignored, places_in
 from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import ModuleTree, ParamInfo, find_params, name_of, unit_text
-from flatshard.units.policies import ChosenModule, Policy, check_policy, find_units
+from flatshard.units.policies import ChosenModule, Policy, find_units
 
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency. Joining a
 # collective of this size with other collectives saves little.
@@ -81,7 +80,7 @@ class PlannedUnit:
             # complete first and the embedding's last. In one flat parameter, the head's gradient
             # would have to wait for the embedding's.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
-            precision = precision_plan.of_param(param, self.settings.precision)
+            precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
             plan = plans.setdefault(
                 (*kind, is_apart and id(param)),
@@ -94,15 +93,18 @@ class PlannedUnit:
 
         Raises ValueError if the user's ``boundary`` causes too much padding.
         """
-        boundary = self.settings.boundary
+        boundary, cuts = self.settings.boundary, None
+        if boundary != "element":
+            cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
         for plan, infos in self.flat_params.items():
             params = {name: info.param for name, info in infos.items()}
             itemsize = plan.dtype.itemsize
-            layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
-            plan.layout = move(layout, boundary, itemsize, self.number)
+            plan.layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
+            if cuts is not None:
+                plan.layout = cuts.move(plan.layout, boundary, itemsize, self.number)
             self.flat_params[plan] = {span.name: infos[span.name] for span in plan.layout.spans}
-        if boundary != "element":
-            check_padding(self.name, [plan.layout for plan in self.flat_params], boundary)
+        if cuts is not None:
+            cuts.check_padding(self.name, [plan.layout for plan in self.flat_params], boundary)
 
 
 class ModelPlan:
@@ -158,20 +160,17 @@ class ModelPlan:
     def _choose_units(self, infos: Sequence[ParamInfo]) -> None:
         root = ChosenModule("", self.module)
         self.chosen: list[ChosenModule] = []  # modules that the policy chose, in order
-        if self.settings.policy is not None:
-            self.chosen = find_units(self.tree, self.settings.policy)
+        if self.settings.auto_wrap_policy is not None:
+            self.chosen = find_units(self.tree, self.settings.auto_wrap_policy)
         # For each module that becomes a unit, its settings. The root comes first.
         members = {member.module: member for member in (root, *self.chosen)}
         self.settings_of = {
             module: self.settings.override(member, self.divergent)
             for module, member in members.items()
         }
-        plan_class = PrecisionPlan
-        if any(settings.precision.overrides for settings in self.settings_of.values()):
-            plan_class = extra("overrides", "MixedPrecision(overrides=...)").OverridesPlan
-        self.precision_plan = plan_class(
+        self.precision_plan = PrecisionPlan(
             self.module,
-            {module: settings.precision for module, settings in self.settings_of.items()},
+            {module: settings.mixed_precision for module, settings in self.settings_of.items()},
             self.left_alone,
         )
         for info in infos:
@@ -248,12 +247,7 @@ def check_frozen(shared: Mapping[Sharding, Set[Sharding]]) -> None:
                 )
 
 
-def read_ignored(
-    module: nn.Module,
-    policy: Policy | None,
-    ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: Iterable[nn.Parameter | nn.Module] | None,
-) -> Ignored:
+def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     """Return the modules and tensors to be ignored by the wrapper of ``module``.
 
     The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
@@ -261,40 +255,32 @@ def read_ignored(
 
     Args:
         module: the module to wrap.
-        policy: the user's ``auto_wrap_policy``, or None.
-        ignored_modules: modules from the user's keyword of this name, or None.
-        ignored_states: modules and parameters from the user's keyword of this name, or None.
+        given: the value of each keyword of the constructor, by name.
 
     Raises:
-        TypeError: ``module`` is no module, ``policy`` is no policy, or a keyword is not an iterable
-            of modules (or parameters).
-        ValueError: both keywords are given, a parameter to ignore is already sharded, or ``policy``
-            does not fit ``module``.
+        TypeError: ``module`` is no module, or a keyword is not an iterable of modules (or
+            parameters).
+        ValueError: both keywords are given, a parameter to ignore is already sharded, or ``module``
+            contains a wrapper and the user gives an ``auto_wrap_policy``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
-    if policy is not None:
-        check_policy(policy)
     shardings = shardings_in(module)
-    _check_wrappers(module, policy, shardings)
-    if ignored_modules is not None and ignored_states is not None:
+    _check_wrappers(module, given["auto_wrap_policy"], shardings)
+    if given["ignored_modules"] is not None and given["ignored_states"] is not None:
         raise ValueError(
             "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
             "ignored_states takes modules and parameters."
         )
     chosen = [
-        *_read("ignored_modules", ignored_modules, (nn.Module,)),
-        *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
+        *_read(given, "ignored_modules", nn.Module),
+        *_read(given, "ignored_states", nn.Parameter, nn.Module),
     ]
     tops = {top for top in chosen if isinstance(top, nn.Module)}
     # Names of the ignored modules and tensors, keyed by id: a shared module or a tied tensor has
     # several names, of which the first is used.
     names = {id(inner): name for name, inner in module.named_modules() if inner in tops}
     tensors = list(places_in(module))
-    # Do not raise if some objects are not in `module`: a user may pass the same list to several
-    # wrappers, each of which contains only some of the objects.
-    present = {*map(id, module.modules()), *(id(tensor) for _, _, _, tensor in tensors)}
-    is_elsewhere = bool(chosen) and present.isdisjoint(map(id, chosen))
     # Compare tensors by id, because `==` of tensors compares their elements. A tensor that the
     # module lists for DDP to ignore is ignored only if all names of the tensor are listed.
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -304,6 +290,9 @@ def read_ignored(
     for name, _, _, tensor in tensors:
         if id(tensor) in single:
             names.setdefault(id(tensor), name)
+    # Do not raise if some objects are not in `module`: a user may pass the same list to several
+    # wrappers, each of which contains only some of the objects.
+    is_elsewhere = bool(chosen) and names.keys().isdisjoint(map(id, chosen))
     places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
     ignored = Ignored(
         frozenset[nn.Module]().union(
@@ -327,12 +316,13 @@ def read_ignored(
     return ignored
 
 
-def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Return the ``values`` that the user passed in ``keyword``, as a list.
+def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
+    """Return the objects that the user passed in ``keyword``, as a list.
 
     Raises:
-        TypeError: ``values`` is not an iterable, or contains an object of another kind.
+        TypeError: the value is not an iterable, or contains an object of another kind.
     """
+    values = given[keyword]
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)
@@ -443,8 +433,8 @@ def _share_elements(param: Tensor, other: Tensor) -> bool:
     def places(tensor: Tensor) -> Tensor:
         size = tensor.element_size() // unit
         shape, stride = (*tensor.shape, size), (*(size * s for s in tensor.stride()), 1)
-        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        return torch.arange(count).as_strided(shape, stride) + (tensor.data_ptr() - start) // unit
+        first = (tensor.data_ptr() - start) // unit
+        return first + torch.arange(_extent(tensor) * size).as_strided(shape, stride)
 
     return bool(torch.isin(places(param), places(other)).any())
 

@@ -24,7 +24,7 @@ from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.model_plan import check_frozen
-from flatshard.module.settings import as_flags
+from flatshard.module.settings import as_flag
 from flatshard.module.sharding import (
     Sharding,
     handles_in,
@@ -258,7 +258,7 @@ def _check_not_captured(device: torch.device) -> None:
 def accumulating(
     sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
-    as_flags(replicas_only=replicas_only)
+    as_flag("replicas_only", replicas_only)
     context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
@@ -307,7 +307,8 @@ def _gradient_bytes(unit: Unit) -> int:
 @contextlib.contextmanager
 def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
     """Let modules hold full parameters; see ``ShardedWrapper.summon_full_params``. Collective."""
-    as_flags(recurse=recurse, **vars(request))
+    for keyword, value in {"recurse": recurse, **vars(request)}.items():
+        as_flag(keyword, value)
     if request.rank0_only and request.writeback:
         raise ValueError(
             "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from flatshard.comm.communicator import Topology
 from flatshard.comm.process_groups import current_cuda
 from flatshard.comm.ranks import Ranks, read_ranks
+from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import (
@@ -30,28 +32,63 @@ from flatshard.options.transport_options import (
     as_transport,
     check_launch_without_group,
 )
-from flatshard.units.boundary import Boundary, as_boundary
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_tree import unit_text
-from flatshard.units.policies import ChosenModule, Policy
+from flatshard.units.policies import ChosenModule, Policy, as_policy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
-def as_flags(**given: Any) -> dict[str, bool | None]:
-    """Return the options as bools or None. Raises TypeError for an option of another type.
+def as_flag(keyword: str, value: object, default: bool | None = None) -> bool | None:
+    """Return ``value`` as a bool, or ``default`` if it is None. Raises TypeError for other types.
 
     0 and 1 are accepted, because they equal False and True.
     """
-    for keyword, value in given.items():
-        # Do not call `bool` on other values: `bool("no")` is True.
-        if value is not None and value not in (True, False):
-            raise TypeError(f"{keyword}: expected True or False, got {value!r}.")
-    return {keyword: None if value is None else bool(value) for keyword, value in given.items()}
+    # Do not call `bool` on other values: `bool("no")` is True.
+    if value is not None and value not in (True, False):
+        raise TypeError(f"{keyword}: expected True or False, got {value!r}.")
+    return default if value is None else bool(value)
 
 
-# Keywords whose value None means True.
-_ON = ("forward_prefetch", "broadcast_buffers")
+def _as_init_fn(value: object) -> object:
+    if value is not None and not callable(value):
+        raise TypeError(f"param_init_fn: expected a function that takes a module, got {value!r}.")
+    return value
+
+
+def _as_boundary(value: object) -> Any:
+    if isinstance(value, str) and value == "element":
+        return value
+    return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
+
+
+# The keywords that can be read without the module and without the ranks. Each function returns the
+# value for the field of `Settings` with this name, or raises an error that names the keyword.
+READERS: dict[str, Callable[[Any], Any]] = {
+    "mixed_precision": as_mixed_precision,
+    "cpu_offload": as_cpu_offload,
+    "backward_prefetch": as_backward_prefetch,
+    "coalesce_bytes": as_coalesce_bytes,
+    "boundary": _as_boundary,
+    "auto_wrap_policy": as_policy,
+    "param_init_fn": _as_init_fn,
+    "sync_module_states": partial(as_flag, "sync_module_states"),
+    "forward_prefetch": partial(as_flag, "forward_prefetch", default=True),
+    "broadcast_buffers": partial(as_flag, "broadcast_buffers", default=True),
+}
+# The keywords, except `allow_divergence`, that a policy may change for a unit.
+_PER_UNIT = {"sharding_strategy", "reshard_after_forward", "mixed_precision", "boundary"}
+
+
+def read_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the keywords in ``given`` that ``READERS`` contains, and return the values by name."""
+    return {name: reader(given[name]) for name, reader in READERS.items() if name in given}
+
+
+def read_strategy(given: Mapping[str, Any], ranks: Ranks) -> tuple[ShardingStrategy, Placement]:
+    """Read ``sharding_strategy`` and ``reshard_after_forward``; return strategy and placement."""
+    strategy = as_strategy(given["sharding_strategy"], has_grid=ranks.grid is not None)
+    return resharding(strategy, given.get("reshard_after_forward"))
 
 
 def find_device(
@@ -99,15 +136,15 @@ class Settings:
     ranks: Ranks
     strategy: ShardingStrategy
     placement: Placement
-    precision: MixedPrecision
-    coalesce_bytes: int
     device: torch.device
-    boundary: Boundary
-    offload: CPUOffload = dataclasses.field(default_factory=CPUOffload)
+    mixed_precision: MixedPrecision
+    coalesce_bytes: int
+    boundary: str | int
+    cpu_offload: CPUOffload = dataclasses.field(default_factory=CPUOffload)
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.AUTO
     forward_prefetch: bool = True
     broadcast_buffers: bool = True
-    policy: Policy | None = None
+    auto_wrap_policy: Policy | None = None
     allow_divergence: Any = False
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync_module_states: bool | None = None
@@ -128,15 +165,10 @@ class Settings:
             ValueError: a value is not supported, or this host lacks the device.
             RuntimeError: several ranks were started, but no process group exists.
         """
-        init_fn, process_group = given["param_init_fn"], given["process_group"]
-        if init_fn is not None and not callable(init_fn):
-            raise TypeError(
-                f"param_init_fn: expected a function that takes a module, got {init_fn!r}."
-            )
-        flags = as_flags(
-            **{name: given[name] for name in ("sync_module_states", "limit_all_gathers", *_ON)}
-        )
+        as_flag("limit_all_gathers", given["limit_all_gathers"])
+        values = read_values(given)
         transport = as_transport(given["collectives"], given["wire_dtype"])
+        process_group = given["process_group"]
         if process_group is None and given["device_mesh"] is None:
             if dist.is_available() and dist.is_initialized():
                 process_group = dist.group.WORLD
@@ -148,25 +180,9 @@ class Settings:
                     stacklevel=3,
                 )
         ranks = read_ranks(process_group, given["device_mesh"], mode=transport)
-        strategy, placement = read_strategy(
-            given["sharding_strategy"], given["reshard_after_forward"], ranks
-        )
-        return cls(
-            ranks=ranks,
-            strategy=strategy,
-            placement=placement,
-            precision=as_mixed_precision(given["mixed_precision"]),
-            coalesce_bytes=as_coalesce_bytes(given["coalesce_bytes"]),
-            device=find_device(module, ignored, given["device_id"], ranks.world.group),
-            boundary=as_boundary(given["boundary"]),
-            offload=as_cpu_offload(given["cpu_offload"]),
-            backward_prefetch=as_backward_prefetch(given["backward_prefetch"]),
-            policy=given["auto_wrap_policy"],
-            allow_divergence=given["allow_divergence"],
-            param_init_fn=init_fn,
-            sync_module_states=flags["sync_module_states"],
-            **{name: flags[name] is not False for name in _ON},
-        )
+        device = find_device(module, ignored, given["device_id"], ranks.world.group)
+        strategy = read_strategy(given, ranks)
+        return cls(ranks, *strategy, device, allow_divergence=given["allow_divergence"], **values)
 
     @property
     def topology(self) -> Topology:
@@ -178,9 +194,8 @@ class Settings:
         # different numbers of ranks.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
-            f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
-            f"{self.offload.describe()}, "
-            f"coalesce_bytes={self.coalesce_bytes}, "
+            f"{self.strategy}, {self.placement}, {groups}{self.mixed_precision.describe()}, "
+            f"{self.cpu_offload.describe()}, coalesce_bytes={self.coalesce_bytes}, "
             f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )
 
@@ -195,16 +210,10 @@ class Settings:
             NotImplementedError: the unit would all-gather in float8 and keep secondary shards.
         """
         keywords = dict(member.overrides)
-        strategy, placement, precision = self.strategy, self.placement, self.precision
-        if "sharding_strategy" in keywords or "reshard_after_forward" in keywords:
-            strategy, placement = read_strategy(
-                keywords.pop("sharding_strategy", strategy),
-                keywords.pop("reshard_after_forward", None),
-                self.ranks,
-            )
-        if "mixed_precision" in keywords:
-            precision = as_mixed_precision(keywords.pop("mixed_precision"))
-        boundary = as_boundary(keywords.pop("boundary", self.boundary))
+        own = {name: keywords.pop(name) for name in _PER_UNIT & keywords.keys()}
+        strategy, placement = self.strategy, self.placement
+        if "sharding_strategy" in own or "reshard_after_forward" in own:
+            strategy, placement = read_strategy({"sharding_strategy": strategy} | own, self.ranks)
         if keywords.pop("allow_divergence", member.module in divergent):
             placement = placement.diverging()
         if keywords:
@@ -215,15 +224,17 @@ class Settings:
                 "boundary. Pass all other keywords to the outermost wrapper."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
-        if precision.gather_dtype is not None and keeps_secondary:
+        changed = dataclasses.replace(
+            self, strategy=strategy, placement=placement, **read_values(own)
+        )
+        gather_dtype = changed.mixed_precision.gather_dtype
+        if gather_dtype is not None and keeps_secondary:
             raise NotImplementedError(
-                f"{unit_text(member.name)}: mixed_precision: gather_dtype={precision.gather_dtype} "
+                f"{unit_text(member.name)}: mixed_precision: gather_dtype={gather_dtype} "
                 "is not supported with reshard_after_forward=k or HYBRID_SHARD_OP (secondary "
                 "shards are not sent in float8). Leave out gather_dtype, or use FULL_SHARD."
             )
-        return dataclasses.replace(
-            self, strategy=strategy, placement=placement, precision=precision, boundary=boundary
-        )
+        return changed
 
     def check(self) -> None:
         """Raise ValueError if the ranks or the device do not fit the user's keywords."""
@@ -240,10 +251,3 @@ class Settings:
                 f"{self.device}. Leave the keyword out. To send fewer bytes, pass "
                 "MixedPrecision(param_dtype, reduce_dtype)."
             )
-
-
-def read_strategy(
-    value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
-) -> tuple[ShardingStrategy, Placement]:
-    """Read ``sharding_strategy`` and ``reshard_after_forward``; return strategy and placement."""
-    return resharding(as_strategy(value, has_grid=ranks.grid is not None), after_forward)

@@ -14,6 +14,7 @@ FOLDER = "flatshard.extras"
 # the purpose. If several extras act at one moment of a step, they act in the order of this table.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
+    "boundary": "keeps rows, blocks or whole parameters on one rank",
     "divergence": "lets ranks skip units, or run them in another order",
     "step_in_backward": "steps each unit as soon as its gradients are reduced",
     "disk": "keeps shards, gradients and optimizer state in files",
@@ -25,6 +26,7 @@ EXTRAS = {
     "meta_init": "initialises models that are built on the meta device",
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
     "plan": "predicts the memory and time of training",
+    "unit_report": "tabulates units",
     "weights": "iterates over full tensors, and computes norms",
     "device_checks": "on accelerators, finds lost writes, and ranks that evaluate different units",
     "recording": "records steps",

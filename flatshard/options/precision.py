@@ -168,23 +168,6 @@ class ParamPrecision:
     keeps_reduce_dtype: bool = False
     fixed_order: bool = False  # whether gradients are added in rank order on every backend
 
-    @classmethod
-    def of(
-        cls,
-        precision: MixedPrecision,
-        compute_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        gather_dtype: torch.dtype | None = None,
-    ) -> ParamPrecision:
-        """Return these dtypes, with all other properties from the unit's ``precision``."""
-        return cls(
-            compute_dtype,
-            reduce_dtype,
-            gather_dtype,
-            keeps_reduce_dtype=precision.keep_low_precision_grads,
-            fixed_order=precision.reduce_mode is ReduceMode.FIXED_ORDER,
-        )
-
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of unsharded parameters whose shard has ``dtype``."""
         return (self.compute_dtype or dtype) if dtype.is_floating_point else dtype

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from flatshard.options.precision import MixedPrecision, ParamPrecision
+from flatshard.options.extras import extra
+from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
 from flatshard.units.module_proxy import ModuleProxy
 
 # Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
@@ -294,11 +295,7 @@ class Override:
 
 
 class PrecisionPlan:
-    """Dtypes for all modules and parameters of a model, chosen before the model is changed.
-
-    The extra ``overrides`` has a subclass for ``MixedPrecision(overrides=...)``, in which users
-    choose dtypes by the names of modules and parameters, or by a function of a parameter.
-    """
+    """Dtypes for all modules and parameters of a model, chosen before the model is changed."""
 
     def __init__(
         self,
@@ -317,6 +314,12 @@ class PrecisionPlan:
             ValueError: the precisions ask for two dtypes of one tied parameter.
         """
         self._module, self._precisions, self._left_alone = module, precisions, left_alone
+        # The dtypes that users choose by the names of modules and parameters, or by a function of a
+        # parameter. None: no unit has `MixedPrecision(overrides=...)`.
+        self._chosen: Any = None
+        if any(precision.overrides for precision in precisions.values()):
+            overrides = extra("overrides", "MixedPrecision(overrides=...)")
+            self._chosen = overrides.ChosenDtypes(module, precisions.values())
         self._precision_of: dict[nn.Module, MixedPrecision] = {}
         self._override_of: dict[nn.Module, Override | None] = {}
         self._casts: dict[nn.Module, ModuleCasts] = {}
@@ -339,7 +342,11 @@ class PrecisionPlan:
             return
         if (own := self._precisions.get(module, precision)) != precision:
             precision, around = own, None
-        override = self.choose_for_module(module, precision, around)
+        override = around
+        if isinstance(module, tuple(precision.module_classes_to_ignore)):
+            override = Override(None)
+        elif precision.overrides:
+            override = self._chosen.of_module(module, precision) or around
         self._precision_of[module], self._override_of[module] = precision, override
         outside = _dtype_of(precision, around)
         if override is not None and override.dtype != outside:
@@ -355,7 +362,9 @@ class PrecisionPlan:
             return
         if not (isinstance(module, nn.Linear) and attribute == "weight"):
             self._not_linear.add(id(param))
-        override = self.choose_for_param(module, attribute, param)
+        precision, override = self._precision_of[module], self._override_of[module]
+        if precision.overrides:
+            override = self._chosen.of_param(module, attribute, param, precision) or override
         before = self._override_of_param.setdefault(id(param), override)
         if before != override:
             named = self._module.named_parameters(remove_duplicate=False)
@@ -366,51 +375,40 @@ class PrecisionPlan:
                 "parameters share memory: give all of these names the same dtype in overrides."
             )
 
-    def choose_for_module(
-        self, module: nn.Module, precision: MixedPrecision, around: Override | None
-    ) -> Override | None:
-        """Return the ``Override`` of ``module``, or None if the precision's dtypes apply to it.
-
-        ``around`` is the override of the parent module.
-        """
-        is_ignored = isinstance(module, tuple(precision.module_classes_to_ignore))
-        return Override(None) if is_ignored else around
-
-    def choose_for_param(
-        self, module: nn.Module, attribute: str, param: nn.Parameter
-    ) -> Override | None:
-        """Return the ``Override`` of ``param``, or None if the precision's dtypes apply to it."""
-        return self._override_of[module]
-
     def describe(self) -> str:
         """Return a text of dtypes that a function in ``overrides`` chose, for ranks to compare."""
-        return ""
+        return "" if self._chosen is None else str(self._chosen.describe())
 
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect."""
-        return []
+        return [] if self._chosen is None else list(self._chosen.warnings())
 
     def of_param(self, param: nn.Parameter, precision: MixedPrecision) -> ParamPrecision:
         """Return the dtypes of ``param`` and its gradient.
 
         ``precision`` is the precision of the unit that owns ``param``.
         """
-        if not param.is_floating_point():
-            return ParamPrecision.of(precision)
         override = self._override_of_param.get(id(param))
-        if override is None:
-            gather_dtype = None if id(param) in self._not_linear else precision.gather_dtype
-            return ParamPrecision.of(
-                precision, precision.param_dtype, precision.reduce_dtype, gather_dtype
-            )
-        compute_dtype, reduce_dtype = override.dtype or param.dtype, None
-        if precision.reduce_dtype is not None:
-            # Reduce in the wider of the two dtypes. For example, if an override keeps a parameter
-            # in fp32, its gradient must not be rounded to a `reduce_dtype` of bf16, because the
-            # user asked for more precision.
-            wider = torch.promote_types(compute_dtype, precision.reduce_dtype)
-            reduce_dtype = None if wider == compute_dtype else wider
-        return ParamPrecision.of(precision, override.dtype, reduce_dtype)
+        compute_dtype, reduce_dtype = precision.param_dtype, precision.reduce_dtype
+        gather_dtype = None if id(param) in self._not_linear else precision.gather_dtype
+        if not param.is_floating_point():
+            compute_dtype = reduce_dtype = gather_dtype = None
+        elif override is not None:
+            compute_dtype, gather_dtype = override.dtype, None
+            if reduce_dtype is not None:
+                # Reduce in the wider of the two dtypes. For example, if an override keeps a
+                # parameter in fp32, its gradient must not be rounded to a `reduce_dtype` of bf16,
+                # because the user asked for more precision.
+                own = override.dtype or param.dtype
+                wider = torch.promote_types(own, reduce_dtype)
+                reduce_dtype = None if wider == own else wider
+        return ParamPrecision(
+            compute_dtype,
+            reduce_dtype,
+            gather_dtype,
+            keeps_reduce_dtype=precision.keep_low_precision_grads,
+            fixed_order=precision.reduce_mode is ReduceMode.FIXED_ORDER,
+        )
 
     def of_unit(self, module: nn.Module, precision: MixedPrecision) -> UnitCasts:
         """Return the dtypes to which the unit of ``module`` casts inputs and outputs."""

@@ -26,7 +26,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -153,13 +153,11 @@ class FlatLayout:
         spans: list[ParamSpan] = []
         end = 0
         for name, param in params.items():
-            start = _round_up(end, align)
+            start = round_up(end, align)
             end = start + param.numel()
             spans.append(ParamSpan(name, tuple(param.shape), start, end, memory_order(param)))
-        shard_numel = _round_up(-(-end // world_size), align)
-        if world_size > 1 and shard_numel * itemsize >= PAGED_BYTES:
-            shard_numel = _round_up(shard_numel, max(1, PAGE_BYTES // itemsize))
-        return cls(tuple(spans), world_size, shard_numel)
+        length = round_up if world_size == 1 else partial(shard_length, itemsize=itemsize)
+        return cls(tuple(spans), world_size, length(-(-end // world_size), align))
 
     @cached_property
     def numel(self) -> int:
@@ -207,8 +205,16 @@ class FlatLayout:
         return LocalSpan(start - begin, end - begin, offset)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
+
+
+def shard_length(numel: int, multiple: int, *, itemsize: int) -> int:
+    """Return the smallest length of a shard for ``numel`` elements, a multiple of ``multiple``."""
+    numel = round_up(numel, multiple)
+    is_paged = numel * itemsize >= PAGED_BYTES
+    return round_up(numel, math.lcm(multiple, PAGE_BYTES // itemsize)) if is_paged else numel
 
 
 # ------------------------------------------------------------ a range as boxes
@@ -240,9 +246,8 @@ def boxes_of(
     order = range(len(shape)) if order is None else order
     position = 0
     for offsets, sizes in _row_major([shape[dimension] for dimension in order], start, stop):
-        by_dimension = {d: (o, s) for d, o, s in zip(order, offsets, sizes, strict=True)}
-        places = [by_dimension[dimension] for dimension in range(len(shape))]
-        box = Box(tuple(o for o, _ in places), tuple(s for _, s in places), position)
+        places = sorted(zip(order, offsets, sizes, strict=True))
+        box = Box(tuple(o for _, o, _ in places), tuple(s for *_, s in places), position)
         yield box
         position += box.numel
 

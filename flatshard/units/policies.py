@@ -31,6 +31,17 @@ from torch import nn
 from flatshard.units.auto_wrap import AutoUnits
 from flatshard.units.module_tree import ModuleTree, ParamInfo, has_forward, numel
 
+__all__ = [  # the names in `flatshard.wrap`
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
 Keywords: TypeAlias = dict[str, Any]
 
 # Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
@@ -247,10 +258,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
     see the note in ``flatshard.units.module_tree``.
 
     Raises:
-        TypeError: ``policy`` has none of the three forms of a policy.
         ValueError: ``policy`` has an invalid setting or returned an invalid value.
     """
-    check_policy(policy)
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
@@ -360,14 +369,20 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     return wrapper_cls(module, **keywords)
 
 
-def check_policy(policy: object) -> None:
-    """Raise TypeError or ValueError if ``policy`` has none of the three forms of a policy."""
+def as_policy(policy: Any) -> Policy | None:
+    """Check the user's ``auto_wrap_policy``, and return it.
+
+    Raises:
+        TypeError: ``policy`` has none of the three forms of a policy.
+        ValueError: ``policy`` is a string other than ``"auto"``.
+    """
     expected = (
         'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
     )
-    if policy == "auto" or (hasattr(policy, "_run_policy") and not isinstance(policy, type)):
-        return
+    is_object = hasattr(policy, "_run_policy") and not isinstance(policy, type)
+    if policy is None or policy == "auto" or is_object:
+        return policy
     if isinstance(policy, str):
         is_name = policy.endswith(("_policy", "Policy"))
         hint = f" To use {policy}, pass the object, not its name." if is_name else ""
@@ -383,14 +398,12 @@ def check_policy(policy: object) -> None:
             f"keywords module, recurse and nonwrapped_numel ({error}). Bind all other arguments "
             "with functools.partial."
         ) from error
+    return policy
 
 
-def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
-    found = (
-        tuple(classes)
-        if isinstance(classes, Iterable) and not isinstance(classes, type)
-        else (None,)
-    )
+def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
+    are_several = isinstance(classes, Iterable) and not isinstance(classes, type)
+    found = tuple(classes) if are_several else (None,)
     if not all(isinstance(item, type) for item in found):
         raise TypeError(
             f"{argument}: expected a set of classes, for example {{Block}}, got {_show(classes)}."

@@ -290,7 +290,7 @@ TESTS = {
     "`wire_dtype=torch.bfloat16`": "comm/test_collectives.py",
     "offload to files": "extras/disk/test_offload.py",
     "`step_in_backward`": "extras/step_in_backward/test_step_in_backward.py",
-    '`boundary="row"`': "engine/test_boundaries_in_training.py",
+    '`boundary="row"`': "extras/boundary/test_boundaries_in_training.py",
     "`reshard_after_forward=2`": "parity/test_strategies.py",
     "`no_sync()`": "parity/test_strategies.py",
     "`no_sync(max_bytes=...)`": "parity/test_strategies.py",

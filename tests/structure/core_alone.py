@@ -48,6 +48,7 @@ def _whole_tensors(model: ShardedWrapper) -> None:
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "reduction": lambda model: model.register_comm_hook(None, lambda *_: None),
     "join": lambda model: model.join(),
+    "boundary": lambda _: ShardedWrapper(nn.Linear(2, 2), boundary="row"),
     "divergence": lambda _: ShardedWrapper(nn.Linear(2, 2), allow_divergence=True),
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
     "deadlock": None,
@@ -59,6 +60,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
+    "unit_report": lambda model: model.unit_report(),
     "weights": lambda model: flatshard.full_tensors(model),
     "recording": lambda model: model.record_steps(),
     "non_finite": lambda model: model.warn_non_finite(),

@@ -9,4 +9,5 @@ from flatshard.units.policies import ChosenModule, Policy
 
 
 def find_units(module: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[ChosenModule]:
+    policies.as_policy(policy)
     return policies.find_units(ModuleTree(module, ignored), policy)

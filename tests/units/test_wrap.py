@@ -21,7 +21,7 @@ from flatshard.units.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
-    check_policy,
+    as_policy,
     explain_no_match,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
@@ -407,7 +407,7 @@ def test_reprs() -> None:
 def test_policies_can_be_pickled() -> None:
     policy = pickle.loads(pickle.dumps(ModuleWrapPolicy({Block})))
     assert repr(policy) == "ModuleWrapPolicy({Block})"
-    check_policy(pickle.loads(pickle.dumps(functools.partial(always_wrap_policy))))
+    as_policy(pickle.loads(pickle.dumps(functools.partial(always_wrap_policy))))
 
 
 def test_size_policy_defaults_match_torch_and_can_be_changed(
@@ -432,7 +432,6 @@ def test_size_policy_defaults_match_torch_and_can_be_changed(
 # --- bad input ---
 
 TYPE_ERRORS = [
-    (None, "got None"),
     (20_000, "got 20000 (int)"),
     ({Block, nn.Linear}, "got {Block, Linear} (set)"),
     ([Block], "got {Block} (list)"),
@@ -460,7 +459,7 @@ TYPE_ERRORS = [
 def test_wrong_policies(policy: Any, message: str) -> None:
     checks: list[Any] = [functools.partial(find_units, mlp())]
     # An argument of a policy is checked when that is called.
-    checks += [] if "transformer_layer_cls:" in message else [check_policy]
+    checks += [] if "transformer_layer_cls:" in message else [as_policy]
     for check in checks:
         with pytest.raises(TypeError) as caught:
             check(policy)
@@ -522,7 +521,7 @@ def test_wrong_custom_policies() -> None:
     ids=lambda value: None,
 )
 def test_good_policies(policy: Any) -> None:
-    check_policy(policy)
+    as_policy(policy)
 
 
 # --- help ---

@@ -6,14 +6,14 @@ Without this folder, ``MixedPrecision(overrides=...)`` raises MissingExtraError.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from flatshard.options.precision import MixedPrecision, Overrides, is_float_dtype
-from flatshard.precision import Override, PrecisionPlan
+from flatshard.precision import Override
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import paths
 
@@ -41,16 +41,17 @@ def as_overrides(value: object) -> Overrides:
     return dict(value)
 
 
-class OverridesPlan(PrecisionPlan):
-    """Precision plan of a model in which some unit has ``MixedPrecision(overrides=...)``."""
+class ChosenDtypes:
+    """The dtypes that ``MixedPrecision(overrides=...)`` chooses for modules and parameters."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        precisions: Mapping[nn.Module, MixedPrecision],
-        left_alone: Collection[int],
-    ) -> None:
-        """Choose dtypes for all modules and parameters. Raises as ``PrecisionPlan`` does."""
+    def __init__(self, module: nn.Module, precisions: Iterable[MixedPrecision]) -> None:
+        """Find the names of the modules in ``module``. ``precisions``: those of all units."""
+        self._patterns = {
+            pattern
+            for precision in precisions
+            if isinstance(precision.overrides, Mapping)
+            for pattern in precision.overrides
+        }
         # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
         self._dtype_by_function: dict[str, torch.dtype] = {}
         self._matched_patterns: set[str] = set()
@@ -60,28 +61,21 @@ class OverridesPlan(PrecisionPlan):
         for name, modules in paths(module):
             if not any(isinstance(outer, ModuleProxy) for outer in modules):
                 self._names.setdefault(modules[-1], []).append(name)
-        super().__init__(module, precisions, left_alone)
 
-    def choose_for_module(
-        self, module: nn.Module, precision: MixedPrecision, around: Override | None
+    def of_module(self, module: nn.Module, precision: MixedPrecision) -> Override | None:
+        """Return the ``Override`` (other dtype) of ``module``, by name, or None."""
+        return self._by_name(self._names[module], precision, module.parameters())
+
+    def of_param(
+        self, module: nn.Module, attribute: str, param: nn.Parameter, precision: MixedPrecision
     ) -> Override | None:
-        """Return the ``Override`` (other dtype) of ``module``, by class, otherwise by name.
+        """Return the ``Override`` of ``param``: by name, otherwise by a function, or None.
 
-        If neither the class nor a name has an override, returns ``around``, the parent's override.
+        Raises TypeError if the function returns a value that is not a floating point dtype.
         """
-        override = super().choose_for_module(module, precision, None)
-        override = override or self._by_name(self._names[module], precision, module.parameters())
-        return override or around
-
-    def choose_for_param(
-        self, module: nn.Module, attribute: str, param: nn.Parameter
-    ) -> Override | None:
-        """Return the ``Override`` of ``param``: by name, otherwise by a function or its module."""
-        precision = self._precision_of[module]
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
         override = self._by_name(names, precision, [param])
-        override = override or self._by_function(names[0], param, precision)
-        return override or super().choose_for_param(module, attribute, param)
+        return override or self._by_function(names[0], param, precision)
 
     def _by_name(
         self, names: list[str], precision: MixedPrecision, params: Iterable[nn.Parameter]
@@ -96,7 +90,7 @@ class OverridesPlan(PrecisionPlan):
     def _by_function(
         self, name: str, param: nn.Parameter, precision: MixedPrecision
     ) -> Override | None:
-        if precision.overrides is None or isinstance(precision.overrides, Mapping):
+        if not callable(precision.overrides):
             return None
         dtype = precision.overrides(param)
         if dtype is None or dtype == precision.param_dtype:
@@ -116,16 +110,10 @@ class OverridesPlan(PrecisionPlan):
 
     def warnings(self) -> list[str]:
         """Return warnings about settings without an effect, such as patterns without a match."""
-        patterns = {
-            pattern
-            for precision in self._precisions.values()
-            if isinstance(precision.overrides, Mapping)
-            for pattern in precision.overrides
-        }
         return [
             f"mixed_precision: overrides names {pattern!r}, which matches no module or parameter. "
             "Use names as in named_parameters() before wrapping."
-            for pattern in sorted(patterns - self._matched_patterns)
+            for pattern in sorted(self._patterns - self._matched_patterns)
         ]
 
 

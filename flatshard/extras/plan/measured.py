@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flatshard.extras import tabulate
 from flatshard.extras.plan.hardware import Machine, device_of, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.planning import TracedModel
@@ -18,7 +19,6 @@ from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.extras.plan.trace import emptied
 from flatshard.memory.buffers import storage_bytes
 from flatshard.module.sharding import Sharding, units_in
-from flatshard.module.unit_report import tabulate
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.policies import CustomPolicy
 
@@ -72,7 +72,7 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
             on_gpu=kind == "cuda",
             device=str(settings.device),
             auto_wrap_policy=CustomPolicy(chosen.__contains__),
-            mixed_precision=settings.precision,
+            mixed_precision=settings.mixed_precision,
         )
         flats = traced.flats(
             ranks.world.size,

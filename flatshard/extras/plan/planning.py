@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard.extras import tabulate
 from flatshard.extras.plan.allocator import Held
 from flatshard.extras.plan.hardware import DEVICES, Machine, show
 from flatshard.extras.plan.models import Step
@@ -17,7 +18,6 @@ from flatshard.extras.plan.replay import Replay
 from flatshard.extras.plan.shards import FlatMemory, plan_flats
 from flatshard.extras.plan.trace import Checkpointing, Mark, StepTrace, checkpoint_blocks, trace
 from flatshard.module.model_plan import ModelPlan
-from flatshard.module.unit_report import tabulate
 
 _ROWS = 24  # maximum number of rows in a table; if there are more, the middle is left out
 

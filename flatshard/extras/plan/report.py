@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from flatshard.extras import tabulate
 from flatshard.extras.plan.fusion import compiled
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.extras.plan.trace import CannotTraceError, Checkpointing
-from flatshard.module.unit_report import tabulate
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import Policy

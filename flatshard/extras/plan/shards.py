@@ -12,13 +12,12 @@ from flatshard.comm.ranks import Ranks
 from flatshard.engine.unit import LOOKUPS
 from flatshard.extras.plan.allocator import Held
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
-from flatshard.module.settings import Settings, read_strategy
-from flatshard.options.precision import MixedPrecision, as_mixed_precision
+from flatshard.module.settings import Settings, read_strategy, read_values
+from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import ShardingStrategy
-from flatshard.options.transport_options import TransportOptions, as_coalesce_bytes
+from flatshard.options.transport_options import TransportOptions
 from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.tensor.sharded_tensor import FlatShardTensor
-from flatshard.units.boundary import as_boundary
 from flatshard.units.policies import Policy
 
 
@@ -141,18 +140,10 @@ def plan_flats(
         raise ValueError(f"predict: world_size must be at least 1, got {world_size}.")
     if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
         raise ValueError("predict: the model is already sharded. Pass the unwrapped model.")
+    given = dict(locals())
     ranks = Ranks(ALONE, None, ranks_per_node, TransportOptions())
-    strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
-    settings = Settings(
-        ranks=ranks,
-        strategy=strategy,
-        placement=placement,
-        precision=as_mixed_precision(mixed_precision),
-        coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-        device=torch.device("meta"),
-        boundary=as_boundary(boundary),
-        policy=auto_wrap_policy,
-    )
+    strategy = read_strategy(given, ranks)
+    settings = Settings(ranks, *strategy, torch.device("meta"), **read_values(given))
     plan = ModelPlan(model, settings, predicts=True)
     for unit in plan.units:
         unit.lay_out(_num_shards(unit.settings, world_size))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatshard.engine.events import Kind
+from flatshard.extras import show_bytes, tabulate
 from flatshard.extras.recording.memory_timeline import MemoryTimeline, plot_memory
-from flatshard.module.unit_report import show_bytes, tabulate
 
 
 class Range(NamedTuple):

@@ -32,6 +32,7 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.unit import Unit
+from flatshard.module.sharding import Sharding, shardings_in
 from flatshard.options.precision import MixedPrecision, ReduceMode
 from flatshard.units.module_tree import unit_text
 
@@ -53,32 +54,31 @@ _COMPRESS = (
 )
 
 
-def register(
-    units: Sequence[tuple[Unit, MixedPrecision]], state: Any, hook: Any, *, is_late: bool
-) -> None:
-    """Use ``hook`` to reduce the gradients of ``units``; see ``register_comm_hook``.
+def register(root: Sharding, state: Any, hook: Any) -> None:
+    """Use ``hook`` to reduce the gradients of all units; see ``register_comm_hook``.
 
     Collective: all ranks of the model. If a rank raises, no unit gets the hook, and all other ranks
     raise ValueError with the name of the rank and the error.
 
     Args:
-        units: pairs of a unit and the unit's precision; the outermost unit comes first.
+        root: the wrapper that contains the units. It may be inside of another wrapper.
         state: the first argument of each call of the hook.
         hook: the user's function.
-        is_late: whether the units are only a part of a model, and the model has already run a
-            forward.
     """
-    outermost, _ = units[0]
+    context, outermost = root.check_between_steps("register_comm_hook()"), root.unit
+    root.check_has_all_modules("given a hook")
+    precisions = {one.unit: one.settings.mixed_precision for one in shardings_in(root.wrapper)}
     world = outermost.topology.world
 
     def prepare() -> tuple[dict[Unit, CommHook], Facts]:
-        if is_late:
+        if context.has_run and context.root is not outermost:
             raise RuntimeError(
                 f"register_comm_hook() of {unit_text(outermost.name)} came after the model's first "
                 "forward. Register the hook of an inner wrapper before the first forward, or "
                 "register one hook for all units on the outermost wrapper."
             )
-        planned = _plan([pair for pair in units if pair[0].handles], state, hook, world)
+        with_params = [pair for pair in precisions.items() if pair[0].handles]
+        planned = _plan(with_params, state, hook, world)
         return planned, {
             f"the hook of {unit_text(unit.name)}": (
                 f"an average, reduce_dtype={its.reduce_dtype}" if its.reduce is None else "called"
@@ -96,6 +96,7 @@ def register(
         # Hooks are called in the middle of a backward, after an exchange in a separate process
         # group. Create the group now, because creating a group is collective.
         _ = world.apart
+    context.refresh()
 
 
 def _plan(

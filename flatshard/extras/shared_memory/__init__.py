@@ -272,7 +272,7 @@ class MappedShards(BufferMemory):
         self._transport, self._tag, self._target = transport, request.tag, request.shard_target
         self._nbytes = shard_numel * request.dtype.itemsize
         buffer = mapped_files.reserve_range(self._nbytes * transport.members.size)
-        self.buffer = torch.frombuffer(buffer, dtype=request.dtype)
+        super().__init__(torch.frombuffer(buffer, dtype=request.dtype))
         file, found = self._target.create_mapped(self._nbytes)
         os.close(file)
         # The shard is a shared mapping, so other ranks see writes to the shard.

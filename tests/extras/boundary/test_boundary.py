@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.units.boundary import (
+from flatshard.extras.boundary import (
     FREE_PADDING,
     MAX_PADDING,
     Boundary,

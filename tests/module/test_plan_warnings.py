@@ -1,21 +1,12 @@
-"""A table of units, and what is said about plans that waste time or memory."""
+"""What is said about plans that waste time or memory."""
 
 import pytest
 import torch
 from torch import nn
 
-from flatshard.module.unit_report import tabulate
 from flatshard.units.module_tree import ModuleTree
 from flatshard.units.policies import LARGE_MODEL_NUMEL, one_unit_warning
 from tests.models import CASES
-
-
-def test_columns_are_aligned() -> None:
-    table = tabulate([("unit", "elements"), ("head", "1,000"), ("blocks.0", "5")], numbers={1})
-    assert table == "unit      elements\nhead         1,000\nblocks.0         5"
-
-
-# ---------------------------------------------------------------- one unit
 
 
 @pytest.mark.parametrize("depth", [2, 12])

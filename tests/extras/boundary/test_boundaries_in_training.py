@@ -17,10 +17,10 @@ from flatshard.checkpoint import (
     save,
     save_safetensors,
 )
+from flatshard.extras.boundary import Boundary, block_numel
 from flatshard.memory_plan import predict
 from flatshard.module.sharding import handles_in
 from flatshard.tensor.sharded_tensor import local_range
-from flatshard.units.boundary import Boundary, block_numel
 from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
