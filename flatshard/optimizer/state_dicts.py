@@ -14,8 +14,7 @@ import copy
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -53,45 +52,35 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 # ------------------------------------------------------------ what torch's get_state_dict asks for
 
 
-@dataclass(frozen=True)
-class TorchRequest:
-    """Options of a call of torch's ``get_state_dict``, ``set_state_dict`` or similar functions."""
-
-    full: bool  # whether the user wants full tensors, not sharded tensors
-    to_cpu: bool  # whether the user wants the tensors on the CPU
-    rank0_only: bool  # whether torch keeps the result only on rank 0
-    broadcasts: bool  # whether torch broadcasts the tensors of rank 0
-
-    def check_order(self, name: str, order: Sequence[int]) -> None:
-        """Raise if torch's broadcast would change the order of the parameter's elements.
-
-        ``order``: the parameter's dimensions in memory order.
-        """
-        if self.broadcasts and list(order) != sorted(order):
-            raise ValueError(
-                f"parameter {name!r}: broadcast_from_rank0 sends elements in memory order, which "
-                "is wrong for tensors that are not contiguous (channels_last). Pass full tensors "
-                "on every rank, with StateDictOptions(full_state_dict=True) and without "
-                "broadcast_from_rank0."
-            )
-
-
-def torch_request() -> TorchRequest | None:
+def torch_request() -> Any:
     """Return the options of torch's ``get_state_dict``, if it is running; otherwise None.
 
-    ``set_state_dict`` and similar functions count, too. They are found on this thread's call stack.
+    The options are torch's own ``StateDictOptions``. ``set_state_dict`` and similar functions
+    count, too. They are found on this thread's call stack.
     """
-    for frame in _frames():
-        if "info" in frame.f_locals:
-            info = frame.f_locals["info"]
-            drops = info.full_state_dict and info.cpu_offload
-            # With ignore_frozen_params, give every rank the full state. Torch then removes frozen
-            # parameters from the state on every rank, before it drops the state on all ranks but 0.
-            rank0_only = drops and not info.ignore_frozen_params
-            return TorchRequest(
-                info.full_state_dict, info.cpu_offload, rank0_only, info.broadcast_from_rank0
-            )
-    return None
+    return next((f.f_locals["info"] for f in _frames() if "info" in f.f_locals), None)
+
+
+def is_for_rank_0(asked: Any) -> bool:
+    """Whether torch keeps the state only on rank 0. ``asked``: the options of torch's call."""
+    # With ignore_frozen_params, give every rank the full state. Torch then removes frozen
+    # parameters from the state on every rank, before it drops the state on all ranks but 0.
+    is_dropped: bool = asked.full_state_dict and asked.cpu_offload
+    return is_dropped and not asked.ignore_frozen_params
+
+
+def check_order(asked: Any, spec: ShardSpec) -> None:
+    """Raise if torch's broadcast would change the order of the parameter's elements.
+
+    ``asked``: the options of torch's call.
+    """
+    if asked.broadcast_from_rank0 and list(spec.order) != sorted(spec.order):
+        raise ValueError(
+            f"parameter {spec.name!r}: broadcast_from_rank0 sends elements in memory order, which "
+            "is wrong for tensors that are not contiguous (channels_last). Pass full tensors on "
+            "every rank, with StateDictOptions(full_state_dict=True) and without "
+            "broadcast_from_rank0."
+        )
 
 
 def is_getting_shards() -> bool:
@@ -192,7 +181,7 @@ def python_number(value: Any) -> Any:
 
 
 def with_shards(
-    optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest | None = None
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: Any = None
 ) -> StateDict:
     """Return a copy of an optimizer's state dict in which state per element is sharded.
 
@@ -207,7 +196,7 @@ def with_shards(
 
     def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
         if asked:
-            asked.check_order(spec.name, spec.order)
+            check_order(asked, spec)
         part = part_per_element(spec, value, is_local=asked is None, is_number=name in numbers)
         # The state stays a sharded tensor until the optimizer's next step. There, an element-wise
         # optimizer replaces the tensor by this rank's range (`_local_state`).
@@ -321,10 +310,10 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         if asked is not None:
             named = with_shared(optimizer, state_dict, shared_state(optimizer))
             states = to_sharded(optimizer, named)["state"]
-            device = torch.device("cpu") if asked.to_cpu else None
-            if asked.full:
+            device = torch.device("cpu") if asked.cpu_offload else None
+            if asked.full_state_dict:
                 is_first = not dist.is_initialized() or dist.get_rank() == 0
-                _to_full(states, device, is_kept=is_first or not asked.rank0_only)
+                _to_full(states, device, is_kept=is_first or not is_for_rank_0(asked))
             state_dict["state"] = copied(states, device, shares_memory=True)
             return
         state_dict["param_groups"][0][STAMP] = stamp
