@@ -14,7 +14,7 @@ import copy
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -101,25 +101,48 @@ def _frames() -> Iterator[FrameType]:
 # ------------------------------------------------------------ torch's get_state_dict
 
 
-def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Return a copy of a state dict, with sharded tensors for state with one value per element.
+def with_shards(
+    optimizer: torch.optim.Optimizer,
+    state_dict: StateDict,
+    *,
+    is_saving: bool = False,
+    asked: Any = None,
+) -> StateDict:
+    """Return a copy of an optimizer's state dict in which state per element is sharded.
 
-    The sharded tensors share memory with this rank's parts.
+    Args:
+        optimizer: the optimizer that has made the state dict, or loads it.
+        state_dict: the state dict, or what ``optimizer.load_state_dict`` got.
+        is_saving: whether the result is an entry for a checkpoint. Its sharded tensors share memory
+            with this rank's parts.
+        asked: if the state dict is loaded, the options of the call of torch's ``set_state_dict``.
+            None: the state dict has the parts of this rank.
 
     Raises:
-        ValueError: state has neither one value per element nor one value per parameter.
+        ValueError: with ``is_saving``, state has neither one value per element nor one value per
+            parameter.
     """
     # State without a value per element must be equal on all ranks. Check only the state of
     # element-wise optimizers. With all other optimizers, equality is certain: either all ranks step
     # the full parameters, and have compared their state, or `shared_state` has sent the state from
     # the parameter's owner to all ranks.
-    is_alike = not is_elementwise(optimizer)
+    may_differ = is_saving and is_elementwise(optimizer)
+    is_local = not is_saving and asked is None
+    params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])
+    numbers = () if is_saving else numbers_in((params.get(k), one) for k, one in states.items())
 
     def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
-        part = part_per_element(spec, value)
+        if asked:
+            check_order(asked, spec)
+        is_number = is_saving or name in numbers
+        part = part_per_element(spec, value, is_local=is_local, is_number=is_number)
         if part is not None:
-            return state_shard(part, spec, f"{name} of")
-        if not is_alike and isinstance(value, Tensor) and value.numel() > 1:
+            if is_saving:
+                return state_shard(part, spec, f"{name} of")
+            # The state stays a sharded tensor until the optimizer's next step. There, an
+            # element-wise optimizer replaces the tensor by this rank's range (`_local_state`).
+            return FlatShardTensor(part, spec, role=f"{name} of")
+        if may_differ and isinstance(value, Tensor) and value.numel() > 1:
             raise ValueError(
                 f"state {name!r} of parameter {spec.name!r} ({unit_text(spec.unit)}) has shape "
                 f"{tuple(value.shape)}. Ranks can combine only single numbers and one value per "
@@ -127,7 +150,10 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
             )
         return value
 
-    return _mapped(optimizer, state_dict, sharded)
+    for key, param in params.items():
+        if isinstance(param, FlatShardTensor) and isinstance(states.get(key), dict):
+            states[key] = map_state(partial(sharded, param.spec), apart(states[key]))
+    return {**state_dict, "state": states}
 
 
 def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -> None:
@@ -178,47 +204,6 @@ def python_number(value: Any) -> Any:
     """Return a number of numpy, such as ``np.float64(0.1)``, as Python's; else ``value``."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
-
-
-def with_shards(
-    optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: Any = None
-) -> StateDict:
-    """Return a copy of an optimizer's state dict in which state per element is sharded.
-
-    Args:
-        optimizer: the optimizer that loads the state dict.
-        state_dict: what ``optimizer.load_state_dict`` got.
-        asked: the options of the call of torch's ``set_state_dict``. None: the state dict has the
-            parts of this rank.
-    """
-    params = params_by_key(optimizer, state_dict)
-    numbers = numbers_in((params.get(key), state) for key, state in state_dict["state"].items())
-
-    def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
-        if asked:
-            check_order(asked, spec)
-        part = part_per_element(spec, value, is_local=asked is None, is_number=name in numbers)
-        # The state stays a sharded tensor until the optimizer's next step. There, an element-wise
-        # optimizer replaces the tensor by this rank's range (`_local_state`).
-        return value if part is None else FlatShardTensor(part, spec, role=f"{name} of")
-
-    return _mapped(optimizer, state_dict, sharded)
-
-
-def _mapped(
-    optimizer: torch.optim.Optimizer,
-    state_dict: StateDict,
-    function: Callable[[ShardSpec, str, Any], Any],
-) -> StateDict:
-    """Return a copy of a state dict, with ``function`` applied to state of sharded parameters.
-
-    ``function`` gets the parameter's spec, the name of a value (see ``map_state``), and the value.
-    """
-    states = dict(state_dict["state"])
-    for key, param in params_by_key(optimizer, state_dict).items():
-        if isinstance(param, FlatShardTensor) and isinstance(states.get(key), dict):
-            states[key] = map_state(partial(function, param.spec), apart(states[key]))
-    return {**state_dict, "state": states}
 
 
 def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
@@ -309,7 +294,7 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     if stamp is not None and state_dict["state"]:
         if asked is not None:
             named = with_shared(optimizer, state_dict, shared_state(optimizer))
-            states = to_sharded(optimizer, named)["state"]
+            states = with_shards(optimizer, named, is_saving=True)["state"]
             device = torch.device("cpu") if asked.cpu_offload else None
             if asked.full_state_dict:
                 is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -348,7 +333,7 @@ def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     """
     if not is_stamped(state_dict):
         asked = torch_request()
-        return with_shards(optimizer, state_dict, asked) if asked else state_dict
+        return with_shards(optimizer, state_dict, asked=asked) if asked else state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         if STAMP in group:
@@ -374,13 +359,9 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Return the stamp: rank, world size and a digest of the layout. None if nothing is sharded."""
-    places: list[Any] = []
-    rank = None
-    for param in all_params(optimizer):
-        if isinstance(param, FlatShardTensor):
-            rank, size = param.spec.comm.rank, param.spec.comm.size
-            places.append(param.spec.place)
-    if rank is None:
+    specs = [one.spec for one in all_params(optimizer) if isinstance(one, FlatShardTensor)]
+    if not specs:
         return None
+    comm, places = specs[-1].comm, [spec.place for spec in specs]
     digest = hashlib.sha256(repr(places).encode()).hexdigest()
-    return {"rank": rank, "world_size": size, "layout": digest}
+    return {"rank": comm.rank, "world_size": comm.size, "layout": digest}

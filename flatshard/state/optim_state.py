@@ -152,7 +152,7 @@ def _by_name(
     own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
     found = OptimParams(model, optimizer, units)
     params = found.by_key(own)
-    own = state_dicts.to_sharded(optimizer, own)
+    own = state_dicts.with_shards(optimizer, own, is_saving=True)
     groups = [
         {**_options(group), "params": [params[key].fqn for key in group["params"]]}
         for group in own["param_groups"]
