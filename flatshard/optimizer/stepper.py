@@ -35,7 +35,7 @@ from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, LocalView, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, LocalView, local_grad, local_range
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -496,20 +496,9 @@ def _flat_grad(param: Any) -> Tensor | None:
     The gradient is at the same position in the flat gradient as the parameter in the shard. Returns
     None if the parameter has no gradient, or a gradient that the user assigned.
     """
-    if isinstance(param, FlatShardTensor):
-        grad = param.grad
-        if isinstance(grad, FlatShardTensor) and grad.spec is param.spec:
-            return grad.flat
-    return None
-
-
-def local_grad(param: FlatShardTensor) -> Tensor:
-    """Return this rank's range of a parameter's gradient, 1-D."""
-    grad = param.grad
-    assert grad is not None
-    if isinstance(grad, FlatShardTensor):
-        return grad.local.detach()
-    return param.spec.slice(grad.detach())  # the program assigned a full tensor
+    grad: Any = param.grad if isinstance(param, FlatShardTensor) else None
+    is_view = isinstance(grad, FlatShardTensor) and grad.spec is param.spec
+    return grad.flat if is_view else None
 
 
 class ParamBucket:
@@ -520,10 +509,12 @@ class ParamBucket:
         self._params, self._flat, self._start = list(params), first.flat, first.spec.start
         # State of each member: views of the bucket's state.
         self._states = {param: BucketState({}) for param in params}
+        # Range of the bucket in the shard.
+        self._range = slice(self._start, self._start + self._part(params[-1]).stop)
         local = local_range(first).detach()
         if len(params) > 1:
             assert self._flat is not None, "neighbours share a shard"
-            local = self._flat.detach()[self._start :][: self._part(params[-1]).stop]
+            local = self._flat.detach()[self._range]
         self.param = nn.Parameter(local, first.requires_grad)
         self._shared = BucketState({})
 
@@ -568,8 +559,9 @@ class ParamBucket:
         if shared:
             states[self.param] = shared
         first = self._params[0]
-        flat, part = _flat_grad(first), slice(self._start, self._start + self.param.numel())
-        set_grad(self.param, local_grad(first) if flat is None else flat.detach()[part])
+        flat = _flat_grad(first)
+        grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
+        set_grad(self.param, grad)
         # An optimizer that writes to `p.data` does not raise the parameter's version. flatshard
         # would then reuse unsharded buffers from before the step. So raise the version here.
         torch.autograd.graph.increment_version(self.param)
@@ -591,8 +583,7 @@ class ParamBucket:
         # got after the last step are still right. Otherwise make new views.
         if not self._shared.is_unchanged(shared):
             self._split(shared, states)
-        first = self._params[0]
-        if states.get(first) is not self._states[first]:
+        if states.get(self._params[0]) is not self._states[self._params[0]]:
             states.update(self._states)
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:

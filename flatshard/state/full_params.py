@@ -18,7 +18,7 @@ from flatshard.engine.unit import Unit
 from flatshard.precision import set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import first_of_dtensor
-from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -111,12 +111,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 
     Elements of parameters without a gradient are zero.
     """
-    parts = (
-        # The engine assigns a FlatShardTensor to `.grad`. A plain tensor was assigned by the user
-        # and is a full gradient, so take this rank's part.
-        (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
-        for param, grad in _grads(handle).items()
-    )
+    parts = ((param, local_grad(grad, param.spec)) for param, grad in _grads(handle).items())
     return shard_of_parts(handle, parts, handle.flat_param.dtype)
 
 
