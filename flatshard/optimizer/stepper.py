@@ -35,7 +35,7 @@ from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, LocalView, local_grad, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad, local_range
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -424,11 +424,8 @@ def shown(state: State) -> State:
     Sharded tensors are replaced by views of this rank's elements, and the number of steps by a
     copy.
     """
-    return {key: _shown(value) for key, value in apart(state).items()}
-
-
-def _shown(value: Any) -> Any:
-    return value.local.as_subclass(LocalView) if isinstance(value, FlatShardTensor) else value
+    values = apart(state).items()
+    return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
 
 def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

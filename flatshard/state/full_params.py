@@ -223,7 +223,7 @@ class Summoned:
         # modules keep the sharded parameters.
         self.copies: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
-        self._handle, self._holds_copies = handle, False
+        self._handle = handle
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
             # If one rank holds the whole flat parameter (NO_SHARD), the sharded parameters may be
@@ -290,7 +290,6 @@ class Summoned:
         # would keep its buffer, and would not take part in the next all-gather.
         self._sums = [checksum(param) for param in self.copies] if self.request.writeback else []
         self._handle.put(self.copies)
-        self._holds_copies = True
 
     def close(self) -> list[str]:
         """Let the modules hold sharded parameters again, and write edits into the shard.
@@ -305,10 +304,10 @@ class Summoned:
         # If the modules held the sharded parameters themselves, remove the hooks from these
         # parameters. Leave the hooks on copies: a backward that reaches a copy after the context
         # must raise.
-        for guard in () if self._holds_copies else self._guards:
+        for guard in () if self.copies else self._guards:
             guard.remove()
         replaced = self._replaced() if request.writeback else []
-        if self._holds_copies or replaced:
+        if self.copies or replaced:
             handle.put_back()
         was_edited = handle.version != self._version
         if not self.is_held and was_edited:
@@ -318,7 +317,7 @@ class Summoned:
                 "rank0_only=True. Then this rank holds only sharded parameters, and rank 0 drops "
                 "its edits. Edit with rank0_only=False"
             ]
-        if not self._holds_copies or not request.writeback:
+        if not self.copies or not request.writeback:
             return replaced
         if was_edited:
             return [

@@ -344,9 +344,6 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
         param.requires_grad_(is_trained)
 
 
-def _recorded_full_tensor(tensor: FlatShardTensor) -> Tensor:
-    apply: Any = OutsideUse.apply  # gradients are disabled inside, so `full_tensor` records nothing
-    return apply(tensor, FlatShardTensor.full_tensor)  # type: ignore[no-any-return]
-
-
-ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = _recorded_full_tensor
+# Gradients are disabled in `OutsideUse.forward`, so `full_tensor` records nothing there.
+_apply: Any = OutsideUse.apply
+ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = lambda one: _apply(one, FlatShardTensor.full_tensor)
