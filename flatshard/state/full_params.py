@@ -48,11 +48,10 @@ def gather_full(
     # Make ordinary tensors, even in inference mode: users may write to the copies later, and
     # inference tensors cannot be written outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
+        is_gathered = handle.is_current and handle.buffer.dtype == shard.dtype
         if handle.is_whole:
             flat = shard.detach()
-        elif (
-            shard is handle.flat_param and handle.is_current and handle.buffer.dtype == shard.dtype
-        ):
+        elif is_gathered and shard is handle.flat_param:
             flat = handle.buffer
         else:
             flat = handle.gather_flat(shard)
@@ -99,20 +98,6 @@ class Request:
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
-
-
-def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
-    """Return ``.grad`` of each original parameter that has a gradient."""
-    return {one: grad for one in handle.params if (grad := one.sharded.grad) is not None}
-
-
-def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """Return this rank's shard of the flat gradient, ``(shard_numel,)``, from all ``.grad``.
-
-    Elements of parameters without a gradient are zero.
-    """
-    parts = ((param, local_grad(grad, param.spec)) for param, grad in _grads(handle).items())
-    return shard_of_parts(handle, parts, handle.flat_param.dtype)
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
@@ -269,9 +254,11 @@ class Summoned:
         # buffer, which may have another dtype, and which the next all-gather overwrites.
         values = gather_full(handle, handle.flat_param, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
-        present = _grads(handle)
+        present = {p: grad for p in handle.params if (grad := p.sharded.grad) is not None}
         if request.with_grads and present:
-            full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
+            parts = ((param, local_grad(grad, param.spec)) for param, grad in present.items())
+            shard = shard_of_parts(handle, parts, handle.flat_param.dtype)
+            full = gather_full(handle, shard, device, is_kept=self.is_held)
             if self.is_held:
                 grads = [full[p.index] if p in present else None for p in handle.params]
         if self.is_held:
