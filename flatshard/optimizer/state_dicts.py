@@ -14,8 +14,7 @@ import copy
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -53,45 +52,35 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 # ------------------------------------------------------------ what torch's get_state_dict asks for
 
 
-@dataclass(frozen=True)
-class TorchRequest:
-    """Options of a call of torch's ``get_state_dict``, ``set_state_dict`` or similar functions."""
-
-    full: bool  # whether the user wants full tensors, not sharded tensors
-    to_cpu: bool  # whether the user wants the tensors on the CPU
-    rank0_only: bool  # whether torch keeps the result only on rank 0
-    broadcasts: bool  # whether torch broadcasts the tensors of rank 0
-
-    def check_order(self, name: str, order: Sequence[int]) -> None:
-        """Raise if torch's broadcast would change the order of the parameter's elements.
-
-        ``order``: the parameter's dimensions in memory order.
-        """
-        if self.broadcasts and list(order) != sorted(order):
-            raise ValueError(
-                f"parameter {name!r}: broadcast_from_rank0 sends elements in memory order, which "
-                "is wrong for tensors that are not contiguous (channels_last). Pass full tensors "
-                "on every rank, with StateDictOptions(full_state_dict=True) and without "
-                "broadcast_from_rank0."
-            )
-
-
-def torch_request() -> TorchRequest | None:
+def torch_request() -> Any:
     """Return the options of torch's ``get_state_dict``, if it is running; otherwise None.
 
-    ``set_state_dict`` and similar functions count, too. They are found on this thread's call stack.
+    The options are torch's own ``StateDictOptions``. ``set_state_dict`` and similar functions
+    count, too. They are found on this thread's call stack.
     """
-    for frame in _frames():
-        if "info" in frame.f_locals:
-            info = frame.f_locals["info"]
-            drops = info.full_state_dict and info.cpu_offload
-            # With ignore_frozen_params, give every rank the full state. Torch then removes frozen
-            # parameters from the state on every rank, before it drops the state on all ranks but 0.
-            rank0_only = drops and not info.ignore_frozen_params
-            return TorchRequest(
-                info.full_state_dict, info.cpu_offload, rank0_only, info.broadcast_from_rank0
-            )
-    return None
+    return next((f.f_locals["info"] for f in _frames() if "info" in f.f_locals), None)
+
+
+def is_for_rank_0(asked: Any) -> bool:
+    """Whether torch keeps the state only on rank 0. ``asked``: the options of torch's call."""
+    # With ignore_frozen_params, give every rank the full state. Torch then removes frozen
+    # parameters from the state on every rank, before it drops the state on all ranks but 0.
+    is_dropped: bool = asked.full_state_dict and asked.cpu_offload
+    return is_dropped and not asked.ignore_frozen_params
+
+
+def check_order(asked: Any, spec: ShardSpec) -> None:
+    """Raise if torch's broadcast would change the order of the parameter's elements.
+
+    ``asked``: the options of torch's call.
+    """
+    if asked.broadcast_from_rank0 and list(spec.order) != sorted(spec.order):
+        raise ValueError(
+            f"parameter {spec.name!r}: broadcast_from_rank0 sends elements in memory order, which "
+            "is wrong for tensors that are not contiguous (channels_last). Pass full tensors on "
+            "every rank, with StateDictOptions(full_state_dict=True) and without "
+            "broadcast_from_rank0."
+        )
 
 
 def is_getting_shards() -> bool:
@@ -112,25 +101,48 @@ def _frames() -> Iterator[FrameType]:
 # ------------------------------------------------------------ torch's get_state_dict
 
 
-def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Return a copy of a state dict, with sharded tensors for state with one value per element.
+def with_shards(
+    optimizer: torch.optim.Optimizer,
+    state_dict: StateDict,
+    *,
+    is_saving: bool = False,
+    asked: Any = None,
+) -> StateDict:
+    """Return a copy of an optimizer's state dict in which state per element is sharded.
 
-    The sharded tensors share memory with this rank's parts.
+    Args:
+        optimizer: the optimizer that has made the state dict, or loads it.
+        state_dict: the state dict, or what ``optimizer.load_state_dict`` got.
+        is_saving: whether the result is an entry for a checkpoint. Its sharded tensors share memory
+            with this rank's parts.
+        asked: if the state dict is loaded, the options of the call of torch's ``set_state_dict``.
+            None: the state dict has the parts of this rank.
 
     Raises:
-        ValueError: state has neither one value per element nor one value per parameter.
+        ValueError: with ``is_saving``, state has neither one value per element nor one value per
+            parameter.
     """
     # State without a value per element must be equal on all ranks. Check only the state of
     # element-wise optimizers. With all other optimizers, equality is certain: either all ranks step
     # the full parameters, and have compared their state, or `shared_state` has sent the state from
     # the parameter's owner to all ranks.
-    is_alike = not is_elementwise(optimizer)
+    may_differ = is_saving and is_elementwise(optimizer)
+    is_local = not is_saving and asked is None
+    params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])
+    numbers = () if is_saving else numbers_in((params.get(k), one) for k, one in states.items())
 
     def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
-        part = part_per_element(spec, value)
+        if asked:
+            check_order(asked, spec)
+        is_number = is_saving or name in numbers
+        part = part_per_element(spec, value, is_local=is_local, is_number=is_number)
         if part is not None:
-            return state_shard(part, spec, f"{name} of")
-        if not is_alike and isinstance(value, Tensor) and value.numel() > 1:
+            if is_saving:
+                return state_shard(part, spec, f"{name} of")
+            # The state stays a sharded tensor until the optimizer's next step. There, an
+            # element-wise optimizer replaces the tensor by this rank's range (`_local_state`).
+            return FlatShardTensor(part, spec, role=f"{name} of")
+        if may_differ and isinstance(value, Tensor) and value.numel() > 1:
             raise ValueError(
                 f"state {name!r} of parameter {spec.name!r} ({unit_text(spec.unit)}) has shape "
                 f"{tuple(value.shape)}. Ranks can combine only single numbers and one value per "
@@ -138,7 +150,10 @@ def to_sharded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> State
             )
         return value
 
-    return _mapped(optimizer, state_dict, sharded)
+    for key, param in params.items():
+        if isinstance(param, FlatShardTensor) and isinstance(states.get(key), dict):
+            states[key] = map_state(partial(sharded, param.spec), apart(states[key]))
+    return {**state_dict, "state": states}
 
 
 def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -> None:
@@ -189,47 +204,6 @@ def python_number(value: Any) -> Any:
     """Return a number of numpy, such as ``np.float64(0.1)``, as Python's; else ``value``."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
-
-
-def with_shards(
-    optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest | None = None
-) -> StateDict:
-    """Return a copy of an optimizer's state dict in which state per element is sharded.
-
-    Args:
-        optimizer: the optimizer that loads the state dict.
-        state_dict: what ``optimizer.load_state_dict`` got.
-        asked: the options of the call of torch's ``set_state_dict``. None: the state dict has the
-            parts of this rank.
-    """
-    params = params_by_key(optimizer, state_dict)
-    numbers = numbers_in((params.get(key), state) for key, state in state_dict["state"].items())
-
-    def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
-        if asked:
-            asked.check_order(spec.name, spec.order)
-        part = part_per_element(spec, value, is_local=asked is None, is_number=name in numbers)
-        # The state stays a sharded tensor until the optimizer's next step. There, an element-wise
-        # optimizer replaces the tensor by this rank's range (`_local_state`).
-        return value if part is None else FlatShardTensor(part, spec, role=f"{name} of")
-
-    return _mapped(optimizer, state_dict, sharded)
-
-
-def _mapped(
-    optimizer: torch.optim.Optimizer,
-    state_dict: StateDict,
-    function: Callable[[ShardSpec, str, Any], Any],
-) -> StateDict:
-    """Return a copy of a state dict, with ``function`` applied to state of sharded parameters.
-
-    ``function`` gets the parameter's spec, the name of a value (see ``map_state``), and the value.
-    """
-    states = dict(state_dict["state"])
-    for key, param in params_by_key(optimizer, state_dict).items():
-        if isinstance(param, FlatShardTensor) and isinstance(states.get(key), dict):
-            states[key] = map_state(partial(function, param.spec), apart(states[key]))
-    return {**state_dict, "state": states}
 
 
 def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
@@ -320,11 +294,11 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     if stamp is not None and state_dict["state"]:
         if asked is not None:
             named = with_shared(optimizer, state_dict, shared_state(optimizer))
-            states = to_sharded(optimizer, named)["state"]
-            device = torch.device("cpu") if asked.to_cpu else None
-            if asked.full:
+            states = with_shards(optimizer, named, is_saving=True)["state"]
+            device = torch.device("cpu") if asked.cpu_offload else None
+            if asked.full_state_dict:
                 is_first = not dist.is_initialized() or dist.get_rank() == 0
-                _to_full(states, device, is_kept=is_first or not asked.rank0_only)
+                _to_full(states, device, is_kept=is_first or not is_for_rank_0(asked))
             state_dict["state"] = copied(states, device, shares_memory=True)
             return
         state_dict["param_groups"][0][STAMP] = stamp
@@ -359,7 +333,7 @@ def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     """
     if not is_stamped(state_dict):
         asked = torch_request()
-        return with_shards(optimizer, state_dict, asked) if asked else state_dict
+        return with_shards(optimizer, state_dict, asked=asked) if asked else state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         if STAMP in group:
@@ -385,13 +359,9 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Return the stamp: rank, world size and a digest of the layout. None if nothing is sharded."""
-    places: list[Any] = []
-    rank = None
-    for param in all_params(optimizer):
-        if isinstance(param, FlatShardTensor):
-            rank, size = param.spec.comm.rank, param.spec.comm.size
-            places.append(param.spec.place)
-    if rank is None:
+    specs = [one.spec for one in all_params(optimizer) if isinstance(one, FlatShardTensor)]
+    if not specs:
         return None
+    comm, places = specs[-1].comm, [spec.place for spec in specs]
     digest = hashlib.sha256(repr(places).encode()).hexdigest()
-    return {"rank": rank, "world_size": size, "layout": digest}
+    return {"rank": comm.rank, "world_size": comm.size, "layout": digest}

@@ -22,7 +22,6 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -36,7 +35,7 @@ from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, LocalView, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad, local_range
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -425,11 +424,8 @@ def shown(state: State) -> State:
     Sharded tensors are replaced by views of this rank's elements, and the number of steps by a
     copy.
     """
-    return {key: _shown(value) for key, value in apart(state).items()}
-
-
-def _shown(value: Any) -> Any:
-    return value.local.as_subclass(LocalView) if isinstance(value, FlatShardTensor) else value
+    values = apart(state).items()
+    return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
 
 def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -497,29 +493,9 @@ def _flat_grad(param: Any) -> Tensor | None:
     The gradient is at the same position in the flat gradient as the parameter in the shard. Returns
     None if the parameter has no gradient, or a gradient that the user assigned.
     """
-    if isinstance(param, FlatShardTensor):
-        grad = param.grad
-        if isinstance(grad, FlatShardTensor) and grad.spec is param.spec:
-            return grad.flat
-    return None
-
-
-def local_grad(param: FlatShardTensor) -> Tensor:
-    """Return this rank's range of a parameter's gradient, 1-D."""
-    grad = param.grad
-    assert grad is not None
-    if isinstance(grad, FlatShardTensor):
-        return grad.local.detach()
-    return param.spec.slice(grad.detach())  # the program assigned a full tensor
-
-
-@dataclass(eq=False, slots=True)
-class _Member:
-    """A sharded parameter that is joined with other parameters into a bucket."""
-
-    param: FlatShardTensor
-    part: slice  # range of the member in the bucket's elements
-    state: BucketState  # views of the bucket's state
+    grad: Any = param.grad if isinstance(param, FlatShardTensor) else None
+    is_view = isinstance(grad, FlatShardTensor) and grad.spec is param.spec
+    return grad.flat if is_view else None
 
 
 class ParamBucket:
@@ -528,18 +504,21 @@ class ParamBucket:
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
         first = params[0]
         self._params, self._flat, self._start = list(params), first.flat, first.spec.start
-        self._members: list[_Member] = []
-        for param in params:
-            start = param.spec.start - self._start
-            part = slice(start, start + param.spec.numel)
-            self._members.append(_Member(param, part, BucketState({})))
+        # State of each member: views of the bucket's state.
+        self._states = {param: BucketState({}) for param in params}
+        # Range of the bucket in the shard.
+        self._range = slice(self._start, self._start + self._part(params[-1]).stop)
         local = local_range(first).detach()
         if len(params) > 1:
             assert self._flat is not None, "neighbours share a shard"
-            end = self._start + self._members[-1].part.stop
-            local = self._flat.detach()[self._start : end]
+            local = self._flat.detach()[self._range]
         self.param = nn.Parameter(local, first.requires_grad)
         self._shared = BucketState({})
+
+    def _part(self, param: FlatShardTensor) -> slice:
+        """Return the range of a member in the bucket's elements."""
+        start = param.spec.start - self._start
+        return slice(start, start + param.spec.numel)
 
     def is_of(self, params: Sequence[Any]) -> bool:
         """Whether the bucket's members are exactly ``params``, and are still in the same shard."""
@@ -566,10 +545,10 @@ class ParamBucket:
         # Usually the states of the members are the views that `swap_out` made, and the bucket's
         # state is up to date. Otherwise, in the first step and after somebody has assigned or
         # loaded state, join the members' states.
-        if not all(one.state.is_unchanged(states.get(one.param)) for one in self._members):
+        if not all(state.is_unchanged(states.get(one)) for one, state in self._states.items()):
             shared = self._join(states)
             if shared is None:
-                return [bucket for member in self.divided for bucket in member.swap_in(states)]
+                return [bucket for one in self.divided for bucket in one.swap_in(states)]
             # The joined state is a copy. Free the members' states now, to lower the peak memory:
             # the step allocates temporary tensors.
             for param in self._params:
@@ -577,8 +556,9 @@ class ParamBucket:
         if shared:
             states[self.param] = shared
         first = self._params[0]
-        flat, part = _flat_grad(first), slice(self._start, self._start + self.param.numel())
-        set_grad(self.param, local_grad(first) if flat is None else flat.detach()[part])
+        flat = _flat_grad(first)
+        grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
+        set_grad(self.param, grad)
         # An optimizer that writes to `p.data` does not raise the parameter's version. flatshard
         # would then reuse unsharded buffers from before the step. So raise the version here.
         torch.autograd.graph.increment_version(self.param)
@@ -600,8 +580,8 @@ class ParamBucket:
         # got after the last step are still right. Otherwise make new views.
         if not self._shared.is_unchanged(shared):
             self._split(shared, states)
-        if states.get(self._params[0]) is not self._members[0].state:
-            states.update({member.param: member.state for member in self._members})
+        if states.get(self._params[0]) is not self._states[self._params[0]]:
+            states.update(self._states)
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
@@ -609,30 +589,30 @@ class ParamBucket:
         State of the padding between members is zero: the optimizer steps the padding, too, and with
         zeros the padding stays finite.
         """
-        specs = [member.param.spec for member in self._members]
+        specs = [param.spec for param in self._params]
         sizes = [size for spec in specs for size in (spec.numel, math.prod(spec.shape))]
         numbers = _numbers_beside(sizes, states)
         own = {
-            member: _local_state(member.param, states[member.param], numbers)
-            for member in self._members
-            if states.get(member.param) is not None
+            param: _local_state(param, states[param], numbers)
+            for param in self._params
+            if states.get(param) is not None
         }
         if not own:
             return {}
         first = next(iter(own.values()))
-        if len(self._members) == 1:
+        if len(self._params) == 1:
             return apart(first)
-        if len(own) < len(self._members) or any(s.keys() != first.keys() for s in own.values()):
+        if len(own) < len(self._params) or any(s.keys() != first.keys() for s in own.values()):
             return None
         shared: State = {}
         for key, value in first.items():
-            shapes = {member: getattr(state[key], "shape", None) for member, state in own.items()}
+            shapes = {param: getattr(state[key], "shape", None) for param, state in own.items()}
             if key not in numbers and all(
-                shape == (member.param.spec.numel,) for member, shape in shapes.items()
+                shape == (param.spec.numel,) for param, shape in shapes.items()
             ):
                 shared[key] = value.new_zeros(self.param.numel())
-                for member, state in own.items():
-                    shared[key][member.part] = state[key]
+                for param, state in own.items():
+                    shared[key][self._part(param)] = state[key]
             elif _all_equal([state[key] for state in own.values()]):
                 shared[key] = value.clone() if isinstance(value, Tensor) else value
             else:
@@ -646,19 +626,19 @@ class ParamBucket:
         if target is not None:
             state_to_target(shared, self.param.shape, target)
         self._shared = BucketState(shared)
-        for member in self._members:
-            member.state = BucketState(
-                {k: v if k in numbers else self._view(k, v, member) for k, v in shared.items()}
+        for one in self._params:
+            self._states[one] = BucketState(
+                {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
             )
 
-    def _view(self, key: str, value: Any, member: _Member) -> Any:
+    def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
             return value
         # Only plain tensors become sharded tensors. If a bucket has one member, the optimizer may
         # keep quantized state, which no code can slice: leave quantized and fake tensors unchanged.
-        part = value[member.part] if len(self._members) > 1 else value
+        part = value[self._part(param)] if len(self._params) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
-        return FlatShardTensor(part, member.param.spec, role=role) if is_plain else part
+        return FlatShardTensor(part, param.spec, role=role) if is_plain else part
 
 
 def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:

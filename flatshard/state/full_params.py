@@ -18,7 +18,7 @@ from flatshard.engine.unit import Unit
 from flatshard.precision import set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import first_of_dtensor
-from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -48,11 +48,10 @@ def gather_full(
     # Make ordinary tensors, even in inference mode: users may write to the copies later, and
     # inference tensors cannot be written outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
+        is_gathered = handle.is_current and handle.buffer.dtype == shard.dtype
         if handle.is_whole:
             flat = shard.detach()
-        elif (
-            shard is handle.flat_param and handle.is_current and handle.buffer.dtype == shard.dtype
-        ):
+        elif is_gathered and shard is handle.flat_param:
             flat = handle.buffer
         else:
             flat = handle.gather_flat(shard)
@@ -99,25 +98,6 @@ class Request:
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
-
-
-def _grads(handle: FlatParamHandle) -> dict[OriginalParam, Tensor]:
-    """Return ``.grad`` of each original parameter that has a gradient."""
-    return {one: grad for one in handle.params if (grad := one.sharded.grad) is not None}
-
-
-def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """Return this rank's shard of the flat gradient, ``(shard_numel,)``, from all ``.grad``.
-
-    Elements of parameters without a gradient are zero.
-    """
-    parts = (
-        # The engine assigns a FlatShardTensor to `.grad`. A plain tensor was assigned by the user
-        # and is a full gradient, so take this rank's part.
-        (param, grad.local if isinstance(grad, FlatShardTensor) else param.spec.slice(grad))
-        for param, grad in _grads(handle).items()
-    )
-    return shard_of_parts(handle, parts, handle.flat_param.dtype)
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
@@ -228,7 +208,7 @@ class Summoned:
         # modules keep the sharded parameters.
         self.copies: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
-        self._handle, self._holds_copies = handle, False
+        self._handle = handle
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
             # If one rank holds the whole flat parameter (NO_SHARD), the sharded parameters may be
@@ -274,9 +254,11 @@ class Summoned:
         # buffer, which may have another dtype, and which the next all-gather overwrites.
         values = gather_full(handle, handle.flat_param, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
-        present = _grads(handle)
+        present = {p: grad for p in handle.params if (grad := p.sharded.grad) is not None}
         if request.with_grads and present:
-            full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
+            parts = ((param, local_grad(grad, param.spec)) for param, grad in present.items())
+            shard = shard_of_parts(handle, parts, handle.flat_param.dtype)
+            full = gather_full(handle, shard, device, is_kept=self.is_held)
             if self.is_held:
                 grads = [full[p.index] if p in present else None for p in handle.params]
         if self.is_held:
@@ -295,7 +277,6 @@ class Summoned:
         # would keep its buffer, and would not take part in the next all-gather.
         self._sums = [checksum(param) for param in self.copies] if self.request.writeback else []
         self._handle.put(self.copies)
-        self._holds_copies = True
 
     def close(self) -> list[str]:
         """Let the modules hold sharded parameters again, and write edits into the shard.
@@ -310,10 +291,10 @@ class Summoned:
         # If the modules held the sharded parameters themselves, remove the hooks from these
         # parameters. Leave the hooks on copies: a backward that reaches a copy after the context
         # must raise.
-        for guard in () if self._holds_copies else self._guards:
+        for guard in () if self.copies else self._guards:
             guard.remove()
         replaced = self._replaced() if request.writeback else []
-        if self._holds_copies or replaced:
+        if self.copies or replaced:
             handle.put_back()
         was_edited = handle.version != self._version
         if not self.is_held and was_edited:
@@ -323,7 +304,7 @@ class Summoned:
                 "rank0_only=True. Then this rank holds only sharded parameters, and rank 0 drops "
                 "its edits. Edit with rank0_only=False"
             ]
-        if not self._holds_copies or not request.writeback:
+        if not self.copies or not request.writeback:
             return replaced
         if was_edited:
             return [

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
-from flatshard.optimizer.state_dicts import torch_request
+from flatshard.optimizer.state_dicts import check_order, is_for_rank_0, torch_request
 from flatshard.state.full_params import gather_full, original_of
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
@@ -98,7 +98,7 @@ class UnitStateDict:
         """Return the options of torch's ``get_state_dict`` while it runs, or the unit's options."""
         if (asked := torch_request()) is None:
             return self.options
-        return StateDictOptions(not asked.full, asked.to_cpu, asked.rank0_only)
+        return StateDictOptions(not asked.full_state_dict, asked.cpu_offload, is_for_rank_0(asked))
 
     def _before_load(
         self,
@@ -115,7 +115,7 @@ class UnitStateDict:
             )
         if (asked := torch_request()) is not None:
             for param in chain.from_iterable(handle.params for handle in self.unit.handles):
-                asked.check_order(param.name, param.span.order)
+                check_order(asked, param.spec)
         for handle in self.unit.handles:
             for place, attribute, param in handle.places:
                 key = prefix + attribute

@@ -7,7 +7,7 @@ Entries per element are sharded like the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -36,8 +36,6 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 from flatshard.units.module_tree import unit_text
 
 _REMEDY = "Every rank must step the same optimizer and load the same state."
-# Prefix that torch's ``checkpoint_wrapper`` adds to parameters' names, but removes in state dicts.
-_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def full_state(
@@ -152,7 +150,7 @@ def _by_name(
     own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
     found = OptimParams(model, optimizer, units)
     params = found.by_key(own)
-    own = state_dicts.to_sharded(optimizer, own)
+    own = state_dicts.with_shards(optimizer, own, is_saving=True)
     groups = [
         {**_options(group), "params": [params[key].fqn for key in group["params"]]}
         for group in own["param_groups"]
@@ -400,10 +398,16 @@ class OptimParams:
         prefixes = {
             module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
         }
-        found = dict(_params_of_units(prefixes, units))
-        for name, param in model.named_parameters():
+        found: dict[int, OptimParam] = {}
+        for param in chain.from_iterable(handle.params for u in units for handle in u.handles):
+            # A tied parameter has several places. Use the first place inside of the given model,
+            # which may be only a part of the sharded model.
+            place = next(place for place in param.locations if place.module in prefixes)
+            name = prefixes[place.module] + place.attribute
+            found[id(param.sharded)] = OptimParam(name, param)
+        for name, other in model.named_parameters():
             # If no unit owns the parameter, the parameter is ignored, or the model is not wrapped.
-            found.setdefault(id(param), OptimParam(unwrapped(name)))
+            found.setdefault(id(other), OptimParam(unwrapped(name)))
         # One list of parameters for each group in ``optimizer.param_groups``.
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -439,18 +443,9 @@ class OptimParams:
         return dict(zip(chain.from_iterable(keys), self, strict=True))
 
 
-def _params_of_units(
-    prefixes: dict[nn.Module, str], units: Sequence[Unit]
-) -> Iterable[tuple[int, OptimParam]]:
-    """Yield, for each parameter that a unit owns, the sharded tensor's id and the parameter."""
-    for handle in chain.from_iterable(unit.handles for unit in units):
-        for param in handle.params:
-            # A tied parameter has several places. Use the first place inside of the given model,
-            # which may be only a part of the sharded model.
-            place = next(place for place in param.locations if place.module in prefixes)
-            yield id(param.sharded), OptimParam(prefixes[place.module] + place.attribute, param)
-
-
 def unwrapped(name: str) -> str:
-    """Return a parameter's name without the prefix that torch's ``checkpoint_wrapper`` adds."""
-    return name.replace(_CHECKPOINT_PREFIX, "")
+    """Return a parameter's name without the prefix of torch's ``checkpoint_wrapper``.
+
+    torch, too, removes the prefix in state dicts.
+    """
+    return name.replace("_checkpoint_wrapped_module.", "")

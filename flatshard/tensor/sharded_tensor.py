@@ -684,6 +684,15 @@ def local_range(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, FlatShardTensor) else tensor
 
 
+def local_grad(grad: Tensor | None, spec: ShardSpec) -> Tensor:
+    """Return this rank's elements of a gradient, 1-D. ``spec`` describes the parameter.
+
+    The engine assigns sharded tensors to ``.grad``, but the program may assign a full tensor.
+    """
+    assert grad is not None, "the caller has checked it"
+    return (grad.local if isinstance(grad, FlatShardTensor) else spec.slice(grad)).detach()
+
+
 def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
     """Yield the sharded tensors among ``values``, and in lists among ``values``."""
     return (t for t in tensors_in(values, depth=0) if isinstance(t, FlatShardTensor))

@@ -382,9 +382,7 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
         param.requires_grad_(is_trained)
 
 
-def _recorded_full_tensor(tensor: FlatShardTensor) -> Tensor:
-    # Gradients are disabled inside, so `full_tensor` records nothing.
-    return use_outside(tensor, FlatShardTensor.full_tensor)
-
-
-ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = _recorded_full_tensor
+# Gradients are disabled in `OutsideUse.forward`, so `full_tensor` records nothing there.
+ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = partial(
+    use_outside, function=FlatShardTensor.full_tensor
+)

@@ -11,10 +11,10 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 19_994,
-    "core_lines": 11_041,
+    "code_lines": 20_006,
+    "core_lines": 11_217,
     "modules": 140,
-    "strict_zips_in_core": 23,
+    "strict_zips_in_core": 30,
 }
 
 REPEATED_NAMES: set[str] = set()

@@ -31,7 +31,6 @@ from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.stepper import (
     State,
     all_params,
-    local_grad,
     map_state,
     named_values,
     put_others,
@@ -39,7 +38,7 @@ from flatshard.optimizer.stepper import (
     with_inner,
 )
 from flatshard.precision import set_grad
-from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data, wrote
+from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data, local_grad, wrote
 
 # Approximate number of bytes of parameters and gradients that a rank gathers at a time.
 PART_BYTES = 32 << 20
@@ -440,7 +439,7 @@ def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> li
     """
     parts = [param.local.detach()]
     if param.grad is not None:
-        parts.append(local_grad(param))
+        parts.append(local_grad(param.grad, param.spec))
     loaded = _sharded_state(optimizer.state.get(param, {}))
     return [*parts, *(loaded[key].local for key in sorted(loaded))]
 
