@@ -1,7 +1,4 @@
-"""``RunState``: the state that forward, backward and prefetch of one model share.
-
-``RunContext`` extends ``RunState``, and makes the forward, the backward and the prefetch.
-"""
+"""``RunState``: the state that forward, backward and prefetch of one model share."""
 
 from __future__ import annotations
 
@@ -50,12 +47,28 @@ class Steps:
 
 
 class RunState:
-    """The units of one model, and the state of the model's current step."""
+    """The units of one model, and the state of the model's current step.
+
+    All wrappers of the model share one ``RunState``.
+    """
+
+    # `Forward`, `Backward` and `Prefetch` of the model, and `Touch`; see `connect`.
+    forward: Any
+    backward: Any
+    prefetch: Any
+    touch: Any
 
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
-        self.units, self.root = list(units), units[-1]  # the outermost unit comes last
+        """Make the state of a model before its first step. The caller must call ``connect`` next.
+
+        Args:
+            units: all units. The root comes last.
+            world: all ranks that train the model.
+            number: identifies the model in exchanges; below 256, and the same on all ranks.
+        """
+        self.units, self.root = list(units), units[-1]
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
-        self.world = world  # the ranks that train the model
+        self.world, self.number = world, number
 
         # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
         # left out.
@@ -63,7 +76,6 @@ class RunState:
         for topology in (unit.topology for unit in self.units if unit.handles):
             groups += topology.intra_group, topology.inter_group, topology.regather or world
         self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
-        self.number = number  # identifies the model in exchanges; below 256, the same on all ranks
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         self.steps = Steps()
@@ -71,7 +83,11 @@ class RunState:
         # Finds parameters that a forward edits. On accelerators, the extra `device_checks` sets an
         # object that does not make the host wait for the device.
         self.edits = ForwardEdits()
-        self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
+        # This rank's memory that other ranks may still read. All handles share the list, so that a
+        # single wait at the end of a forward or backward covers the whole model.
+        self.pending_sends = PendingSends()
+        for _, handle in self.handles:
+            handle.plan.pending_sends = self.pending_sends
         self.observers = Observers()
         # Device of the unsharded buffers. None: the model trains on a single rank, without
         # unsharded buffers, so nothing is communicated.
@@ -84,12 +100,46 @@ class RunState:
         # began under `no_sync`.
         self.under_no_sync = self.accumulates = False
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
+        self.is_converting = False  # whether modules are being converted (dtype or device)
         self.depth = 0  # number of nested forwards of units that are running
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
 
         # Whether another backward, such as that of a reentrant activation checkpoint, ran inside
         # the present backward.
         self.has_inner_backward = False
+
+    def connect(self, forward: Any, backward: Any, prefetch: Any, touch: Any) -> None:
+        """Set the objects that run the model's steps, and that share this state."""
+        self.forward, self.backward, self.prefetch, self.touch = forward, backward, prefetch, touch
+        for index, unit in enumerate(self.units):
+            unit.index, unit.forward, unit.backward = index, forward, backward
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute sizes and storages cached from the units' buffers, after a reallocation."""
+        # `device`: the device of the units that communicate. If the model trains on a single rank,
+        # units without an unsharded buffer never communicate, so skip these units. None: no unit
+        # communicates.
+        is_alone = self.world.size == 1
+        devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
+        self.device = next(devices, None)
+        # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the buffers'
+        # storages, to recognise views of a buffer among the tensors that autograd saves.
+        for part in (self.prefetch, self.backward.queue, self.forward):
+            part.refresh()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the forward of a unit, or the model's backward, is running."""
+        return self.depth > 0 or self.backward.is_running
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether the backward of the latest training forward reduces all gradients over all ranks.
+
+        False after a forward under ``no_sync``. The result is the same on all ranks.
+        """
+        return all(unit.sync is Sync.ALL for unit in self.units)
 
     @property
     def is_accumulating(self) -> bool:

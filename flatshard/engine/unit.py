@@ -80,7 +80,7 @@ class Call:
 class Unit:
     """One or several modules whose parameters are unsharded and resharded together."""
 
-    # `Forward` and `Backward` of the model, set by `RunContext`. Torch's hooks of modules and
+    # `Forward` and `Backward` of the model, set by `RunState`. Torch's hooks of modules and
     # parameters hold the unit, and call these two.
     forward: Any
     backward: Any

@@ -39,7 +39,7 @@ def convert(
     if context.is_converting:
         apply_to_module()
         return
-    context.recover()
+    context.forward.recover()
     check_not_summoned(units_in(root.wrapper), "converted")
     units = units_in(root.wrapper) if recurse else [root.unit]
     handles = [handle for unit in units for handle in unit.handles]
@@ -105,7 +105,7 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     if is_outermost:
         root.check_has_all_modules("copied")
     for sharding in inside:
-        sharding.context.recover()
+        sharding.context.forward.recover()
     # Another model in the same `copy.deepcopy` may have copied a unit already, which both contain.
     units = list(dict.fromkeys(one.unit for one in inside if id(one.unit) not in memo))
     for unit in units:

@@ -429,7 +429,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         sizes.append(handle.layout.padded_numel * handle.reduce_plan.dtypes.reduce_dtype.itemsize)
     context.refresh()
     assert len(reduce_queue.split([context.root])) > 1, "the root's large parameters are apart"
-    assert context._backward.queue.max_bytes_in_flight == 2 * max(sizes)
+    assert context.backward.queue.max_bytes_in_flight == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")
     context.refresh()

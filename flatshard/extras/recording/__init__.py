@@ -22,8 +22,8 @@ from torch import Tensor
 from flatshard.collectives import Event, record
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed, raise_everywhere
-from flatshard.engine.context import RunContext
 from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.extras.recording.memory_timeline import (
     MemorySample,
@@ -43,7 +43,7 @@ _OWN = "{rank}"  # if a file name contains this text, every rank writes a separa
 _PANELS = 8  # maximum number of ranks in one plot, because more panels would be too small to read
 
 # Report of the last recorded step of each model. The key is the context of the model's root.
-_last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
+_last_reports: weakref.WeakKeyDictionary[RunState, StepReport] = weakref.WeakKeyDictionary()
 
 
 class _Doing(NamedTuple):
@@ -287,7 +287,7 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
         _write(file, recorder.reports[-1:], world)
 
 
-def last_report(context: RunContext) -> StepReport:
+def last_report(context: RunState) -> StepReport:
     """Return the report of the last recorded step; see ``ShardedWrapper.step_report``."""
     recorder, report = context.observers.find(StepRecorder), _last_reports.get(context)
     if recorder is not None:
@@ -310,7 +310,7 @@ def _written(path: str, world: Communicator) -> str | None:
     return path if world.rank == 0 else None
 
 
-def _problem(context: RunContext, world: Communicator, file: str | None) -> Exception | None:
+def _problem(context: RunState, world: Communicator, file: str | None) -> Exception | None:
     """Return the error if this rank cannot record steps, or None if it can."""
     if context.observers.find(StepRecorder) is not None:
         return RuntimeError(

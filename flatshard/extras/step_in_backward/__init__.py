@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.consistency import Facts, agreed
-from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepExtension, profiled
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
@@ -337,7 +336,7 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(param): number for number, group in groups for param in group["params"]}
 
 
-def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
+def register(context: RunState, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
     """Let ``optimizer`` step in backward; see ``ShardedWrapper.step_in_backward``. Collective."""
     found = context.extension(SteppedInBackward.name)
     stepped = SteppedInBackward(context) if found is None else found
