@@ -363,7 +363,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         rank = self._sharding.settings.ranks.world.global_rank
         non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
-        non_finite.watch_non_finite(self._sharding.context.observers, rank if enabled else None)
+        non_finite.watch_non_finite(self._sharding.context, rank if enabled else None)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.

@@ -18,9 +18,8 @@ hooks call this class:
 5.  Autograd has run the last node, and calls ``_end``. The ranks reduce the remaining gradients,
     this rank waits for all reductions, and ``.grad`` gets the averages; see the note below.
 
-Observers (``StepObserver``), such as reports, receive every event of a backward and change nothing.
 Extensions (``StepExtension``), which are optional features, may act in a backward, at the lines
-below that call an extension.
+below that call an extension. Watchers are extensions that only watch a step, such as reports.
 
 [Note: the end of backward]
 At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
@@ -67,7 +66,7 @@ class Backward:
     """
 
     def __init__(self, state: RunState, prefetch: Prefetch) -> None:
-        self._state, self._observers, self._prefetch = state, state.observers, prefetch
+        self._state, self._prefetch = state, prefetch
         self.queue = ReduceQueue(state)
         # Whether a backward has begun, but not ended: it is running, or has failed.
         self._is_active = False
@@ -110,8 +109,6 @@ class Backward:
             self._drop()
         for extension in self._state.extensions:
             extension.begin_backward()
-        for observer in self._observers.all:
-            observer.begin_backward()
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
@@ -153,8 +150,8 @@ class Backward:
         """
         self.begin()
         unit.begin_call_backward(call)
-        for observer in self._observers.all:
-            observer.enter_backward(unit)
+        for watcher in self._state.watchers:
+            watcher.enter_backward(unit)
         self.unshard(unit)
         # Prefetch only now, after this unit's all-gather is complete: a second all-gather would
         # have taken bandwidth from the first.
@@ -234,8 +231,8 @@ class Backward:
         # record of arrived gradients, which may still contain the gradients of the last backward.
         self.begin()
         handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
-        for observer in self._observers.all:
-            observer.on_grad(unit, param, grad)
+        for watcher in self._state.watchers:
+            watcher.on_grad(unit, param, grad)
         bucket = self.queue.bucket_of[handle]
         if not bucket.is_complete():
             return
@@ -264,8 +261,8 @@ class Backward:
             if handle.lingers:
                 handle.reshard(though_held=False)
         self._lingering = [h for h in (*self._lingering, *unit.handles) if h.lingers]
-        for observer in self._observers.all:
-            observer.leave_backward(unit)
+        for watcher in self._state.watchers:
+            watcher.leave_backward(unit)
         for extension in self._state.extensions:
             extension.between_units()
         self._prefetch.in_backward(unit, is_over=True)
@@ -299,19 +296,17 @@ class Backward:
         # Wait until the other ranks have received this rank's data, because the optimizer may write
         # the shards next. If a forward runs around this backward, the end of the forward waits.
         if is_outermost:
-            with self._observers.span(Kind.RANKS_WAIT):
+            with self._state.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
         # Complete `.grad` before the users' hooks, which may raise.
         for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
                 handle.grad_publish.show_unreduced()
         self._run_hooks(used)
+        # Watchers are called last (`EXTRAS`), when no other rank waits for this rank: Python may be
+        # configured to raise a watcher's warning as an error.
         for extension in state.extensions:
             extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
-        # Call observers last, when no other rank waits for this rank: Python may be configured to
-        # raise an observer's warning as an error.
-        for observer in self._observers.all:
-            observer.end_backward()
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
         """Reduce all remaining gradients, and publish the averages in ``.grad``. Collective.

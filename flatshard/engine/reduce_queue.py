@@ -202,7 +202,7 @@ class ReduceQueue:
     """Starts and finishes the reductions of a model, in the same order on all ranks."""
 
     def __init__(self, state: RunState) -> None:
-        self._state, self._observers = state, state.observers
+        self._state = state
         self.buckets = split(state.units)
         self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
         self._order = ReduceOrder(len(self.buckets))
@@ -296,7 +296,7 @@ class ReduceQueue:
         """Start to reduce gradients of ``handles``, flat parameters of ``bucket``. Collective."""
         if not handles:
             return
-        with self._observers.span(Kind.STARTING, bucket.unit, purpose="reduce"):
+        with self._state.span(Kind.STARTING, bucket.unit, purpose="reduce"):
             bucket.start(handles)
         if bucket.under_way:
             self._in_flight.append(bucket)
@@ -314,7 +314,7 @@ class ReduceQueue:
         oldest reduction, for a limited time.
         """
         self._state.pending_sends.drop_sent()
-        with self._observers.span(Kind.STARTING, purpose="reduce"):
+        with self._state.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
                 # A second stage (between nodes, for example) starts only after the second stages of
                 # all earlier buckets. So stop at the first bucket whose second stage cannot start.
@@ -331,7 +331,7 @@ class ReduceQueue:
                 is_late = self._state.lacks_ranks or bucket.index in self._uneven
                 if bytes_in_flight <= self.max_bytes_in_flight or is_late:
                     return
-                with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                with self._state.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                     if not bucket.wait_until_reduced():
                         return
             self._finish_first()
@@ -339,7 +339,7 @@ class ReduceQueue:
 
     def _finish_first(self) -> None:
         bucket = self._in_flight.pop(0)
-        with self._observers.span(Kind.REDUCE_WAIT, bucket.unit):
+        with self._state.span(Kind.REDUCE_WAIT, bucket.unit):
             bucket.finish()
 
     # ------------------------------------------------------------ the end of backward
@@ -376,7 +376,7 @@ class ReduceQueue:
         # overlap. Then wait for each reduction.
         for bucket in self._in_flight:
             if bucket.has_stages:
-                with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                with self._state.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                     for _, reduce in bucket.under_way:
                         reduce.cross()
         while self._in_flight:
@@ -386,7 +386,7 @@ class ReduceQueue:
         """Adopt the order in which buckets became ready on rank 0. Collective, once per model."""
         world = self._state.world
         order = torch.tensor(self._order.suggested(), device=world.control_device)
-        with self._observers.span(Kind.RANKS_WAIT):
+        with self._state.span(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
         self._adopt(order.tolist())
         self._is_order_agreed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import Kind, Observers, StepExtension
+from flatshard.engine.events import NOTHING, Kind, StepExtension, profiled
 from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
@@ -78,6 +79,7 @@ class RunState:
         self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
+        self.watchers: tuple[StepExtension, ...] = ()  # the extensions that watch units
         self.steps = Steps()
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
         # Finds parameters that a forward edits. On accelerators, the extra `device_checks` sets an
@@ -88,7 +90,6 @@ class RunState:
         self.pending_sends = PendingSends()
         for _, handle in self.handles:
             handle.plan.pending_sends = self.pending_sends
-        self.observers = Observers()
         # Device of the unsharded buffers. None: the model trains on a single rank, without
         # unsharded buffers, so nothing is communicated.
         self.device: torch.device | None = None
@@ -170,7 +171,7 @@ class RunState:
             purpose: "forward" or "backward". Backward usually does not need all flat parameters.
             everything: whether to all-gather all flat parameters, even for backward.
         """
-        with self.observers.span(Kind.STARTING, unit, purpose=purpose):
+        with self.span(Kind.STARTING, unit, purpose=purpose):
             needs_all = everything or purpose == "forward"
             handles = unit.handles if needs_all else unit.for_backward
             # Flat parameters that are unsharded already need no all-gather.
@@ -183,18 +184,55 @@ class RunState:
     def unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
         """Start the all-gathers of a unit, and wait for them. Collective."""
         self.start_unshard(unit, purpose, everything=everything)
-        with self.observers.span(Kind.GATHER_WAIT, unit):
+        with self.span(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
 
     def extend(self, extension: StepExtension) -> None:
         """Call ``extension`` in each step from now on."""
         found, places = (*self.extensions, extension), list(EXTRAS)
-        self.extensions = tuple(sorted(found, key=lambda one: places.index(one.name)))
+        self._call(sorted(found, key=lambda one: places.index(one.name)))
 
     def drop(self, extension: StepExtension) -> None:
-        """Stop calling ``extension`` in steps."""
-        self.extensions = tuple(one for one in self.extensions if one is not extension)
+        """Stop calling ``extension`` in steps. May be called inside a method of an extension."""
+        self._call([one for one in self.extensions if one is not extension])
+
+    def _call(self, extensions: Sequence[StepExtension]) -> None:
+        # Replace the tuples and never change them, so that a loop over a tuple is not disturbed.
+        self.extensions = tuple(extensions)
+        self.watchers = tuple(one for one in extensions if one.watches)
 
     def extension(self, name: str) -> Any:
         """Return the extension with this ``name``. None: the model does not use the extension."""
         return next((one for one in self.extensions if one.name == name), None)
+
+    def span(
+        self, kind: Kind, unit: Unit | None = None, *, purpose: str | None = None, ends: bool = True
+    ) -> AbstractContextManager[object]:
+        """Return a context manager that marks a range of time, for extensions and torch's profiler.
+
+        Args:
+            kind: what the thread does in this range of time.
+            unit: the unit whose collectives are started or awaited. None: the collectives belong to
+                no single unit.
+            purpose: "forward" or "backward" if all-gathers are started, "reduce" if reductions are
+                started, None if the range is a wait.
+            ends: whether the unit's collectives are finished after the wait. False: the wait may
+                end before the collectives.
+        """
+        profiles = torch._C._autograd._profiler_enabled()
+        if not (self.watchers or profiles):
+            return NOTHING
+        label = "reduce" if purpose == "reduce" else "unshard"
+        if purpose is None:
+            label = "wait_unshard"
+            # A wait for a unit can start only one kind of collective: the second stage of a
+            # reduction (between nodes, for example), which starts once the first stage is over.
+            purpose = "other" if unit is None else "reduce"
+        # `enter_context` enters each context now. So the range of time begins here, a little before
+        # the caller's `with` statement, which only leaves the contexts.
+        stack = contextlib.ExitStack()
+        for watcher in self.watchers:
+            stack.enter_context(watcher.span(kind, unit, purpose, ends))
+        if profiles and unit is not None and kind in (Kind.STARTING, Kind.GATHER_WAIT):
+            stack.enter_context(profiled(label, unit.name))
+        return stack

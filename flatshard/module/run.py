@@ -77,7 +77,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     # buffers.
     if settings.broadcast_buffers and root_checks.shared_buffers():
         shared = root_checks.shared_buffers
-        context.buffers = BufferSync(world, context.observers, shared, number)
+        context.buffers = BufferSync(world, context.span, shared, number)
     prefetch = Prefetch(context, settings.forward_prefetch, settings.backward_prefetch)
     backward = Backward(context, prefetch)
     forward = Forward(context, backward, prefetch, root_checks)
