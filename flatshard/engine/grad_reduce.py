@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,54 +48,54 @@ class CommHook:
     reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
-@dataclass
 class ReducePlan:
     """The groups, dtypes and memory with which the gradients of one flat parameter are reduced."""
 
-    flat: FlatParamPlan
-    dtypes: GradDtypes
-    device: torch.device  # device of the gradients that autograd computes
-    tags: tuple[int, int, int]  # tags for collectives of the intra, inter and replicate group
-    hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
+    def __init__(
+        self,
+        flat: FlatParamPlan,
+        dtypes: GradDtypes,
+        device: torch.device,
+        tags: tuple[int, int, int],
+        hook: Callable[[Tensor, str], Tensor] | None,
+        output: BufferCache | None,
+    ) -> None:
+        """Plan the reductions of one flat parameter.
 
-    # Cache that reuses the memory of published gradients once users have dropped the gradients.
-    # None: published gradients are offloaded to host memory or disk, so no memory on the device
-    # can be reused.
-    output: BufferCache | None
-    fixed_order: bool = field(init=False)  # whether flatshard adds up gradients, in rank order
-    # Number of elements that this rank has after the first stage, and the index of the first of
-    # these elements in the flat parameter.
-    intra_numel: int = field(init=False)
-    intra_start: int = field(init=False)
-    full_bytes: int = field(init=False)  # size of the unsharded gradients
-    bytes_in_flight: int = field(init=False)  # estimated memory of an unfinished reduction
-
-    # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
-    # reduction has stage 3 of [Note: stages].
-    adds_replicas: bool = field(init=False)
-    across: Communicator = field(init=False)  # the group of the second stage
-
-    # Dtypes of the sums in the first and in the second stage.
-    intra_sum_dtype: torch.dtype = field(init=False)
-    across_sum_dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.fixed_order = self.flat.precision.fixed_order
-        intra_group, replicate = self.flat.topology.intra_group, self.flat.topology.replicate
-        self.intra_numel = self.flat.layout.padded_numel // intra_group.size
+        Args:
+            flat: the flat parameter.
+            dtypes: dtypes of the gradients.
+            device: device of the gradients that autograd computes.
+            tags: tags for collectives of the intra, inter and replicate group.
+            hook: the user's function, see ``CommHook``.
+            output: cache that reuses the memory of published gradients once users have dropped the
+                gradients. None: published gradients are offloaded to host memory or disk, so no
+                memory on the device can be reused.
+        """
+        self.flat, self.dtypes, self.device, self.tags = flat, dtypes, device, tags
+        self.hook, self.output = hook, output
+        self.fixed_order = flat.precision.fixed_order  # whether flatshard adds, in rank order
+        intra_group, replicate = flat.topology.intra_group, flat.topology.replicate
+        # Number of elements that this rank has after the first stage, and the index of the first of
+        # these elements in the flat parameter.
+        self.intra_numel = flat.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
-        self.full_bytes = self.flat.layout.padded_numel * self.dtypes.reduce_dtype.itemsize
+        # Size of the unsharded gradients.
+        self.full_bytes = flat.layout.padded_numel * dtypes.reduce_dtype.itemsize
         # Estimate the memory of an unfinished reduction. Usually the gradients take memory twice:
         # to send, and to receive. NCCL adds each part when the part arrives, like all backends for
         # which a stream waits and not the host. So count the gradients once there, except with
         # `fixed_order`, which receives all parts before it adds. Then two reductions of the largest
         # bucket together take at most `ReduceQueue.max_bytes_in_flight`, and may run at once.
-        waits = intra_group.transport_for(self.device).stream_waits(self.device)
+        waits = intra_group.transport_for(device).stream_waits(device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
-        self.across = self.flat.topology.across
+        self.across = flat.topology.across  # the group of the second stage
+        # Dtypes of the sums in the first and in the second stage.
         self.intra_sum_dtype = self._sum_dtype(intra_group)
         self.across_sum_dtype = self._sum_dtype(self.across)
-        sums_wider = self._sum_dtype(replicate) is not self.dtypes.reduce_dtype
+        # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
+        # reduction has stage 3 of [Note: stages].
+        sums_wider = self._sum_dtype(replicate) is not dtypes.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
     def chunk_plan(self) -> ChunkPlan | None:

@@ -37,6 +37,13 @@ from flatshard.units.layout import as_bytes, view_of
 Place = tuple[nn.Module, str, OriginalParam]
 
 
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose backward needs only the indices, not the weights.
+
+If another operation uses the weights as well, backward unshards the weights on demand.
+"""
+
+
 class ShardState(enum.Enum):
     """Whether the buffer has the unsharded parameters."""
 
@@ -65,6 +72,8 @@ class FlatParamHandle:
             for param in self.params
             for place in param.locations
         ]
+        # Whether backward does not read the parameters, because only lookups use them.
+        self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
         # Inside of `summon_full_params`: the `Summoned` object (`state.full_params`) that lets the
         # modules hold full parameters. Otherwise None.

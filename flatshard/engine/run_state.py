@@ -142,14 +142,6 @@ class RunState:
         """
         return all(unit.sync is Sync.ALL for unit in self.units)
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether a forward that begins now will leave gradients unreduced after its backward.
-
-        Also True if some gradients will be reduced only within the intra group (``Sync.INTRA``).
-        """
-        return any(sync is not Sync.ALL for sync in self.syncs)
-
     def plan_syncs(self) -> None:
         """Set how the backward of the forward that begins now reduces each unit's gradients."""
         for unit, sync in zip(self.units, self.syncs, strict=True):

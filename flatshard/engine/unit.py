@@ -35,12 +35,6 @@ from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import ASSIGNED, untraced
 from flatshard.units.module_tree import name_of, renamed, unit_text
 
-LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-"""Modules whose backward needs only the indices, not the weights.
-
-If another operation uses the weights as well, backward unshards the weights on demand.
-"""
-
 
 class Phase(enum.Enum):
     """The part of a step that a unit is in. Only ``Unit.enter`` changes the phase."""
@@ -101,7 +95,7 @@ class Unit:
         # and `requires_grad`; in the root, each large parameter is a separate flat parameter. Empty
         # if the unit owns no parameter.
         self.handles: list[FlatParamHandle] = []
-        # Flat parameters that backward reads; embedding tables are not among them.
+        # Flat parameters that backward reads: those without `FlatParamHandle.is_lookup`.
         self.for_backward: list[FlatParamHandle] = []
         # For each module of the unit, the flat parameters whose original parameters are in the
         # module or its submodules. A `Place` says which module attribute holds the parameter.
@@ -137,8 +131,6 @@ class Unit:
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
-        # Whether the rest of the forward, or the beginning of backward, uses the unit.
-        self.is_needed_soon = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_touched = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
@@ -195,11 +187,7 @@ class Unit:
             with torch.inference_mode(False):
                 for param in handle.params:
                     param.connect(partial(self._grad_hook, handle))
-        self.for_backward = [
-            handle
-            for handle in self.handles
-            if not all(type(module) in LOOKUPS for module, _, _ in handle.places)
-        ]
+        self.for_backward = [handle for handle in self.handles if not handle.is_lookup]
         for module in self.modules:
             inside = set(module.modules())
             self.places_in[module] = [
@@ -298,8 +286,14 @@ class Unit:
         for handle in self.handles:
             handle.show_unsharded()
 
-    def fate(self, handle: FlatParamHandle, moment: Moment) -> Fate:
-        """Decide whether to free the unsharded buffer of ``handle``. Only this method decides."""
+    def fate(
+        self, handle: FlatParamHandle, moment: Moment, *, is_needed_soon: bool = False
+    ) -> Fate:
+        """Decide whether to free the unsharded buffer of ``handle``. Only this method decides.
+
+        ``is_needed_soon``: whether the rest of the forward, or the beginning of backward, uses the
+        unit.
+        """
         if moment is Moment.STEP_LEFT:
             return Fate.FREE
         # After a backward with create_graph, later nodes of the graph may read the buffer.
@@ -313,7 +307,7 @@ class Unit:
             frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
             return Fate.FREE if frees else Fate.KEEP
         # Do not reshard a unit that is needed soon: the unit would have to be all-gathered again.
-        stays = self.is_needed_soon or not self.placement.reshard_after_forward
+        stays = is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return Fate.FREE
         if self.sync is Sync.NONE:
@@ -329,7 +323,7 @@ class Unit:
         False if the strategy keeps all buffers after forward.
         """
         reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
-        return reshards and handle not in self.for_backward
+        return reshards and handle.is_lookup
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
         """Whether autograd saves copies of the parameters of ``handle`` for backward.
@@ -342,7 +336,7 @@ class Unit:
         # all-gather that the other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
-    def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
+    def reshard(self, moment: Moment = Moment.STEP_LEFT, *, is_needed_soon: bool = False) -> None:
         """Let the modules hold sharded parameters, and free or keep buffers as ``fate`` decides.
 
         State: any phase -> IDLE.
@@ -356,7 +350,7 @@ class Unit:
             for handle in self.handles:
                 handle.grad_buffer.arrived.clear()
         for handle in self.handles:
-            fate = self.fate(handle, moment)
+            fate = self.fate(handle, moment, is_needed_soon=is_needed_soon)
             if handle.gather.secondary is not None and fate is not Fate.SNAPSHOT:
                 self._reshard_secondary(handle, handle.gather.secondary, moment, fate)
             if fate is Fate.FREE:
@@ -416,10 +410,8 @@ class Unit:
 
         Called when this outermost forward will not call the unit again.
         """
-        if self.phase is not Phase.FORWARD or self.running:
-            return
-        self.is_needed_soon = is_needed_soon
-        self.reshard(Moment.AFTER_FORWARD)
+        if self.phase is Phase.FORWARD and not self.running:
+            self.reshard(Moment.AFTER_FORWARD, is_needed_soon=is_needed_soon)
 
     # ------------------------------------------------------------ backward
 
