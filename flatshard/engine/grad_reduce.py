@@ -11,7 +11,7 @@
     gradients itself (in rank order, or in a wider dtype), stage 2 is a reduce-scatter over the
     replicate group instead, and stage 3 all-gathers the result.
 
-Under ``Sync.INTRA``, a backward runs only the first stage, and ``GradientBuffer`` adds up the
+Under ``Sync.INTRA``, a backward runs only the first stage, and ``Gradients`` adds up the
 results. The second stage runs in a later backward. The first two stages send gradients in the
 reduce dtype. Sums may have a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce
 dtype before the second stage.
@@ -31,7 +31,6 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.transports import ChunkPlan, FlatChunks, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.memory.buffers import BufferCache, storage_bytes
-from flatshard.options.precision import GradDtypes
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
@@ -54,26 +53,27 @@ class ReducePlan:
     def __init__(
         self,
         flat: FlatParamPlan,
-        dtypes: GradDtypes,
+        dtype: torch.dtype,
         device: torch.device,
         tags: tuple[int, int, int],
-        hook: Callable[[Tensor, str], Tensor] | None,
-        output: BufferCache | None,
+        hook: CommHook | None,
     ) -> None:
         """Plan the reductions of one flat parameter.
 
         Args:
             flat: the flat parameter.
-            dtypes: dtypes of the gradients.
+            dtype: dtype of the shard.
             device: device of the gradients that autograd computes.
             tags: tags for collectives of the intra, inter and replicate group.
-            hook: the user's function, see ``CommHook``.
-            output: cache that reuses the memory of published gradients once users have dropped the
-                gradients. None: published gradients are offloaded to host memory or disk, so no
-                memory on the device can be reused.
+            hook: the user's communication hook, if any.
         """
-        self.flat, self.dtypes, self.device, self.tags = flat, dtypes, device, tags
-        self.hook, self.output = hook, output
+        self.flat, self.device, self.tags = flat, device, tags
+        reduce_dtype, self.hook = (hook.reduce_dtype, hook.reduce) if hook else (None, None)
+        self.dtypes = dtypes = flat.precision.grad_dtypes(dtype, reduce_dtype)
+        # Cache that reuses the memory of published gradients once users have dropped the gradients.
+        # None: published gradients are offloaded to host memory or disk, so no memory on the device
+        # can be reused.
+        self.output = BufferCache() if flat.targets.gradient.is_device else None
         self.fixed_order = flat.precision.fixed_order  # whether flatshard adds, in rank order
         intra_group, replicate = flat.topology.intra_group, flat.topology.replicate
         # Number of elements that this rank has after the first stage, and the index of the first of

@@ -21,8 +21,8 @@ import torch
 
 from flatshard.engine.agreement import Agreement, agree
 from flatshard.engine.events import Kind
-from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.grad_reduce import GradReduce
+from flatshard.engine.gradients import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
@@ -125,7 +125,7 @@ class ReduceBucket:
         # A plain loop is faster than `all()` with a generator, and backward calls this method for
         # every gradient.
         for handle in self.handles:
-            if len(handle.grad_buffer.arrived) < handle.num_trainable:
+            if len(handle.grads.arrived) < handle.num_trainable:
                 return False
         return True
 
@@ -140,14 +140,14 @@ class ReduceBucket:
         assert not self.under_way, "the earlier reduction is not finished"
         sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
-            buffer, plan, intra_reduced = handle.grad_buffer, handle.reduce_plan, None
-            chunks = buffer.take_chunks()
+            grads, plan, intra_reduced = handle.grads, handle.reduce_plan, None
+            chunks = grads.take_chunks()
             if plan.hook is not None:
                 assert sync is Sync.ALL, "a communication hook reduces over all ranks"
-                handle.grad_publish.add(plan.reduce_by_hook(chunks))
+                grads.add_reduced(plan.reduce_by_hook(chunks))
                 continue
             if sync is Sync.ALL:
-                intra_reduced, buffer.intra_reduced = buffer.intra_reduced, None
+                intra_reduced, grads.intra_reduced = grads.intra_reduced, None
             reduce = GradReduce(
                 plan, chunks, is_intra_only=sync is Sync.INTRA, intra_reduced=intra_reduced
             )
@@ -193,9 +193,9 @@ class ReduceBucket:
         for handle, reduce in under_way:
             out = reduce.finish()
             if reduce.is_intra_only:
-                handle.grad_buffer.add_intra_reduced(out)
+                handle.grads.add_intra_reduced(out)
             else:
-                handle.grad_publish.add(out)
+                handle.grads.add_reduced(out)
 
 
 class ReduceQueue:

@@ -15,7 +15,7 @@ from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import NOTHING, Kind, StepExtension, profiled
 from flatshard.engine.forward_edits import ForwardEdits
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.gradients import Sync
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Topology
 from flatshard.engine.gather import SecondaryShard
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.gradients import Sync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.options.strategy import Placement
 from flatshard.precision import UnitCasts
@@ -348,7 +348,7 @@ class Unit:
         if moment is not Moment.AFTER_FORWARD:
             self._outstanding_inputs.clear()
             for handle in self.handles:
-                handle.grad_buffer.arrived.clear()
+                handle.grads.arrived.clear()
         for handle in self.handles:
             fate = self.fate(handle, moment, is_needed_soon=is_needed_soon)
             if handle.gather.secondary is not None and fate is not Fate.SNAPSHOT:
@@ -425,14 +425,13 @@ class Unit:
         for handle in self.handles:
             if handle.is_aliased:  # otherwise, `show_unsharded` has checked this in forward
                 handle.check_places()
-            handle.grad_buffer.arrived.clear()
-            unreduced = handle.grad_publish.unreduced
-            # Remove unreduced gradients from `.grad`. They stay in the buffer, to which backward
-            # adds new gradients.
-            if unreduced.shown or ASSIGNED:
-                unreduced.take_all_back()
+            handle.grads.arrived.clear()
+            # Remove unreduced gradients from `.grad`. They stay in `grads`, to which backward adds
+            # new gradients.
+            if handle.grads.shown or ASSIGNED:
+                handle.grads.take_all_back()
             if handle.is_aliased:
-                handle.grad_publish.hold_earlier()
+                handle.grads.hold_earlier()
 
     def begin_call_backward(self, call: Call) -> None:
         """Count the beginning of the backward of ``call``, when an output's gradient arrives."""
@@ -458,7 +457,7 @@ class Unit:
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
-            and all(len(h.grad_buffer.arrived) >= h.num_trainable for h in self.handles)
+            and all(len(h.grads.arrived) >= h.num_trainable for h in self.handles)
             # All gradients of trained parameters have arrived. If all parameters are trained,
             # backward needs no parameter any more. But a frozen parameter gets no gradient, so
             # backward may still need it. Then the unit's backward is known to be over only when the
@@ -476,7 +475,7 @@ class Unit:
         State: any phase -> IDLE, unless a forward of the unit is around the backward.
         """
         for handle in self.handles:
-            handle.grad_publish.leave_failed_backward()
+            handle.grads.leave_failed_backward()
             if handle.is_aliased:
                 handle.give_hooks_back()
         if not self.running:  # otherwise the forward around the failed backward may go on

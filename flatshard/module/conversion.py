@@ -88,11 +88,11 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         if converted.device != handle.flat_param.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device, converted.dtype)
-        grads = handle.grad_publish.take_off()
+        grads = handle.grads.take_off()
         handle.adopt(converted)
         handle.page_out()
         take_in = handle.plan.targets.gradient.take_in
-        handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
+        handle.grads.put_back(grads, lambda grad: take_in(fn(grad)))
     handle.replan_gradients()
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.forward import Forward
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.gradients import Sync
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.touch import Touch
@@ -299,7 +299,7 @@ def _plan_accumulation(
 def _gradient_bytes(unit: Unit) -> int:
     """Return the bytes of the unit's unsharded gradients while backwards accumulate them."""
     return sum(
-        handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
+        handle.layout.padded_numel * handle.grads.dtypes.accum_dtype.itemsize
         for handle in unit.handles
         if handle.num_trainable
     )

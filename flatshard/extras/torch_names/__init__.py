@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.gradients import Sync
 from flatshard.module.sharding import Sharding
 from flatshard.state.model_state import StateDictOptions
 
