@@ -302,7 +302,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         The beginning of a forward without gradients also releases this memory. No communication.
         """
-        self._sharding.context.give_back()
+        self._sharding.context.forward.give_back()
 
     def record_steps(self, *, memory: Any = None) -> Any:
         """Record the steps of all units of the model inside the context.
@@ -358,7 +358,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         rank = self._sharding.settings.ranks.world.global_rank
         non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
-        non_finite.watch_non_finite(self._sharding.context.observers, rank if enabled else None)
+        non_finite.watch_non_finite(self._sharding.context, rank if enabled else None)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
@@ -664,7 +664,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             plain.load_state_dict(state)
             ```
         """
-        self._sharding.context.recover()
+        self._sharding.context.forward.recover()
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -713,7 +713,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if not isinstance(state_dict, Mapping):
             got = type(state_dict).__name__
             raise TypeError(f"load_state_dict: expected a dict of tensors by name, got a {got}.")
-        self._sharding.context.recover()
+        self._sharding.context.forward.recover()
         children = [name for name, _ in self.module.named_children()]
         own = model_state.without_ddp_prefix(dict(state_dict), children)
         missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
@@ -1007,7 +1007,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             return torch_names.attribute(name, self.__dict__.get("_sharding"), error)
 
     def _interrupt(self) -> None:
-        self._sharding.context.interrupt()
+        self._sharding.context.forward.interrupt()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from flatshard.engine import grad_buffer
+from flatshard.engine import gradients
 from flatshard.memory import buffers
 from flatshard.units import layout
 
@@ -27,7 +27,7 @@ def mapping(kind: type = buffers.PooledBuffer) -> Iterator[list[Any]]:
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
         mock.patch.object(buffers, "PAGED_BYTES", 1),
-        mock.patch.object(grad_buffer, "_SMALL_BYTES", 0),
+        mock.patch.object(gradients, "_SMALL_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),
     ):
         yield made

@@ -18,8 +18,9 @@ from zlib import crc32
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import REMEDY, Begun, first_difference
-from flatshard.engine.events import Kind, Voter
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.buffer_sync import BufferSync
+from flatshard.engine.events import Kind, StepExtension
+from flatshard.engine.gradients import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
@@ -71,8 +72,10 @@ def agree(
     """
     handles = state.handles
     # Voters are other parts of a step that send bytes in this exchange: the synchronization of
-    # buffers, and the extensions. All ranks have the same voters in the same order.
-    voters: list[Voter] = [*([state.buffers] if state.buffers else []), *state.extensions]
+    # buffers, and the extensions. All ranks have the same voters in the same order, except for
+    # extensions without votes.
+    buffers = [state.buffers] if state.buffers else []
+    voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
     # Call `votes()` before the exchange below, and not during the exchange: `votes()` may run a
     # collective, and all ranks must run all collectives in the same order.
     voter_votes = [one.votes() for one in voters]
@@ -87,16 +90,16 @@ def agree(
         # error. Vote instead of raising here: if only this rank raised, the other ranks would wait
         # for this rank's reductions.
         [
-            any(h.grad_publish.unreduced.was_edited or h in state.edits.found for h in unit.handles)
+            any(h.grads.was_edited or h in state.edits.found for h in unit.handles)
             for unit in state.units
         ],
-        [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
-        [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params))],
+        [h not in to_come and h.grads.waits_for(unit.sync) for unit, h in handles],
+        [i in h.grads.used_by_rank for _, h in handles for i in range(len(h.params))],
     ]
     all_votes = [*engine_votes, *voter_votes]
     # Send all votes in one message: the votes are small, and every further message would cost one
     # more network latency.
-    with state.observers.span(Kind.RANKS_WAIT):
+    with state.span(Kind.RANKS_WAIT):
         op_name = "used parameters of all units, backward"
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
     maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
@@ -127,7 +130,7 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
 
     Collective: the ranks that train the unit.
     """
-    world, used = unit.topology.world, handle.grad_buffer.used_by_rank
+    world, used = unit.topology.world, handle.grads.used_by_rank
     flags = bytes(index in used for index in range(len(handle.params)))
     op_name = f"used parameters of {unit_text(unit.name)}"
     return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]

@@ -8,7 +8,7 @@ hooks call this class:
     backward is expected next starts, and overlaps with this unit's backward. The first call in a
     backward also begins the backward (``begin``).
 2.  The gradient of a parameter is computed. ``receive`` moves the gradient from the parameter to
-    the gradient buffer of the flat parameter.
+    the ``Gradients`` of the flat parameter.
 3.  All gradients of a reduce bucket (flat parameters that are reduced together) have arrived. The
     reduction of the bucket starts, in one order on all ranks (``reduce_queue``), and overlaps with
     the rest of backward. If the unfinished reductions take too much memory, this rank waits for the
@@ -18,9 +18,8 @@ hooks call this class:
 5.  Autograd has run the last node, and calls ``_end``. The ranks reduce the remaining gradients,
     this rank waits for all reductions, and ``.grad`` gets the averages; see the note below.
 
-Observers (``StepObserver``), such as reports, receive every event of a backward and change nothing.
 Extensions (``StepExtension``), which are optional features, may act in a backward, at the lines
-below that call an extension.
+below that call an extension. Watchers are extensions that only watch a step, such as reports.
 
 [Note: the end of backward]
 At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
@@ -43,8 +42,7 @@ import torch
 from torch import Tensor
 
 from flatshard.engine.events import Kind
-from flatshard.engine.grad_buffer import Sync
-from flatshard.engine.grad_publish import edited
+from flatshard.engine.gradients import Sync, edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
@@ -67,7 +65,7 @@ class Backward:
     """
 
     def __init__(self, state: RunState, prefetch: Prefetch) -> None:
-        self._state, self._observers, self._prefetch = state, state.observers, prefetch
+        self._state, self._prefetch = state, prefetch
         self.queue = ReduceQueue(state)
         # Whether a backward has begun, but not ended: it is running, or has failed.
         self._is_active = False
@@ -110,8 +108,6 @@ class Backward:
             self._drop()
         for extension in self._state.extensions:
             extension.begin_backward()
-        for observer in self._observers.all:
-            observer.begin_backward()
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
@@ -124,7 +120,7 @@ class Backward:
         self._had_accumulated = self._state.has_inner_backward = False
         for unit in self._state.units:
             unit.begin_model_backward()
-        self._had_accumulated = any(h.grad_publish.holds_gradients for _, h in self._state.handles)
+        self._had_accumulated = any(h.grads.waits_for(Sync.ALL) for _, h in self._state.handles)
         self.queue.begin_backward(must_wait=must_wait)
         return True
 
@@ -153,8 +149,8 @@ class Backward:
         """
         self.begin()
         unit.begin_call_backward(call)
-        for observer in self._observers.all:
-            observer.enter_backward(unit)
+        for watcher in self._state.watchers:
+            watcher.enter_backward(unit)
         self.unshard(unit)
         # Prefetch only now, after this unit's all-gather is complete: a second all-gather would
         # have taken bandwidth from the first.
@@ -209,18 +205,18 @@ class Backward:
     def receive(
         self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
     ) -> None:
-        """Move the gradient in ``full.grad`` to the gradient buffer, and start reductions.
+        """Move the gradient in ``full.grad`` to ``handle.grads``, and start reductions.
 
         The reduction of a bucket starts when all gradients of the bucket have arrived, and the
         reductions of all earlier buckets have started.
         """
         if full.grad is None:
             return
-        grad, unreduced = full.grad, handle.grad_publish.unreduced
-        if unreduced.shown:
-            grad = unreduced.take_back(param, grad)
+        grad, grads = full.grad, handle.grads
+        if grads.shown:
+            grad = grads.take_back(param, grad)
         # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in
-        # place, into a tensor that the gradient buffer may have kept without a copy.
+        # place, into a tensor that `grads` may have kept without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
@@ -233,9 +229,9 @@ class Backward:
         # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
         # record of arrived gradients, which may still contain the gradients of the last backward.
         self.begin()
-        handle.grad_buffer.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
-        for observer in self._observers.all:
-            observer.on_grad(unit, param, grad)
+        grads.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
+        for watcher in self._state.watchers:
+            watcher.on_grad(unit, param, grad)
         bucket = self.queue.bucket_of[handle]
         if not bucket.is_complete():
             return
@@ -264,8 +260,8 @@ class Backward:
             if handle.lingers:
                 handle.reshard(though_held=False)
         self._lingering = [h for h in (*self._lingering, *unit.handles) if h.lingers]
-        for observer in self._observers.all:
-            observer.leave_backward(unit)
+        for watcher in self._state.watchers:
+            watcher.leave_backward(unit)
         for extension in self._state.extensions:
             extension.between_units()
         self._prefetch.in_backward(unit, is_over=True)
@@ -299,19 +295,17 @@ class Backward:
         # Wait until the other ranks have received this rank's data, because the optimizer may write
         # the shards next. If a forward runs around this backward, the end of the forward waits.
         if is_outermost:
-            with self._observers.span(Kind.RANKS_WAIT):
+            with self._state.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
         # Complete `.grad` before the users' hooks, which may raise.
         for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
-                handle.grad_publish.show_unreduced()
+                handle.grads.show()
         self._run_hooks(used)
+        # Watchers are called last (`EXTRAS`), when no other rank waits for this rank: Python may be
+        # configured to raise a watcher's warning as an error.
         for extension in state.extensions:
             extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
-        # Call observers last, when no other rank waits for this rank: Python may be configured to
-        # raise an observer's warning as an error.
-        for observer in self._observers.all:
-            observer.end_backward()
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
         """Reduce all remaining gradients, and publish the averages in ``.grad``. Collective.
@@ -326,9 +320,9 @@ class Backward:
             raise self._state.edits.error_of(unit) or edited(unit.name)
         for unit, handle in self._state.handles:
             if unit.sync is Sync.ALL:
-                handle.grad_publish.publish(agreed.used[handle])
+                handle.grads.publish(agreed.used[handle])
             elif unit.sync is Sync.INTRA:
-                handle.grad_buffer.mark_used(agreed.used[handle])
+                handle.grads.mark_used(agreed.used[handle])
         for extension in self._state.extensions:
             extension.reduced_late([unit for unit, _ in agreed.left_over])
         return agreed.used

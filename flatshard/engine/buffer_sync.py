@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import differ, with_complements
-from flatshard.engine.events import Kind, Observers, Voter
+from flatshard.engine.events import Kind
 
 # Buffers, keyed by the module and the attribute name.
 Buffers = dict[tuple[nn.Module, str], Tensor]
+Span = Callable[[Kind], AbstractContextManager[object]]
 
 
-class BufferSync(Voter):
+class BufferSync:
     """Broadcasts the same buffers as DistributedDataParallel, before the same forwards.
 
     [Note: buffers that are replaced]
@@ -32,17 +34,17 @@ class BufferSync(Voter):
     """
 
     def __init__(
-        self, world: Communicator, observers: Observers, buffers: Callable[[], Buffers], number: int
+        self, world: Communicator, span: Span, buffers: Callable[[], Buffers], number: int
     ) -> None:
         """Create the object. The first broadcast is in the first forward.
 
         Args:
             world: the ranks that train the model.
-            observers: observers of the model's steps.
+            span: ``RunState.span``, which marks the time of a broadcast in reports.
             buffers: function that returns the buffers that modules hold now.
             number: identifies the model; the same on all ranks.
         """
-        self._world, self._observers, self._buffers = world, observers, buffers
+        self._world, self._span, self._buffers = world, span, buffers
         # If ranks run different models (a teacher and a student, for example), the buffers may
         # have the same size. Then only the number shows that the ranks' models differ.
         self._op_name = f"the model's buffers, model {number}"
@@ -66,7 +68,7 @@ class BufferSync(Voter):
         Collective if the buffers are broadcast.
         """
         if self.is_due and not recomputes and self._world.size > 1:
-            with self._observers.span(Kind.RANKS_WAIT):
+            with self._span(Kind.RANKS_WAIT):
                 self.broadcast(self._op_name)
         self._has_run = True
         # As in DistributedDataParallel, broadcast in the next forward only if a reduction follows
@@ -95,6 +97,7 @@ class BufferSync(Voter):
         return with_complements(self._digest)
 
     def tally(self, maxima: bytes) -> None:
+        """Receive, for each byte of ``votes``, the maximum over all ranks. Must not raise."""
         if not any(differ(maxima)):
             self._agreed = self._voted
         self._has_run = False

@@ -1,18 +1,15 @@
-"""Interfaces to a training step: ``StepObserver``, ``StepExtension`` and ``Voter``.
+"""``StepExtension``: the interface of what acts in a training step, or watches a step.
 
-- An observer, such as a report, receives the events of a step and changes nothing.
-- An extension is an optional feature (a folder of ``flatshard.extras``) that acts in a step.
-  ``forward`` and ``backward`` call the extensions, and so does ``reduce_queue`` at the end of a
-  reduction. If several extensions act at the same moment, their order is the order of the table
-  ``EXTRAS`` in ``flatshard.options.extras``.
-- A voter compares bytes between ranks at the end of each backward.
+An extension is an optional feature (a folder of ``flatshard.extras``). ``forward`` and ``backward``
+call the extensions, and so does ``reduce_queue`` at the end of a reduction. If several extensions
+act at the same moment, their order is the order of the table ``EXTRAS`` in
+``flatshard.options.extras``. Extensions that only watch, such as reports, come last there.
 
-The engine imports no observer and no extension. So a folder of ``flatshard.extras`` can be deleted.
+The engine imports no extension. So a folder of ``flatshard.extras`` can be deleted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +22,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Kind(enum.Enum):
@@ -63,123 +60,8 @@ class Kind(enum.Enum):
     """From the start of a unit's reduction until the thread has the result."""
 
 
-class StepObserver:
-    """Receives the events of a step, and changes nothing.
-
-    A subclass overrides the methods of the events that the subclass needs.
-    """
-
-    # The outermost forward begins.
-    def begin_forward(self) -> None: ...
-    # The outermost forward is over.
-    def end_forward(self) -> None: ...
-    # A unit's forward begins. `recomputes`: whether activation checkpointing runs the forward
-    # again, in backward.
-    def enter_forward(self, unit: Unit, recomputes: bool) -> None: ...
-    # A unit's forward is over, or raised an exception.
-    def leave_forward(self, unit: Unit) -> None: ...
-    # The model's backward begins.
-    def begin_backward(self) -> None: ...
-    # A unit's backward begins.
-    def enter_backward(self, unit: Unit) -> None: ...
-    # A unit's backward is over, and the unit is resharded.
-    def leave_backward(self, unit: Unit) -> None: ...
-    # Autograd has computed this rank's gradient of an original parameter.
-    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None: ...
-    # The model's backward is over, and so is all communication of the backward.
-    def end_backward(self) -> None: ...
-
-    def span(
-        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
-    ) -> AbstractContextManager[object]:
-        """Return a context manager in which the engine runs one part of a step.
-
-        So an observer can measure how long the part takes. ``Observers.span`` explains the
-        arguments, which say what the thread does in this part.
-        """
-        return _NOTHING
-
-
-class Observers:
-    """All observers that watch the steps of one model."""
-
-    def __init__(self) -> None:
-        # The engine loops over this tuple at each event. The tuple is replaced, never changed, so
-        # an observer can remove itself inside an event.
-        self.all: tuple[StepObserver, ...] = ()
-
-    def add(self, observer: StepObserver) -> None:
-        """Add ``observer``. At each event, ``observer`` is called after the present observers."""
-        self.all += (observer,)
-
-    def remove(self, observer: StepObserver) -> None:
-        """Remove ``observer``, if present. May be called inside an event."""
-        self.all = tuple(one for one in self.all if one is not observer)
-
-    def find(self, kind: type[StepObserver]) -> Any:
-        return next((one for one in self.all if isinstance(one, kind)), None)
-
-    def span(
-        self, kind: Kind, unit: Unit | None = None, *, purpose: str | None = None, ends: bool = True
-    ) -> AbstractContextManager[object]:
-        """Return a context manager that marks a range of time, for observers and torch's profiler.
-
-        Args:
-            kind: what the thread does in this range of time.
-            unit: the unit whose collectives are started or awaited. None: the collectives belong to
-                no single unit.
-            purpose: "forward" or "backward" if all-gathers are started, "reduce" if reductions are
-                started, None if the range is a wait.
-            ends: whether the unit's collectives are finished after the wait. False: the wait may
-                end before the collectives.
-        """
-        profiles = torch._C._autograd._profiler_enabled()
-        if not (self.all or profiles):
-            return _NOTHING
-        label = "reduce" if purpose == "reduce" else "unshard"
-        if purpose is None:
-            label = "wait_unshard"
-            # A wait for a unit can start only one kind of collective: the second stage of a
-            # reduction (between nodes, for example), which starts once the first stage is over.
-            purpose = "other" if unit is None else "reduce"
-        # `enter_context` enters each context now. So the range of time begins here, a little before
-        # the caller's `with` statement, which only leaves the contexts.
-        stack = contextlib.ExitStack()
-        for observer in self.all:
-            stack.enter_context(observer.span(kind, unit, purpose, ends))
-        if profiles and unit is not None and kind in (Kind.STARTING, Kind.GATHER_WAIT):
-            stack.enter_context(profiled(label, unit.name))
-        return stack
-
-
-def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
-    """Mark a range ``flatshard::label (unit)`` in torch's profile, if a profiler runs."""
-    # Check for a profiler first: without a profiler, a range would still cost microseconds.
-    if not torch._C._autograd._profiler_enabled():
-        return _NOTHING
-    return torch.profiler.record_function(f"flatshard::{label} ({unit_name or 'root'})")
-
-
-class Voter:
-    """Compares bytes between ranks, in the exchange (``agreement``) at the end of each backward."""
-
-    def votes(self) -> bytes:
-        """Return the bytes of this rank. Called right before the exchange.
-
-        All ranks must return the same number of bytes.
-        """
-        return b""
-
-    def tally(self, maxima: bytes) -> None:
-        """Receive, for each byte of ``votes``, the maximum over all ranks.
-
-        Must not raise an error: the other ranks continue with reductions, and would wait for this
-        rank.
-        """
-
-
-class StepExtension(Voter):
-    """Acts in the steps of a model. A subclass overrides the methods at which the subclass acts.
+class StepExtension:
+    """Acts in the steps of a model, or watches them. A subclass overrides the methods it needs.
 
     A method that raises an error must raise on all ranks. Otherwise the other ranks would wait
     forever for the rank that raised.
@@ -189,7 +71,18 @@ class StepExtension(Voter):
     """The extra's name in ``EXTRAS``."""
 
     is_made_anew = False
-    """Whether a model that is wrapped again, inside a larger module, gets a new extension."""
+    """Whether a model may be wrapped again, inside a larger module, without this extension.
+
+    The larger model gets a new extension, if necessary.
+    """
+
+    watches = False
+    """Whether the methods ``enter_forward`` to ``span`` are called.
+
+    They are called often, so a step would take longer if every extension were called.
+    """
+
+    # ------------------------------------------------------------ a step
 
     # A forward, or an operation between steps, begins. Clean up here if the last step failed.
     def recover(self) -> None: ...
@@ -214,8 +107,52 @@ class StepExtension(Voter):
     # `units` received gradients after their reduction, and these late gradients were reduced
     # separately. No collective is under way. May raise.
     def reduced_late(self, units: Sequence[Unit]) -> None: ...
-    # `.grad` is complete. `has_gradients`: whether this backward computed gradients on any rank.
+    # `.grad` is complete, and all communication of the backward is over. `has_gradients`: whether
+    # this backward computed gradients on any rank.
     def end_backward(self, has_gradients: bool) -> None: ...
+
+    def votes(self) -> bytes:
+        """Return the bytes of this rank, right before the exchange at the end of each backward.
+
+        The exchange (``agreement``) compares the bytes between ranks. All ranks must return the
+        same number of bytes.
+        """
+        return b""
+
+    def tally(self, maxima: bytes) -> None:
+        """Receive, for each byte of ``votes``, the maximum over all ranks.
+
+        Must not raise an error: the other ranks continue with reductions, and would wait for this
+        rank.
+        """
+
+    # ------------------------------------------------------------ only if `watches`
+
+    # A unit's forward begins. `recomputes`: whether activation checkpointing runs the forward
+    # again, in backward.
+    def enter_forward(self, unit: Unit, recomputes: bool) -> None: ...
+    # A unit's forward is over, or raised an exception.
+    def leave_forward(self, unit: Unit) -> None: ...
+    # The outermost forward is over, and so are the waits for other ranks.
+    def after_forward(self) -> None: ...
+    # A unit's backward begins.
+    def enter_backward(self, unit: Unit) -> None: ...
+    # A unit's backward is over, and the unit is resharded.
+    def leave_backward(self, unit: Unit) -> None: ...
+    # Autograd has computed this rank's gradient of an original parameter.
+    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None: ...
+
+    def span(
+        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
+    ) -> AbstractContextManager[object]:
+        """Return a context manager in which the engine runs one part of a step.
+
+        So an extension can measure how long the part takes. ``RunState.span`` explains the
+        arguments, which say what the thread does in this part.
+        """
+        return NOTHING
+
+    # ------------------------------------------------------------ calls of the user
 
     # The user called `caller` (a method such as "join()"), which needs all gradients in `.grad`
     # after backward. Raise if this extension consumes gradients (an optimizer that steps in
@@ -228,3 +165,11 @@ class StepExtension(Voter):
         ``module`` is the ``ShardedWrapper`` whose method was called.
         """
         return nullcontext()
+
+
+def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
+    """Mark a range ``flatshard::label (unit)`` in torch's profile, if a profiler runs."""
+    # Check for a profiler first: without a profiler, a range would still cost microseconds.
+    if not torch._C._autograd._profiler_enabled():
+        return NOTHING
+    return torch.profiler.record_function(f"flatshard::{label} ({unit_name or 'root'})")

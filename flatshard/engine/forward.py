@@ -18,9 +18,8 @@ every unit's module:
     ``end`` waits until no other rank reads this rank's shards, because an optimizer may write the
     shards next.
 
-Observers (``StepObserver``), such as reports, receive every event of a forward and change nothing.
 Extensions (``StepExtension``), which are optional features, may act in a forward, at the lines
-below that call an extension.
+below that call an extension. Watchers are extensions that only watch a step, such as reports.
 
 [Note: recomputation]
 Activation checkpointing runs forwards inside backward. Such a forward unshards its unit, but does
@@ -62,7 +61,7 @@ class Forward:
     def __init__(
         self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: Any
     ) -> None:
-        self._state, self._observers = state, state.observers
+        self._state = state
         self._backward, self._prefetch = backward, prefetch
         self._root_module = root_module  # `RootChecks` (`module.run`)
         # Units that were unsharded for an operation outside of the unit's own forward, in the order
@@ -106,8 +105,6 @@ class Forward:
         self._root_module.check()
         for extension in state.extensions:
             extension.begin_forward(of_root=unit is state.root)
-        for observer in self._observers.all:
-            observer.begin_forward()
         state.has_run = True  # set after the checks: some checks run only in the first forward
 
         # Restart the counts of calls, and the recording of the order of units.
@@ -125,7 +122,7 @@ class Forward:
             self.give_back()
         # All-gathers across nodes are slow. Start those of all units now, so that the all-gathers
         # overlap with the forward.
-        with self._observers.span(Kind.STARTING, purpose="forward"):
+        with self._state.span(Kind.STARTING, purpose="forward"):
             for handle in self._handles_across_nodes:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
 
@@ -209,8 +206,8 @@ class Forward:
         # part of the model, and not the root, do not broadcast.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
             state.buffers.before_forward(recomputes, state.under_no_sync)
-        for observer in self._observers.all:
-            observer.enter_forward(unit, recomputes)
+        for watcher in state.watchers:
+            watcher.enter_forward(unit, recomputes)
         self.saved.push()  # until `leave`, autograd saves positions in buffers, not views
         state.depth += 1
         call = Call()
@@ -284,8 +281,8 @@ class Forward:
         self.saved.pop()
         if self._touched:
             self.reshard_touched()
-        for observer in self._observers.all:
-            observer.leave_forward(unit)
+        for watcher in state.watchers:
+            watcher.leave_forward(unit)
         if self._backward.is_running:  # a recomputed forward: backward continues
             self._prefetch.recomputes_whole &= state.depth > 0
             return
@@ -366,14 +363,14 @@ class Forward:
         # Wait until no other rank reads this rank's shards, because the optimizer may write the
         # shards next. Wait once at the end, and not at each unit, so that a rank that is ahead of
         # the others can continue.
-        with self._observers.span(Kind.RANKS_WAIT):
+        with self._state.span(Kind.RANKS_WAIT):
             for handle in self._handles_across_nodes:
                 if handle.gather.secondary is not None:
                     handle.gather.secondary.finish_refresh()
             if not failed:  # an error of this wait would hide the error that ended the forward
                 self._state.pending_sends.wait_sends()
-        for observer in self._observers.all:
-            observer.end_forward()
+        for watcher in self._state.watchers:
+            watcher.after_forward()
 
     def _drop_prefetched(self, failed: bool) -> None:
         """Reshard units that were prefetched but did not run."""
@@ -382,7 +379,7 @@ class Forward:
                 try:
                     # Resharding waits for the all-gather, which still writes into the buffer. So
                     # reports must count this time as a wait for all-gathers.
-                    with self._observers.span(Kind.GATHER_WAIT, unit):
+                    with self._state.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
                     # If the forward itself failed, do not raise this second error, which would hide

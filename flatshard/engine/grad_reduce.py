@@ -11,7 +11,7 @@
     gradients itself (in rank order, or in a wider dtype), stage 2 is a reduce-scatter over the
     replicate group instead, and stage 3 all-gathers the result.
 
-Under ``Sync.INTRA``, a backward runs only the first stage, and ``GradientBuffer`` adds up the
+Under ``Sync.INTRA``, a backward runs only the first stage, and ``Gradients`` adds up the
 results. The second stage runs in a later backward. The first two stages send gradients in the
 reduce dtype. Sums may have a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce
 dtype before the second stage.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.transports import ChunkPlan, FlatChunks, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.memory.buffers import BufferCache, storage_bytes
-from flatshard.options.precision import GradDtypes
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
@@ -48,54 +47,55 @@ class CommHook:
     reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
-@dataclass
 class ReducePlan:
     """The groups, dtypes and memory with which the gradients of one flat parameter are reduced."""
 
-    flat: FlatParamPlan
-    dtypes: GradDtypes
-    device: torch.device  # device of the gradients that autograd computes
-    tags: tuple[int, int, int]  # tags for collectives of the intra, inter and replicate group
-    hook: Callable[[Tensor, str], Tensor] | None  # the user's function, see `CommHook`
+    def __init__(
+        self,
+        flat: FlatParamPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        tags: tuple[int, int, int],
+        hook: CommHook | None,
+    ) -> None:
+        """Plan the reductions of one flat parameter.
 
-    # Cache that reuses the memory of published gradients once users have dropped the gradients.
-    # None: published gradients are offloaded to host memory or disk, so no memory on the device
-    # can be reused.
-    output: BufferCache | None
-    fixed_order: bool = field(init=False)  # whether flatshard adds up gradients, in rank order
-    # Number of elements that this rank has after the first stage, and the index of the first of
-    # these elements in the flat parameter.
-    intra_numel: int = field(init=False)
-    intra_start: int = field(init=False)
-    full_bytes: int = field(init=False)  # size of the unsharded gradients
-    bytes_in_flight: int = field(init=False)  # estimated memory of an unfinished reduction
-
-    # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
-    # reduction has stage 3 of [Note: stages].
-    adds_replicas: bool = field(init=False)
-    across: Communicator = field(init=False)  # the group of the second stage
-
-    # Dtypes of the sums in the first and in the second stage.
-    intra_sum_dtype: torch.dtype = field(init=False)
-    across_sum_dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.fixed_order = self.flat.precision.fixed_order
-        intra_group, replicate = self.flat.topology.intra_group, self.flat.topology.replicate
-        self.intra_numel = self.flat.layout.padded_numel // intra_group.size
+        Args:
+            flat: the flat parameter.
+            dtype: dtype of the shard.
+            device: device of the gradients that autograd computes.
+            tags: tags for collectives of the intra, inter and replicate group.
+            hook: the user's communication hook, if any.
+        """
+        self.flat, self.device, self.tags = flat, device, tags
+        reduce_dtype, self.hook = (hook.reduce_dtype, hook.reduce) if hook else (None, None)
+        self.dtypes = dtypes = flat.precision.grad_dtypes(dtype, reduce_dtype)
+        # Cache that reuses the memory of published gradients once users have dropped the gradients.
+        # None: published gradients are offloaded to host memory or disk, so no memory on the device
+        # can be reused.
+        self.output = BufferCache() if flat.targets.gradient.is_device else None
+        self.fixed_order = flat.precision.fixed_order  # whether flatshard adds, in rank order
+        intra_group, replicate = flat.topology.intra_group, flat.topology.replicate
+        # Number of elements that this rank has after the first stage, and the index of the first of
+        # these elements in the flat parameter.
+        self.intra_numel = flat.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
-        self.full_bytes = self.flat.layout.padded_numel * self.dtypes.reduce_dtype.itemsize
+        # Size of the unsharded gradients.
+        self.full_bytes = flat.layout.padded_numel * dtypes.reduce_dtype.itemsize
         # Estimate the memory of an unfinished reduction. Usually the gradients take memory twice:
         # to send, and to receive. NCCL adds each part when the part arrives, like all backends for
         # which a stream waits and not the host. So count the gradients once there, except with
         # `fixed_order`, which receives all parts before it adds. Then two reductions of the largest
         # bucket together take at most `ReduceQueue.max_bytes_in_flight`, and may run at once.
-        waits = intra_group.transport_for(self.device).stream_waits(self.device)
+        waits = intra_group.transport_for(device).stream_waits(device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
-        self.across = self.flat.topology.across
+        self.across = flat.topology.across  # the group of the second stage
+        # Dtypes of the sums in the first and in the second stage.
         self.intra_sum_dtype = self._sum_dtype(intra_group)
         self.across_sum_dtype = self._sum_dtype(self.across)
-        sums_wider = self._sum_dtype(replicate) is not self.dtypes.reduce_dtype
+        # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
+        # reduction has stage 3 of [Note: stages].
+        sums_wider = self._sum_dtype(replicate) is not dtypes.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
     def chunk_plan(self) -> ChunkPlan | None:

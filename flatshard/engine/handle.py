@@ -8,9 +8,8 @@ a step: ``Unit`` decides when to call the handle. ``module.construction`` makes 
     FlatParamHandle  the unsharded buffer: allocates, fills and frees the buffer
     FlatParameter    ``flat_param``: the padded 1-D parameter; each rank holds a chunk
     OriginalParam    ``params``: the flattened parameters, as users and modules hold them
-    GradientBuffer   collects the gradients from autograd
+    Gradients        ``grads``: collects the gradients from autograd, and puts them into ``.grad``
     GradReduce       reduces the gradients over the ranks
-    GradPublish      puts the reduced gradients into ``.grad``
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.engine.gather import ParamGather
-from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
+from flatshard.engine.gradients import Gradients, Sync
 from flatshard.memory.buffers import BufferCache, BufferMemory, num_uses
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
@@ -35,6 +33,13 @@ from flatshard.units.layout import as_bytes, view_of
 # A place where the model holds a parameter: a module, the name of the module's attribute, and the
 # parameter.
 Place = tuple[nn.Module, str, OriginalParam]
+
+
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose backward needs only the indices, not the weights.
+
+If another operation uses the weights as well, backward unshards the weights on demand.
+"""
 
 
 class ShardState(enum.Enum):
@@ -65,6 +70,8 @@ class FlatParamHandle:
             for param in self.params
             for place in param.locations
         ]
+        # Whether backward does not read the parameters, because only lookups use them.
+        self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
         # Inside of `summon_full_params`: the `Summoned` object (`state.full_params`) that lets the
         # modules hold full parameters. Otherwise None.
@@ -83,8 +90,8 @@ class FlatParamHandle:
         self.gather = ParamGather(plan)
         self.gather.move_to(plan.device, plan.dtype)
         self._replicate_tag = self.topology.replicate.new_tag(self)
-        self.grad_buffer = self._plan_gradients(plan.dtype)
-        self.grad_publish = GradPublish(self.params, self.grad_buffer, plan)
+        self.reduce_plan = self._plan_gradients(plan.dtype)
+        self.grads = Gradients(self.reduce_plan, self.params)
         # The last reduction that backward started. None: no reduction was started yet.
         self.grad_reduce: GradReduce | None = None
         self.adopt(shard)
@@ -387,27 +394,17 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ gradients
 
-    def _plan_gradients(self, dtype: torch.dtype) -> GradientBuffer:
-        """Set ``reduce_plan`` and return a new gradient buffer, for a shard of ``dtype``."""
-        hook = self.comm_hook or CommHook()
-        self.reduce_plan = ReducePlan(
-            self.plan,
-            self.plan.precision.grad_dtypes(dtype, hook.reduce_dtype),
-            self.device,
-            tags=(*self.gather.tags, self._replicate_tag),
-            hook=hook.reduce,
-            output=BufferCache() if self._targets.gradient.is_device else None,
-        )
-        return GradientBuffer(self.reduce_plan)
+    def _plan_gradients(self, dtype: torch.dtype) -> ReducePlan:
+        tags = (*self.gather.tags, self._replicate_tag)
+        return ReducePlan(self.plan, dtype, self.device, tags, self.comm_hook)
 
     def replan_gradients(self) -> None:
-        """Make ``reduce_plan`` and the gradient buffer again, for a new hook or a new dtype.
+        """Plan the reductions again, after the communication hook or the shard's dtype has changed.
 
-        Call this method after the communication hook or the shard's dtype has changed.
-        Accumulated gradients move to the new buffer.
+        Accumulated gradients are kept.
         """
-        self.grad_buffer = self._plan_gradients(self.flat_param.dtype)
-        self.grad_publish.replace_buffer(self.grad_buffer)
+        self.reduce_plan = self._plan_gradients(self.flat_param.dtype)
+        self.grads.replan(self.reduce_plan)
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """From now on, reduce gradients with the communication hook ``hook``.
@@ -415,7 +412,7 @@ class FlatParamHandle:
         Call this method only while the handle holds no accumulated gradients: the hook may reduce
         in another dtype.
         """
-        assert not self.grad_publish.holds_gradients, "accumulated gradients have another dtype"
+        assert not self.grads.waits_for(Sync.ALL), "accumulated gradients have another dtype"
         self.comm_hook = hook
         self.replan_gradients()
 
@@ -430,10 +427,10 @@ class FlatParamHandle:
             # Wait for a running collective first: the collective may still write into the memory
             # that `drop` frees next.
             reduce.abandon()
-        self.grad_publish.drop()
+        self.grads.drop()
 
     def give_hooks_back(self) -> None:
-        """Put back the users' hooks that ``GradPublish.hold_earlier`` took off the parameters."""
+        """Put back the users' hooks that ``Gradients.hold_earlier`` took off the parameters."""
         for param in self.params:
             param.give_hooks_back()
 
@@ -441,4 +438,4 @@ class FlatParamHandle:
     def gradient_bytes(self) -> int:
         """Bytes of gradients outside of ``.grad``, including memory that other ranks still read."""
         under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
-        return self.grad_buffer.nbytes + under_way + self.grad_publish.nbytes
+        return self.grads.nbytes + under_way

@@ -71,9 +71,14 @@ def _after(unit: int, units: list[int]) -> list[int]:
 class Prefetch:
     """Starts all-gathers of one model early, so that communication overlaps with computation."""
 
-    def __init__(
-        self, state: RunState, *, forward: bool, backward: BackwardPrefetch | None
-    ) -> None:
+    def __init__(self, state: RunState, forward: bool, backward: BackwardPrefetch | None) -> None:
+        """Prepare to prefetch the units of one model.
+
+        Args:
+            state: the state of the model's steps.
+            forward: whether a unit's forward starts the all-gather of the next unit.
+            backward: when to start all-gathers for backward. None: never early.
+        """
         self.order = ExecutionOrder()
         # Whether the running forward is a recomputation of the full model (activation
         # checkpointing).

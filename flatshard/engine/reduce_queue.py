@@ -21,8 +21,8 @@ import torch
 
 from flatshard.engine.agreement import Agreement, agree
 from flatshard.engine.events import Kind
-from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.grad_reduce import GradReduce
+from flatshard.engine.gradients import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
@@ -125,7 +125,7 @@ class ReduceBucket:
         # A plain loop is faster than `all()` with a generator, and backward calls this method for
         # every gradient.
         for handle in self.handles:
-            if len(handle.grad_buffer.arrived) < handle.num_trainable:
+            if len(handle.grads.arrived) < handle.num_trainable:
                 return False
         return True
 
@@ -140,14 +140,14 @@ class ReduceBucket:
         assert not self.under_way, "the earlier reduction is not finished"
         sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
         for handle in handles:
-            buffer, plan, intra_reduced = handle.grad_buffer, handle.reduce_plan, None
-            chunks = buffer.take_chunks()
+            grads, plan, intra_reduced = handle.grads, handle.reduce_plan, None
+            chunks = grads.take_chunks()
             if plan.hook is not None:
                 assert sync is Sync.ALL, "a communication hook reduces over all ranks"
-                handle.grad_publish.add(plan.reduce_by_hook(chunks))
+                grads.add_reduced(plan.reduce_by_hook(chunks))
                 continue
             if sync is Sync.ALL:
-                intra_reduced, buffer.intra_reduced = buffer.intra_reduced, None
+                intra_reduced, grads.intra_reduced = grads.intra_reduced, None
             reduce = GradReduce(
                 plan, chunks, is_intra_only=sync is Sync.INTRA, intra_reduced=intra_reduced
             )
@@ -193,16 +193,16 @@ class ReduceBucket:
         for handle, reduce in under_way:
             out = reduce.finish()
             if reduce.is_intra_only:
-                handle.grad_buffer.add_intra_reduced(out)
+                handle.grads.add_intra_reduced(out)
             else:
-                handle.grad_publish.add(out)
+                handle.grads.add_reduced(out)
 
 
 class ReduceQueue:
     """Starts and finishes the reductions of a model, in the same order on all ranks."""
 
     def __init__(self, state: RunState) -> None:
-        self._state, self._observers = state, state.observers
+        self._state = state
         self.buckets = split(state.units)
         self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
         self._order = ReduceOrder(len(self.buckets))
@@ -296,7 +296,7 @@ class ReduceQueue:
         """Start to reduce gradients of ``handles``, flat parameters of ``bucket``. Collective."""
         if not handles:
             return
-        with self._observers.span(Kind.STARTING, bucket.unit, purpose="reduce"):
+        with self._state.span(Kind.STARTING, bucket.unit, purpose="reduce"):
             bucket.start(handles)
         if bucket.under_way:
             self._in_flight.append(bucket)
@@ -314,7 +314,7 @@ class ReduceQueue:
         oldest reduction, for a limited time.
         """
         self._state.pending_sends.drop_sent()
-        with self._observers.span(Kind.STARTING, purpose="reduce"):
+        with self._state.span(Kind.STARTING, purpose="reduce"):
             for bucket in self._in_flight:
                 # A second stage (between nodes, for example) starts only after the second stages of
                 # all earlier buckets. So stop at the first bucket whose second stage cannot start.
@@ -331,7 +331,7 @@ class ReduceQueue:
                 is_late = self._state.lacks_ranks or bucket.index in self._uneven
                 if bytes_in_flight <= self.max_bytes_in_flight or is_late:
                     return
-                with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                with self._state.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                     if not bucket.wait_until_reduced():
                         return
             self._finish_first()
@@ -339,7 +339,7 @@ class ReduceQueue:
 
     def _finish_first(self) -> None:
         bucket = self._in_flight.pop(0)
-        with self._observers.span(Kind.REDUCE_WAIT, bucket.unit):
+        with self._state.span(Kind.REDUCE_WAIT, bucket.unit):
             bucket.finish()
 
     # ------------------------------------------------------------ the end of backward
@@ -376,7 +376,7 @@ class ReduceQueue:
         # overlap. Then wait for each reduction.
         for bucket in self._in_flight:
             if bucket.has_stages:
-                with self._observers.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                with self._state.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
                     for _, reduce in bucket.under_way:
                         reduce.cross()
         while self._in_flight:
@@ -386,7 +386,7 @@ class ReduceQueue:
         """Adopt the order in which buckets became ready on rank 0. Collective, once per model."""
         world = self._state.world
         order = torch.tensor(self._order.suggested(), device=world.control_device)
-        with self._observers.span(Kind.RANKS_WAIT):
+        with self._state.span(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
         self._adopt(order.tolist())
         self._is_order_agreed = True

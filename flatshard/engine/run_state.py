@@ -1,13 +1,11 @@
-"""``RunState``: the state that forward, backward and prefetch of one model share.
-
-``RunContext`` extends ``RunState``, and makes the forward, the backward and the prefetch.
-"""
+"""``RunState``: the state that forward, backward and prefetch of one model share."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,9 +13,9 @@ import torch
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import Kind, Observers, StepExtension
+from flatshard.engine.events import NOTHING, Kind, StepExtension, profiled
 from flatshard.engine.forward_edits import ForwardEdits
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.gradients import Sync
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
 
@@ -50,12 +48,28 @@ class Steps:
 
 
 class RunState:
-    """The units of one model, and the state of the model's current step."""
+    """The units of one model, and the state of the model's current step.
+
+    All wrappers of the model share one ``RunState``.
+    """
+
+    # `Forward`, `Backward` and `Prefetch` of the model, and `Touch`; see `connect`.
+    forward: Any
+    backward: Any
+    prefetch: Any
+    touch: Any
 
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
-        self.units, self.root = list(units), units[-1]  # the outermost unit comes last
+        """Make the state of a model before its first step. The caller must call ``connect`` next.
+
+        Args:
+            units: all units. The root comes last.
+            world: all ranks that train the model.
+            number: identifies the model in exchanges; below 256, and the same on all ranks.
+        """
+        self.units, self.root = list(units), units[-1]
         self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
-        self.world = world  # the ranks that train the model
+        self.world, self.number = world, number
 
         # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
         # left out.
@@ -63,16 +77,19 @@ class RunState:
         for topology in (unit.topology for unit in self.units if unit.handles):
             groups += topology.intra_group, topology.inter_group, topology.regather or world
         self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
-        self.number = number  # identifies the model in exchanges; below 256, the same on all ranks
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
+        self.watchers: tuple[StepExtension, ...] = ()  # the extensions that watch units
         self.steps = Steps()
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
         # Finds parameters that a forward edits. On accelerators, the extra `device_checks` sets an
         # object that does not make the host wait for the device.
         self.edits = ForwardEdits()
-        self.pending_sends = PendingSends()  # this rank's memory that other ranks may still read
-        self.observers = Observers()
+        # This rank's memory that other ranks may still read. All handles share the list, so that a
+        # single wait at the end of a forward or backward covers the whole model.
+        self.pending_sends = PendingSends()
+        for _, handle in self.handles:
+            handle.plan.pending_sends = self.pending_sends
         # Device of the unsharded buffers. None: the model trains on a single rank, without
         # unsharded buffers, so nothing is communicated.
         self.device: torch.device | None = None
@@ -84,6 +101,7 @@ class RunState:
         # began under `no_sync`.
         self.under_no_sync = self.accumulates = False
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
+        self.is_converting = False  # whether modules are being converted (dtype or device)
         self.depth = 0  # number of nested forwards of units that are running
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
 
@@ -91,13 +109,38 @@ class RunState:
         # the present backward.
         self.has_inner_backward = False
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether a forward that begins now will leave gradients unreduced after its backward.
+    def connect(self, forward: Any, backward: Any, prefetch: Any, touch: Any) -> None:
+        """Set the objects that run the model's steps, and that share this state."""
+        self.forward, self.backward, self.prefetch, self.touch = forward, backward, prefetch, touch
+        for index, unit in enumerate(self.units):
+            unit.index, unit.forward, unit.backward = index, forward, backward
+        self.refresh()
 
-        Also True if some gradients will be reduced only within the intra group (``Sync.INTRA``).
+    def refresh(self) -> None:
+        """Recompute sizes and storages cached from the units' buffers, after a reallocation."""
+        # `device`: the device of the units that communicate. If the model trains on a single rank,
+        # units without an unsharded buffer never communicate, so skip these units. None: no unit
+        # communicates.
+        is_alone = self.world.size == 1
+        devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
+        self.device = next(devices, None)
+        # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the buffers'
+        # storages, to recognise views of a buffer among the tensors that autograd saves.
+        for part in (self.prefetch, self.backward.queue, self.forward):
+            part.refresh()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the forward of a unit, or the model's backward, is running."""
+        return self.depth > 0 or self.backward.is_running
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether the backward of the latest training forward reduces all gradients over all ranks.
+
+        False after a forward under ``no_sync``. The result is the same on all ranks.
         """
-        return any(sync is not Sync.ALL for sync in self.syncs)
+        return all(unit.sync is Sync.ALL for unit in self.units)
 
     def plan_syncs(self) -> None:
         """Set how the backward of the forward that begins now reduces each unit's gradients."""
@@ -120,7 +163,7 @@ class RunState:
             purpose: "forward" or "backward". Backward usually does not need all flat parameters.
             everything: whether to all-gather all flat parameters, even for backward.
         """
-        with self.observers.span(Kind.STARTING, unit, purpose=purpose):
+        with self.span(Kind.STARTING, unit, purpose=purpose):
             needs_all = everything or purpose == "forward"
             handles = unit.handles if needs_all else unit.for_backward
             # Flat parameters that are unsharded already need no all-gather.
@@ -133,18 +176,55 @@ class RunState:
     def unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
         """Start the all-gathers of a unit, and wait for them. Collective."""
         self.start_unshard(unit, purpose, everything=everything)
-        with self.observers.span(Kind.GATHER_WAIT, unit):
+        with self.span(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
 
     def extend(self, extension: StepExtension) -> None:
         """Call ``extension`` in each step from now on."""
         found, places = (*self.extensions, extension), list(EXTRAS)
-        self.extensions = tuple(sorted(found, key=lambda one: places.index(one.name)))
+        self._call(sorted(found, key=lambda one: places.index(one.name)))
 
     def drop(self, extension: StepExtension) -> None:
-        """Stop calling ``extension`` in steps."""
-        self.extensions = tuple(one for one in self.extensions if one is not extension)
+        """Stop calling ``extension`` in steps. May be called inside a method of an extension."""
+        self._call([one for one in self.extensions if one is not extension])
+
+    def _call(self, extensions: Sequence[StepExtension]) -> None:
+        # Replace the tuples and never change them, so that a loop over a tuple is not disturbed.
+        self.extensions = tuple(extensions)
+        self.watchers = tuple(one for one in extensions if one.watches)
 
     def extension(self, name: str) -> Any:
         """Return the extension with this ``name``. None: the model does not use the extension."""
         return next((one for one in self.extensions if one.name == name), None)
+
+    def span(
+        self, kind: Kind, unit: Unit | None = None, *, purpose: str | None = None, ends: bool = True
+    ) -> AbstractContextManager[object]:
+        """Return a context manager that marks a range of time, for extensions and torch's profiler.
+
+        Args:
+            kind: what the thread does in this range of time.
+            unit: the unit whose collectives are started or awaited. None: the collectives belong to
+                no single unit.
+            purpose: "forward" or "backward" if all-gathers are started, "reduce" if reductions are
+                started, None if the range is a wait.
+            ends: whether the unit's collectives are finished after the wait. False: the wait may
+                end before the collectives.
+        """
+        profiles = torch._C._autograd._profiler_enabled()
+        if not (self.watchers or profiles):
+            return NOTHING
+        label = "reduce" if purpose == "reduce" else "unshard"
+        if purpose is None:
+            label = "wait_unshard"
+            # A wait for a unit can start only one kind of collective: the second stage of a
+            # reduction (between nodes, for example), which starts once the first stage is over.
+            purpose = "other" if unit is None else "reduce"
+        # `enter_context` enters each context now. So the range of time begins here, a little before
+        # the caller's `with` statement, which only leaves the contexts.
+        stack = contextlib.ExitStack()
+        for watcher in self.watchers:
+            stack.enter_context(watcher.span(kind, unit, purpose, ends))
+        if profiles and unit is not None and kind in (Kind.STARTING, Kind.GATHER_WAIT):
+            stack.enter_context(profiled(label, unit.name))
+        return stack

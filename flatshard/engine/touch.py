@@ -74,7 +74,7 @@ class Touch(ParamOwner):
         # Backward does not unshard embedding tables, because the backward of a lookup does not read
         # the table. If this table was used by another operation, backward does read the table, so
         # unshard the table now.
-        return handle not in unit.for_backward and self._backward.bring_back(unit)
+        return handle.is_lookup and self._backward.bring_back(unit)
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]

@@ -27,19 +27,13 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Topology
 from flatshard.engine.gather import SecondaryShard
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.gradients import Sync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.options.strategy import Placement
 from flatshard.precision import UnitCasts
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import ASSIGNED, untraced
 from flatshard.units.module_tree import name_of, renamed, unit_text
-
-LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-"""Modules whose backward needs only the indices, not the weights.
-
-If another operation uses the weights as well, backward unshards the weights on demand.
-"""
 
 
 class Phase(enum.Enum):
@@ -80,7 +74,7 @@ class Call:
 class Unit:
     """One or several modules whose parameters are unsharded and resharded together."""
 
-    # `Forward` and `Backward` of the model, set by `RunContext`. Torch's hooks of modules and
+    # `Forward` and `Backward` of the model, set by `RunState`. Torch's hooks of modules and
     # parameters hold the unit, and call these two.
     forward: Any
     backward: Any
@@ -101,7 +95,7 @@ class Unit:
         # and `requires_grad`; in the root, each large parameter is a separate flat parameter. Empty
         # if the unit owns no parameter.
         self.handles: list[FlatParamHandle] = []
-        # Flat parameters that backward reads; embedding tables are not among them.
+        # Flat parameters that backward reads: those without `FlatParamHandle.is_lookup`.
         self.for_backward: list[FlatParamHandle] = []
         # For each module of the unit, the flat parameters whose original parameters are in the
         # module or its submodules. A `Place` says which module attribute holds the parameter.
@@ -137,8 +131,6 @@ class Unit:
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
-        # Whether the rest of the forward, or the beginning of backward, uses the unit.
-        self.is_needed_soon = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_touched = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
@@ -195,11 +187,7 @@ class Unit:
             with torch.inference_mode(False):
                 for param in handle.params:
                     param.connect(partial(self._grad_hook, handle))
-        self.for_backward = [
-            handle
-            for handle in self.handles
-            if not all(type(module) in LOOKUPS for module, _, _ in handle.places)
-        ]
+        self.for_backward = [handle for handle in self.handles if not handle.is_lookup]
         for module in self.modules:
             inside = set(module.modules())
             self.places_in[module] = [
@@ -298,8 +286,14 @@ class Unit:
         for handle in self.handles:
             handle.show_unsharded()
 
-    def fate(self, handle: FlatParamHandle, moment: Moment) -> Fate:
-        """Decide whether to free the unsharded buffer of ``handle``. Only this method decides."""
+    def fate(
+        self, handle: FlatParamHandle, moment: Moment, *, is_needed_soon: bool = False
+    ) -> Fate:
+        """Decide whether to free the unsharded buffer of ``handle``. Only this method decides.
+
+        ``is_needed_soon``: whether the rest of the forward, or the beginning of backward, uses the
+        unit.
+        """
         if moment is Moment.STEP_LEFT:
             return Fate.FREE
         # After a backward with create_graph, later nodes of the graph may read the buffer.
@@ -313,7 +307,7 @@ class Unit:
             frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
             return Fate.FREE if frees else Fate.KEEP
         # Do not reshard a unit that is needed soon: the unit would have to be all-gathered again.
-        stays = self.is_needed_soon or not self.placement.reshard_after_forward
+        stays = is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return Fate.FREE
         if self.sync is Sync.NONE:
@@ -329,7 +323,7 @@ class Unit:
         False if the strategy keeps all buffers after forward.
         """
         reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
-        return reshards and handle not in self.for_backward
+        return reshards and handle.is_lookup
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
         """Whether autograd saves copies of the parameters of ``handle`` for backward.
@@ -342,7 +336,7 @@ class Unit:
         # all-gather that the other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
-    def reshard(self, moment: Moment = Moment.STEP_LEFT) -> None:
+    def reshard(self, moment: Moment = Moment.STEP_LEFT, *, is_needed_soon: bool = False) -> None:
         """Let the modules hold sharded parameters, and free or keep buffers as ``fate`` decides.
 
         State: any phase -> IDLE.
@@ -354,9 +348,9 @@ class Unit:
         if moment is not Moment.AFTER_FORWARD:
             self._outstanding_inputs.clear()
             for handle in self.handles:
-                handle.grad_buffer.arrived.clear()
+                handle.grads.arrived.clear()
         for handle in self.handles:
-            fate = self.fate(handle, moment)
+            fate = self.fate(handle, moment, is_needed_soon=is_needed_soon)
             if handle.gather.secondary is not None and fate is not Fate.SNAPSHOT:
                 self._reshard_secondary(handle, handle.gather.secondary, moment, fate)
             if fate is Fate.FREE:
@@ -416,10 +410,8 @@ class Unit:
 
         Called when this outermost forward will not call the unit again.
         """
-        if self.phase is not Phase.FORWARD or self.running:
-            return
-        self.is_needed_soon = is_needed_soon
-        self.reshard(Moment.AFTER_FORWARD)
+        if self.phase is Phase.FORWARD and not self.running:
+            self.reshard(Moment.AFTER_FORWARD, is_needed_soon=is_needed_soon)
 
     # ------------------------------------------------------------ backward
 
@@ -433,14 +425,13 @@ class Unit:
         for handle in self.handles:
             if handle.is_aliased:  # otherwise, `show_unsharded` has checked this in forward
                 handle.check_places()
-            handle.grad_buffer.arrived.clear()
-            unreduced = handle.grad_publish.unreduced
-            # Remove unreduced gradients from `.grad`. They stay in the buffer, to which backward
-            # adds new gradients.
-            if unreduced.shown or ASSIGNED:
-                unreduced.take_all_back()
+            handle.grads.arrived.clear()
+            # Remove unreduced gradients from `.grad`. They stay in `grads`, to which backward adds
+            # new gradients.
+            if handle.grads.shown or ASSIGNED:
+                handle.grads.take_all_back()
             if handle.is_aliased:
-                handle.grad_publish.hold_earlier()
+                handle.grads.hold_earlier()
 
     def begin_call_backward(self, call: Call) -> None:
         """Count the beginning of the backward of ``call``, when an output's gradient arrives."""
@@ -466,7 +457,7 @@ class Unit:
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
-            and all(len(h.grad_buffer.arrived) >= h.num_trainable for h in self.handles)
+            and all(len(h.grads.arrived) >= h.num_trainable for h in self.handles)
             # All gradients of trained parameters have arrived. If all parameters are trained,
             # backward needs no parameter any more. But a frozen parameter gets no gradient, so
             # backward may still need it. Then the unit's backward is known to be over only when the
@@ -484,7 +475,7 @@ class Unit:
         State: any phase -> IDLE, unless a forward of the unit is around the backward.
         """
         for handle in self.handles:
-            handle.grad_publish.leave_failed_backward()
+            handle.grads.leave_failed_backward()
             if handle.is_aliased:
                 handle.give_hooks_back()
         if not self.running:  # otherwise the forward around the failed backward may go on

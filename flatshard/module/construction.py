@@ -7,7 +7,7 @@ In this order:
 3. Ranks decide which rank's initial values all ranks use. Buffers move to the device.
 4. Each unit is made: its parameters become shards, and wrappers take the place of its modules.
 5. Parameters and buffers on the meta device get values.
-6. The transports connect. The units get the state of their common steps (``RunContext``). Rank 0
+6. The transports connect. The units get the state of their common steps (``RunState``). Rank 0
    issues warnings.
 
 Until the buffers move, an error leaves the module unchanged.

@@ -39,7 +39,7 @@ def convert(
     if context.is_converting:
         apply_to_module()
         return
-    context.recover()
+    context.forward.recover()
     check_not_summoned(units_in(root.wrapper), "converted")
     units = units_in(root.wrapper) if recurse else [root.unit]
     handles = [handle for unit in units for handle in unit.handles]
@@ -88,11 +88,11 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         if converted.device != handle.flat_param.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device, converted.dtype)
-        grads = handle.grad_publish.take_off()
+        grads = handle.grads.take_off()
         handle.adopt(converted)
         handle.page_out()
         take_in = handle.plan.targets.gradient.take_in
-        handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
+        handle.grads.put_back(grads, lambda grad: take_in(fn(grad)))
     handle.replan_gradients()
 
 
@@ -105,7 +105,7 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     if is_outermost:
         root.check_has_all_modules("copied")
     for sharding in inside:
-        sharding.context.recover()
+        sharding.context.forward.recover()
     # Another model in the same `copy.deepcopy` may have copied a unit already, which both contain.
     units = list(dict.fromkeys(one.unit for one in inside if id(one.unit) not in memo))
     for unit in units:

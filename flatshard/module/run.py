@@ -17,10 +17,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from flatshard.engine.buffer_sync import Buffers
-from flatshard.engine.context import RunContext
-from flatshard.engine.grad_buffer import Sync
-from flatshard.engine.run_state import temporarily
+from flatshard.engine.backward import Backward
+from flatshard.engine.buffer_sync import Buffers, BufferSync
+from flatshard.engine.forward import Forward
+from flatshard.engine.gradients import Sync
+from flatshard.engine.prefetch import Prefetch
+from flatshard.engine.run_state import RunState, temporarily
+from flatshard.engine.touch import Touch
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.model_plan import check_frozen
@@ -48,7 +51,7 @@ _num_registered = 0
 
 
 def start_run(root: Sharding, *, number: int | None = None) -> None:
-    """Make the run (``RunContext``) of a model. ``root`` belongs to the outermost wrapper.
+    """Make the run (``RunState``) of a model. ``root`` belongs to the outermost wrapper.
 
     All wrappers of the model share the run, which has the state of the model's steps. ``number``
     identifies the model, and is the same on all ranks; if None, the model gets a new number.
@@ -67,21 +70,22 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     first, *rest = names
     units = [*rest, first]
     _check_ranks(units)
-    settings = root.settings
-    root_checks = RootChecks(root, shardings)
-    context = RunContext(
-        units,
-        root_checks,
-        settings.ranks.world,
-        number=settings.ranks.world.new_model() if number is None else number,
-        forward_prefetch=settings.forward_prefetch,
-        backward_prefetch=settings.backward_prefetch,
-        broadcast_buffers=settings.broadcast_buffers,
-    )
+    settings, world = root.settings, root.settings.ranks.world
+    number = world.new_model() if number is None else number
+    root_checks, context = RootChecks(root, shardings), RunState(units, world, number)
+    # As in DistributedDataParallel, a model that has no buffers when it is wrapped never broadcasts
+    # buffers.
+    if settings.broadcast_buffers and root_checks.shared_buffers():
+        shared = root_checks.shared_buffers
+        context.buffers = BufferSync(world, context.span, shared, number)
+    prefetch = Prefetch(context, settings.forward_prefetch, settings.backward_prefetch)
+    backward = Backward(context, prefetch)
+    forward = Forward(context, backward, prefetch, root_checks)
+    context.connect(forward, backward, prefetch, Touch(context, forward, backward))
     if divergent := [unit for unit in units if unit.may_diverge]:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
-    if context.world.size > 1 and (compared := default_extra("compared_steps")):
+    if world.size > 1 and (compared := default_extra("compared_steps")):
         context.steps = compared.ComparedSteps(context)
     if torch.accelerator.is_available() and (checks := default_extra("device_checks")):
         root_checks.writes = checks.install(context)
@@ -89,7 +93,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     for one in shardings:
         one.roots.add(root)
         one.context, one.state_dict.writes = context, root_checks.writes
-        one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size
+        one.state_dict.is_apart = one.settings.ranks.world.size < world.size
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
@@ -130,7 +134,7 @@ def _check_ranks(units: Sequence[Unit]) -> None:
 class RootChecks:
     """Checks the outermost module before each forward, and lists the buffers to broadcast."""
 
-    context: RunContext
+    context: RunState
 
     def __init__(self, root: Sharding, shardings: Collection[Sharding]) -> None:
         """Prepare the checks of ``root``, which contains ``shardings``."""
@@ -295,7 +299,7 @@ def _plan_accumulation(
 def _gradient_bytes(unit: Unit) -> int:
     """Return the bytes of the unit's unsharded gradients while backwards accumulate them."""
     return sum(
-        handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
+        handle.layout.padded_numel * handle.grads.dtypes.accum_dtype.itemsize
         for handle in unit.handles
         if handle.num_trainable
     )

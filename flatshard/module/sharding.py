@@ -13,8 +13,8 @@ from torch import nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
-from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings
 from flatshard.state.model_shards import ModelShards
@@ -41,12 +41,12 @@ class Sharding:
     # Whether a `param_init_fn` is running. Construction calls the function for every module, so
     # `apply` and conversions inside of the function must not go into other units.
     is_initialising: bool = False
-    context: RunContext = dataclasses.field(init=False)  # state of the model's steps (`start_run`)
+    context: RunState = dataclasses.field(init=False)  # state of the model's steps (`start_run`)
     # The outermost wrappers that contained this wrapper at their construction.
     roots: WeakSet[Sharding] = dataclasses.field(default_factory=WeakSet, init=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Copy the state for a copied wrapper. ``start_run`` must then make a ``RunContext``."""
+        """Copy the state for a copied wrapper. ``start_run`` must then make a ``RunState``."""
         twin = copy.copy(self)
         twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
         twin.roots = WeakSet()
@@ -54,10 +54,10 @@ class Sharding:
         twin.ignored = copy.deepcopy(self.ignored, memo)
         return twin
 
-    def check_between_steps(self, caller: str) -> RunContext:
-        """Return the model's ``RunContext``. Raises RuntimeError inside a forward or backward."""
+    def check_between_steps(self, caller: str) -> RunState:
+        """Return the model's ``RunState``. Raises RuntimeError inside a forward or backward."""
         context = self.context
-        context.recover()
+        context.forward.recover()
         if context.is_running:
             raise RuntimeError(
                 f"{caller} was called while a forward or backward of "

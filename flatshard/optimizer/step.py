@@ -295,7 +295,7 @@ def check_reduced(
     ``is_reducing``: whether the last forward began outside of ``no_sync``. If it did not, the call
     is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
     """
-    unit = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
+    unit = next((h.unit_name for h in handles if h.grads.is_shown()), None)
     error = RuntimeError(
         f"{unit_text(unit or '')}, rank {world.rank}: clip_grad_norm_() got gradients that were "
         "accumulated under no_sync and not reduced. Clip after a backward outside of no_sync."

@@ -126,7 +126,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
     def prepare() -> tuple[Any, Facts]:
         facts: Facts = {}
         for handle in handles:
-            unreduced = handle.grad_publish.unreduced.is_shown()
+            unreduced = handle.grads.is_shown()
             for param in handle.params:
                 is_there = param.sharded.grad is not None
                 facts[f"the gradient of {param.where}"] = "present" if is_there else "None"

@@ -326,7 +326,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(memory.values())
 
 
-BUFFERS_IN = ("flatshard.engine.grad_buffer", "flatshard.engine.gather")
+BUFFERS_IN = ("flatshard.engine.gradients", "flatshard.engine.gather")
 
 
 def tensors_in(thing: Any) -> Iterator[Tensor]:
@@ -342,7 +342,7 @@ def tensors_in(thing: Any) -> Iterator[Tensor]:
 def held(job: Job) -> dict[str, int]:
     """Bytes that this rank holds now, by kind."""
     handles = handles_in(job.model)
-    gradients = [tensor for handle in handles for tensor in tensors_in(handle.grad_buffer)]
+    gradients = [tensor for handle in handles for tensor in tensors_in(handle.grads)]
     published = [p.grad for p in job.model.parameters() if p.grad is not None]
     states = (value for state in job.optimizer.state.values() for value in state.values())
     return {

@@ -1,11 +1,12 @@
-"""``Observers`` list those who listen; extensions vote; a unit's phase moves as its table says."""
+"""Extensions watch, vote and leave; a unit's phase moves as its table says."""
 
 import pytest
 import torch
 from torch import nn
 
 from flatshard.engine import backward, forward, handle, unit
-from flatshard.engine.events import Kind, Observers, StepExtension, StepObserver
+from flatshard.engine.events import StepExtension
+from flatshard.engine.run_state import RunState
 from flatshard.options.extras import EXTRAS
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -13,15 +14,17 @@ from tests.models import CASES
 NAMES = list(EXTRAS)
 
 
-class _Listener(StepObserver):
+class _Listener(StepExtension):
     """Hears one event, and then no more."""
 
-    def __init__(self, observers: Observers) -> None:
-        self.observers, self.heard = observers, 0
+    watches = True
 
-    def begin_forward(self) -> None:
+    def __init__(self, name: str, state: RunState) -> None:
+        self.name, self.state, self.heard = name, state, 0
+
+    def enter_forward(self, unit: unit.Unit, recomputes: bool) -> None:
         self.heard += 1
-        self.observers.remove(self)
+        self.state.drop(self)
 
 
 class _Voter(StepExtension):
@@ -44,19 +47,22 @@ class _Voter(StepExtension):
         self.maxima = list(maxima)
 
 
-def test_an_observer_leaves_in_an_event() -> None:
-    observers = Observers()
-    first, second = _Listener(observers), _Listener(observers)
-    observers.add(first)
-    observers.add(second)
-    assert observers.find(_Listener) is first
+def test_an_extension_leaves_in_an_event() -> None:
+    run_ranks(_leaves, 2)
+
+
+def _leaves(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    state = model._sharding.context
+    listeners = [_Listener(name, state) for name in NAMES[:2]]
+    for one in listeners:
+        state.extend(one)
+    assert state.extension(NAMES[0]) is listeners[0]
     for _ in range(2):
-        for one in observers.all:
-            one.begin_forward()
-    assert (first.heard, second.heard) == (1, 1)
-    assert observers.find(_Listener) is None
-    with observers.span(Kind.RANKS_WAIT):
-        pass
+        model(case.batch(rank, 2)[0])
+    assert [one.heard for one in listeners] == [1, 1]
+    assert state.extension(NAMES[0]) is None
 
 
 def test_votes_of_all_ranks() -> None:
@@ -83,7 +89,7 @@ def _votes(rank: int, world_size: int) -> None:
     assert acts == [*once, *once]
 
 
-def test_core_names_no_observer() -> None:
+def test_core_names_no_watcher() -> None:
     for module in (forward, backward, unit, handle):
         words = " ".join(vars(module))
         assert "Recorder" not in words

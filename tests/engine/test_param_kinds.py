@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, ShardingStrategy
-from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.engine.gradients import Gradients
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.wrap import ModuleWrapPolicy
@@ -371,15 +371,15 @@ class _Allocated:
 @contextmanager
 def _counted_gradient_buffers() -> Iterator[_Allocated]:
     counted = _Allocated()
-    allocate = GradientBuffer._allocate
+    allocate = Gradients._allocate
 
-    def count(self: GradientBuffer) -> Tensor:
+    def count(self: Gradients) -> Tensor:
         buffer = allocate(self)
         counted.total += buffer.untyped_storage().nbytes()
         counted.count += 1
         return buffer
 
-    with mock.patch.object(GradientBuffer, "_allocate", count):
+    with mock.patch.object(Gradients, "_allocate", count):
         yield counted
 
 

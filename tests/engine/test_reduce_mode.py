@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.transports import sockets
-from flatshard.engine import grad_buffer, reduce_queue
+from flatshard.engine import gradients, reduce_queue
 from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
@@ -112,7 +112,7 @@ def _check(model: ShardedWrapper, expected: list[Tensor]) -> None:
 def _small_limits() -> Iterator[None]:
     """As if the large unit had millions of elements: read in place, and in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_buffer, "_SMALL_BYTES", 1 << 12)
+        patch.setattr(gradients, "_SMALL_BYTES", 1 << 12)
         if default_extra("shared_memory") is not None:
             patch.setattr("flatshard.extras.shared_memory._PIECE_NUMEL", 1000)
         patch.setattr(sockets, "PIECE_BYTES", 1 << 12)

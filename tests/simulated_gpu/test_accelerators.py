@@ -20,15 +20,14 @@ from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
-from flatshard.engine import grad_publish, grad_reduce, reduce_queue
+from flatshard.engine import grad_reduce, gradients, reduce_queue
 from flatshard.engine.gather import ParamGather
-from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import ReducePlan
+from flatshard.engine.gradients import Gradients
 from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
 from flatshard.module.settings import find_device
-from flatshard.options.precision import GradDtypes, ParamPrecision
+from flatshard.options.precision import ParamPrecision
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.ignored import NOTHING
 from flatshard.units.layout import FlatLayout
@@ -307,35 +306,30 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
     assert found == torch.device("cuda", 1)
 
 
-def _grad_buffer(layout: FlatLayout, device: str) -> GradientBuffer:
-    topology = Topology(ALONE, ALONE, ALONE, ALONE)
-    flat: Any = SimpleNamespace(layout=layout, topology=topology, precision=ParamPrecision())
-    plan = ReducePlan(
-        flat,
-        GradDtypes(torch.float32, torch.float32, torch.float32),
-        torch.device(device),
-        tags=(0, 0, 0),
-        hook=None,
-        output=None,
+def _gradients(layout: FlatLayout, device: str) -> Gradients:
+    flat: Any = SimpleNamespace(
+        layout=layout,
+        topology=Topology(ALONE, ALONE, ALONE, ALONE),
+        precision=ParamPrecision(),
+        targets=SimpleNamespace(gradient=HostMemory(pinned=False)),
     )
-    return GradientBuffer(plan)
+    plan = ReducePlan(flat, torch.float32, torch.device(device), tags=(0, 0, 0), hook=None)
+    return Gradients(plan, [])
 
 
 def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
     layout = FlatLayout.build({"w": torch.empty(4)}, world_size=1, itemsize=4)
-    buffer = _grad_buffer(layout, "meta")
-    offloaded: Any = SimpleNamespace(targets=SimpleNamespace(gradient=HostMemory(pinned=False)))
-    published = GradPublish([], buffer, offloaded)
+    published = _gradients(layout, "meta")
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
         mock.patch.object(Tensor, "record_stream") as record_stream,
-        mock.patch.object(grad_publish, "beside", return_value=contextlib.nullcontext()),
-        mock.patch.object(grad_publish, "copy_stream", return_value="for copies"),
+        mock.patch.object(gradients, "beside", return_value=contextlib.nullcontext()),
+        mock.patch.object(gradients, "copy_stream", return_value="for copies"),
         mock.patch.object(torch.cuda, "Event"),
     ):
         reduced = torch.empty(4, device="meta")
-        published.add(reduced)
+        published.add_reduced(reduced)
         Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
         record_stream.assert_called_once_with("for copies")
         on_device = weakref.ref(reduced)
@@ -349,7 +343,7 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
     shapes = {"w": (800, 800), "b": (3,), "c": (5,), "left_out": (2,), "d": ()}
     params = {name: torch.empty(shape) for name, shape in shapes.items()}
     layout = FlatLayout.build(params, world_size=1, itemsize=4)
-    gradients = _grad_buffer(layout, "cpu")  # where copies are made at the same moments
+    collected = _gradients(layout, "cpu")  # where copies are made at the same moments
     # One comes in two parts, and one not at all.
     came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
     grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]
@@ -358,9 +352,9 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
         expected[span.start : span.end] += grad.view(-1)
     with _Operations() as operations:
         for (index, _), grad in zip(came, grads, strict=True):
-            gradients.receive(index, grad)
+            collected.receive(index, grad)
         begun = operations.names.copy()
-        (whole,) = gradients.take_chunks().parts
+        (whole,) = collected.take_chunks().parts
     assert whole is not None
     assert torch.equal(whole, expected)
     assert begun.count("copy_") == 1
@@ -429,7 +423,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         sizes.append(handle.layout.padded_numel * handle.reduce_plan.dtypes.reduce_dtype.itemsize)
     context.refresh()
     assert len(reduce_queue.split([context.root])) > 1, "the root's large parameters are apart"
-    assert context._backward.queue.max_bytes_in_flight == 2 * max(sizes)
+    assert context.backward.queue.max_bytes_in_flight == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")
     context.refresh()

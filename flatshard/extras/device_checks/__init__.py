@@ -28,7 +28,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import checksum, sample, words_of
-from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepExtension
 from flatshard.engine.forward_edits import ForwardEdits, Look, edited
 from flatshard.engine.handle import FlatParamHandle
@@ -297,7 +296,7 @@ class StateWrites(WriteThrough):
 # ---------------------------------------------------------------- the checks of a model
 
 
-def install(context: RunContext) -> StateWrites:
+def install(context: RunState) -> StateWrites:
     """Check the forwards of ``context``. Returns the object that checks state dicts."""
     context.edits = checks = DeviceChecks(context)
     context.extend(checks)

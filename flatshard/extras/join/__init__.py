@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.events import StepExtension
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.gradients import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
@@ -198,7 +198,7 @@ class Join(StepExtension):
         size, num_active = self._comm.size, len(self._active)
         self._state.lacks_ranks = num_active < size
         for handle in self._handles:
-            handle.grad_publish.scale = 1.0 if self._by_initial_size else size / num_active
+            handle.grads.scale = 1.0 if self._by_initial_size else size / num_active
         if self._buffers is not None:
             # As in DistributedDataParallel, buffers come from the last rank that has input.
             self._buffers.source = self._active[-1]
@@ -396,7 +396,7 @@ class Join(StepExtension):
         self._state.syncs, self._state.under_no_sync = self._syncs
         self._state.lacks_ranks = False
         for handle in self._handles:
-            handle.grad_publish.scale = 1.0
+            handle.grads.scale = 1.0
         if self._buffers is not None:
             self._buffers.source = 0
 

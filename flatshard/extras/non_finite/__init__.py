@@ -2,7 +2,7 @@
 
 The extra checks each rank's own gradients, before the average over the ranks. The average would be
 non-finite on all ranks, and would not show the rank of origin. The extra only observes steps
-(``StepObserver``), and changes nothing.
+(``StepExtension``), and changes nothing.
 
 Without this folder, ``ShardedWrapper.warn_non_finite()`` raises ``MissingExtraError``.
 """
@@ -15,7 +15,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from flatshard.engine.events import Observers, StepObserver
+from flatshard.engine.events import StepExtension
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_tree import unit_text
@@ -23,11 +24,14 @@ from flatshard.units.module_tree import unit_text
 __all__ = ["watch_non_finite"]
 
 
-class NonFiniteWatch(StepObserver):
+class NonFiniteWatch(StepExtension):
     """Checks this rank's gradients in every backward, until a gradient is not finite."""
 
-    def __init__(self, rank: int, observers: Observers) -> None:
-        self._rank, self._observers = rank, observers
+    name = "non_finite"
+    is_made_anew = watches = True
+
+    def __init__(self, rank: int, state: RunState) -> None:
+        self._rank, self._state = rank, state
         # One entry for each gradient of the present backward: names of the unit and of the
         # parameter, and the largest magnitude in the gradient.
         self._checked: list[tuple[str, str, Tensor]] = []
@@ -44,7 +48,7 @@ class NonFiniteWatch(StepObserver):
             largest = torch.linalg.vector_norm(values, math.inf)
             self._checked.append((unit.name, param.name, largest))
 
-    def end_backward(self) -> None:
+    def end_backward(self, has_gradients: bool) -> None:
         """Warn and stop checking if a gradient of this backward was inf or NaN.
 
         Waits until the device has computed the gradients.
@@ -55,7 +59,7 @@ class NonFiniteWatch(StepObserver):
         magnitudes = torch.stack([largest.double() for *_, largest in checked]).tolist()
         for (unit, name, _), largest in zip(checked, magnitudes, strict=True):
             if not math.isfinite(largest):
-                self._observers.remove(self)
+                self._state.drop(self)
                 warnings.warn(
                     f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} "
                     f"contains {abs(largest)} on this rank, before any average over "
@@ -68,13 +72,13 @@ class NonFiniteWatch(StepObserver):
                 return
 
 
-def watch_non_finite(observers: Observers, rank: int | None) -> None:
+def watch_non_finite(state: RunState, rank: int | None) -> None:
     """Start to check gradients on rank ``rank``, or stop checking if ``rank`` is None.
 
     See ``ShardedWrapper.warn_non_finite``.
     """
-    before = observers.find(NonFiniteWatch)
+    before = state.extension(NonFiniteWatch.name)
     if before is not None:
-        observers.remove(before)
+        state.drop(before)
     if rank is not None:
-        observers.add(NonFiniteWatch(rank, observers))
+        state.extend(NonFiniteWatch(rank, state))

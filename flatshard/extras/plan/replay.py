@@ -18,7 +18,7 @@ from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
-# The same thresholds as in ``engine.grad_buffer``: gradients of at least this size are copied into
+# The same thresholds as in ``engine.gradients``: gradients of at least this size are copied into
 # the buffer at once, and the transport reads gradients of at least this mean size in place.
 _SMALL_BYTES, _MEAN_IN_PLACE_BYTES = 1 << 20, 1 << 16
 

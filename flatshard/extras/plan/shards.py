@@ -9,7 +9,7 @@ from torch import nn
 
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
-from flatshard.engine.unit import LOOKUPS
+from flatshard.engine.handle import LOOKUPS
 from flatshard.extras.plan.allocator import Held
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy, read_values

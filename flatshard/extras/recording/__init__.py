@@ -1,6 +1,6 @@
 """Extra: records the time, memory and communication of a model's steps.
 
-The recorder only observes steps (``StepObserver``), and changes nothing. Without this folder,
+The recorder only observes steps (``StepExtension``), and changes nothing. Without this folder,
 ``ShardedWrapper.record_steps()`` and ``step_report()`` raise ``MissingExtraError``.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from flatshard.collectives import Event, record
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed, raise_everywhere
-from flatshard.engine.context import RunContext
-from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.events import Kind, StepExtension
+from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.extras.recording.memory_timeline import (
     MemorySample,
@@ -43,7 +43,7 @@ _OWN = "{rank}"  # if a file name contains this text, every rank writes a separa
 _PANELS = 8  # maximum number of ranks in one plot, because more panels would be too small to read
 
 # Report of the last recorded step of each model. The key is the context of the model's root.
-_last_reports: weakref.WeakKeyDictionary[RunContext, StepReport] = weakref.WeakKeyDictionary()
+_last_reports: weakref.WeakKeyDictionary[RunState, StepReport] = weakref.WeakKeyDictionary()
 
 
 class _Doing(NamedTuple):
@@ -57,8 +57,11 @@ class _Doing(NamedTuple):
 _IN_FLIGHT = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
-class StepRecorder(StepObserver):
+class StepRecorder(StepExtension):
     """Observes a model's steps and makes a report of each step, in the list ``reports``."""
+
+    name = "recording"
+    is_made_anew = watches = True
 
     def __init__(
         self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
@@ -121,7 +124,7 @@ class StepRecorder(StepObserver):
             peak_resident_bytes=peak_resident_bytes(),
         )
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, of_root: bool) -> None:
         self._doing.clear()  # a step that failed may have left entries
         if self._is_over or not self._ranges:
             self.end_step()
@@ -129,7 +132,7 @@ class StepRecorder(StepObserver):
         self._is_over = not torch.is_grad_enabled()
         self._in_flight[Kind.FORWARD_PASS, None] = self._clock()
 
-    def end_forward(self) -> None:
+    def after_forward(self) -> None:
         self._look_at(self._units)
         self._land(Kind.FORWARD_PASS, None)
 
@@ -140,7 +143,7 @@ class StepRecorder(StepObserver):
         if (Kind.FORWARD_PASS, None) not in self._in_flight:
             self._in_flight[Kind.BACKWARD_PASS, None] = self._clock()
 
-    def end_backward(self) -> None:
+    def end_backward(self, has_gradients: bool) -> None:
         self._switch()
         self._doing = [one for one in self._doing if one.is_call]
         self._look_at(self._units)
@@ -275,11 +278,11 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
     agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
     with record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
-        context.observers.add(recorder)
+        context.extend(recorder)
         try:
             yield recorder.reports
         finally:
-            context.observers.remove(recorder)
+            context.drop(recorder)
             recorder.end_step()
             if recorder.reports:
                 _last_reports[context] = recorder.reports[-1]
@@ -287,9 +290,9 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
         _write(file, recorder.reports[-1:], world)
 
 
-def last_report(context: RunContext) -> StepReport:
+def last_report(context: RunState) -> StepReport:
     """Return the report of the last recorded step; see ``ShardedWrapper.step_report``."""
-    recorder, report = context.observers.find(StepRecorder), _last_reports.get(context)
+    recorder, report = context.extension(StepRecorder.name), _last_reports.get(context)
     if recorder is not None:
         report = recorder.report() or [report, *recorder.reports][-1]
     if report is None:
@@ -310,9 +313,9 @@ def _written(path: str, world: Communicator) -> str | None:
     return path if world.rank == 0 else None
 
 
-def _problem(context: RunContext, world: Communicator, file: str | None) -> Exception | None:
+def _problem(context: RunState, world: Communicator, file: str | None) -> Exception | None:
     """Return the error if this rank cannot record steps, or None if it can."""
-    if context.observers.find(StepRecorder) is not None:
+    if context.extension(StepRecorder.name) is not None:
         return RuntimeError(
             "record_steps: the model's steps are being recorded already. Leave the other "
             "`with model.record_steps():` block first."

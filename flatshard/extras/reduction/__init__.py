@@ -31,6 +31,7 @@ from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
+from flatshard.engine.gradients import Sync
 from flatshard.engine.unit import Unit
 from flatshard.module.sharding import Sharding, shardings_in
 from flatshard.options.precision import MixedPrecision, ReduceMode
@@ -144,7 +145,7 @@ def _check_can_register(unit: Unit) -> None:
                 "register_comm_hook() of a wrapper also sets the hook of all wrappers inside, so "
                 "call register_comm_hook() only once for each wrapper."
             )
-        if handle.grad_publish.holds_gradients:
+        if handle.grads.waits_for(Sync.ALL):
             raise RuntimeError(
                 f"{unit_text(unit.name)} holds gradients accumulated under no_sync. Register the "
                 "hook before no_sync, or after the backward that reduces the gradients."

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.consistency import Facts, agreed
-from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepExtension, profiled
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
@@ -209,11 +208,11 @@ class SteppedInBackward(StepExtension):
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
             del self._reduced[unit]
             for handle in unit.handles:
-                used = set(handle.grad_buffer.used_by_rank)
-                handle.grad_publish.publish([n in used for n in range(len(handle.params))])
+                used = set(handle.grads.used_by_rank)
+                handle.grads.publish([n in used for n in range(len(handle.params))])
                 # `publish` has cleared `used_by_rank`. Restore the value: at the end of backward,
                 # this rank sends the value to all ranks.
-                handle.grad_buffer.used_by_rank |= used
+                handle.grads.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
                 with profiled("step", unit.name):
@@ -233,7 +232,7 @@ class SteppedInBackward(StepExtension):
         # must not be unsharded again in this backward, because some ranks would send old shards,
         # and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
-            not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
+            not (handle.is_reducing or handle.grads.accumulated or handle.lingers)
             # After gradient accumulation, do not step a unit with a frozen parameter early: before
             # the user froze the parameter, another rank may have accumulated a gradient for it.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
@@ -337,7 +336,7 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(param): number for number, group in groups for param in group["params"]}
 
 
-def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
+def register(context: RunState, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
     """Let ``optimizer`` step in backward; see ``ShardedWrapper.step_in_backward``. Collective."""
     found = context.extension(SteppedInBackward.name)
     stepped = SteppedInBackward(context) if found is None else found

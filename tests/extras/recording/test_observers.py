@@ -1,4 +1,4 @@
-"""Observers change nothing: with all of them attached, losses and weights are equal bit by bit."""
+"""Watchers change nothing: with all of them attached, losses and weights are equal bit by bit."""
 
 import contextlib
 from collections import Counter
@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 from flatshard import collectives
-from flatshard.engine.events import StepObserver
+from flatshard.engine.events import StepExtension
+from flatshard.options.extras import EXTRAS
 from tests.harness import run_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import snapshot
 
-EVENTS = {name for name in vars(StepObserver) if not name.startswith("_")}
+EVENTS = {"begin_forward", "end_forward", "after_forward", "begin_backward", "end_backward"}
+EVENTS |= {"enter_forward", "leave_forward", "enter_backward", "leave_backward", "on_grad", "span"}
 
 
-class _Everything(StepObserver):
+class _Everything(StepExtension):
     """Counts each event."""
+
+    name = list(EXTRAS)[-1]
+    watches = True
 
     def __init__(self) -> None:
         self.heard: Counter[str] = Counter()
@@ -30,19 +35,19 @@ class _Everything(StepObserver):
 
 
 def _train(
-    case: str, rank: int, strategy: str, observers: list[StepObserver]
+    case: str, rank: int, strategy: str, watchers: list[StepExtension]
 ) -> tuple[list[float], dict[str, Tensor]]:
     model = CASES[case].wrap(CASES[case].model(), sharding_strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     with contextlib.ExitStack() as stack:
-        if observers:
+        if watchers:
             stack.enter_context(model.record_steps())
             stack.enter_context(collectives.record())
             stack.enter_context(torch.profiler.profile(acc_events=True))
             model.warn_non_finite()
-            for one in observers:
-                model._sharding.context.observers.add(one)
+            for one in watchers:
+                model._sharding.context.extend(one)
         for step in range(4):
             with model.no_sync() if step == 1 else contextlib.nullcontext():
                 inputs, target = CASES[case].batch(2 * step + rank, 4)

@@ -22,7 +22,7 @@ from torch import nn
 
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
-from flatshard.engine import grad_buffer
+from flatshard.engine import gradients
 from flatshard.extras import shared_memory
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.memory import buffers, mapped_files
@@ -106,8 +106,8 @@ def sending_in_place() -> Iterator[list[int]]:
         return reduce_scatter(self, request, op_name)
 
     with (
-        mock.patch.object(grad_buffer, "_SMALL_BYTES", 0),
-        mock.patch.object(grad_buffer, "_MEAN_IN_PLACE_BYTES", 0),
+        mock.patch.object(gradients, "_SMALL_BYTES", 0),
+        mock.patch.object(gradients, "_MEAN_IN_PLACE_BYTES", 0),
         mock.patch.object(sockets, "SENT_IN_PLACE_BYTES", 100),
         mock.patch.object(sockets, "PIECE_BYTES", 256),
         mock.patch.object(sockets.SocketTransport, "reduce_scatter", counted),

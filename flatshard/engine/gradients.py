@@ -1,0 +1,565 @@
+"""``Gradients``: the gradients of one flat parameter, from autograd to ``.grad``.
+
+[Note: a gradient's way]
+1.  ``receive`` takes each gradient that autograd computes, and adds up the gradients until the next
+    reduction. The sums are the accumulated gradients.
+2.  ``take_chunks`` returns the sum as ``FlatChunks``, for a reduction. If the reduction covers only
+    the intra group (``Sync.INTRA``), ``add_intra_reduced`` keeps the result until a later backward
+    reduces over all ranks.
+3.  ``add_reduced`` keeps the reduced gradients, and ``publish`` puts the reduced gradients into
+    ``.grad`` at the end of backward.
+
+[Note: unreduced gradients]
+Between two backwards under ``no_sync``, ``show`` puts the accumulated gradients into ``.grad``,
+although they are not reduced. While ``.grad`` shows accumulated gradients, ``zero_grad()`` drops
+the accumulated gradients, as under DistributedDataParallel. An optimizer step, or a norm of the
+gradients, raises an error.
+
+This module starts no collective.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.transports import ChunkPlan, FlatChunks
+from flatshard.engine.grad_reduce import ReducePlan, zero
+from flatshard.memory.buffers import BufferCache, storage_bytes
+from flatshard.memory.offload_target import beside, copy_stream
+from flatshard.precision import get_grad, set_grad
+from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.sharded_tensor import (
+    ASSIGNED,
+    GRADIENT,
+    UNREDUCED,
+    FlatShardTensor,
+    local_range,
+)
+from flatshard.units.layout import part_of, view_of
+from flatshard.units.module_tree import unit_text
+
+# Gradients smaller than this are copied together, by one kernel after the last gradient has
+# arrived, because starting one copy per small gradient takes longer than the copies. If the whole
+# flat parameter is smaller than this, the transport (the class that moves bytes between ranks) does
+# not read the gradients in place: to send or read one block is faster than many small blocks.
+_SMALL_BYTES = 1 << 20
+
+# Minimum mean size of the gradients for which the transport (sockets, for example) reads each
+# gradient in place. For smaller gradients, copying all gradients to one buffer first is faster.
+_MEAN_IN_PLACE_BYTES = 1 << 16
+
+
+class Sync(enum.Enum):
+    """How a backward reduces the gradients of a unit."""
+
+    # Gradients stay unsharded and unreduced. Gradients of later backwards are added.
+    NONE = "NONE"
+    # Gradients are reduced within the intra group (the ranks of one node, for example). The
+    # reduction across groups waits for a later backward.
+    INTRA = "INTRA"
+    # Gradients are reduced over all ranks and published.
+    ALL = "ALL"
+
+
+class Gradients:
+    """Receives, adds up, shows and publishes the gradients of one flat parameter."""
+
+    def __init__(self, plan: ReducePlan, params: Sequence[OriginalParam]) -> None:
+        """Hold no gradients yet.
+
+        Args:
+            plan: how the gradients are reduced.
+            params: the original parameters of the flat parameter.
+        """
+        self._params, self._layout = params, plan.flat.layout
+        # Accumulated gradients, by index of the original parameter. A gradient whose index is in
+        # `_separate` has memory of its own. All other gradients are views of `_buffer`.
+        self.slots: dict[int, Tensor] = {}
+        self._separate: set[int] = set()
+        self._buffer: Tensor | None = None
+        # Indices of the parameters whose gradients have arrived in this backward.
+        self.arrived: set[int] = set()
+        # Indices of the parameters whose gradients this rank has computed since `.grad` was last
+        # published. After a `Sync.INTRA` reduction, also the parameters that other ranks used,
+        # whose gradients are in `intra_reduced`.
+        self.used_by_rank: set[int] = set()
+        # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
+        self.intra_reduced: Tensor | None = None
+        # Whether the user edited an accumulated gradient on this rank. All ranks raise together at
+        # the end of the next backward that reduces gradients.
+        self.was_edited = False
+        # For each original parameter whose `.grad` shows accumulated gradients: the tensor in
+        # `.grad`, the tensor's version, and whether `show` made the tensor. False: the tensor is a
+        # reduced gradient of an earlier step, which `show` has left in `.grad`.
+        self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
+        # `_target`: where `.grad` lives. For targets other than the device, `_cache` reuses memory
+        # in the target, and `_copies` has the events of the copies under way.
+        target = self._target = plan.flat.targets.gradient
+        self._cache = BufferCache(new=target.new)
+        self._copies: list[torch.cuda.Event] = []
+        self._reduced: Tensor | None = None
+        # For each aliased parameter (the shard is the unsharded buffer), the `.grad` from before
+        # the running backward; see `hold_earlier`.
+        self._earlier_grads: dict[OriginalParam, Tensor] = {}
+        # Factor by which published gradients are multiplied. Differs from 1 only if some ranks
+        # compute no gradients (`join`), because the reduction divides by the number of all ranks.
+        self.scale = 1.0
+        self._use(plan)
+
+    def _use(self, plan: ReducePlan) -> None:
+        """Reduce according to ``plan`` from now on."""
+        self._plan, self.dtypes = plan, plan.dtypes
+        # Decides which gradients the transport reads in place. None: all gradients are copied to
+        # `_buffer`, and the transport reads `_buffer`.
+        self._chunk_plan: ChunkPlan | None = None
+        least_bytes = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(self._layout.spans))
+        if plan.device.type == "cpu" and plan.full_bytes >= least_bytes:
+            self._chunk_plan = plan.chunk_plan()
+
+    @property
+    def nbytes(self) -> int:
+        # Count only device memory: reduced gradients in another target (host, disk) do not count.
+        reduced = self._reduced if self._target.is_device else None
+        return storage_bytes([self._buffer, self.intra_reduced, reduced, *self.slots.values()])
+
+    @property
+    def accumulated(self) -> set[int]:
+        """Indices of original parameters whose gradients wait for a reduction over all ranks."""
+        reduced = set() if self.intra_reduced is None else self.used_by_rank
+        return reduced | self.slots.keys()
+
+    def waits_for(self, sync: Sync) -> bool:
+        """Whether there are gradients that a reduction with ``sync`` would reduce."""
+        has_intra = sync is Sync.ALL and self.intra_reduced is not None
+        return sync is not Sync.NONE and (bool(self.slots) or has_intra)
+
+    def replan(self, plan: ReducePlan) -> None:
+        """Reduce according to ``plan`` from now on. Accumulated gradients are kept.
+
+        Called after the communication hook or the shard's dtype has changed.
+        """
+        slots, intra_reduced, self.intra_reduced = self.slots, self.intra_reduced, None
+        self._empty()
+        self._use(plan)
+        with torch.no_grad():
+            for index, slot in slots.items():
+                self._fill(index, slot, more_to_come=True)
+            if intra_reduced is not None:
+                self.add_intra_reduced(intra_reduced.to(plan.device))
+        self.show()
+
+    # ------------------------------------------------------------ before a backward
+
+    def hold_earlier(self) -> None:
+        """Set aside users' hooks, and reduced gradients of earlier backwards, until backward ends.
+
+        Called when a backward begins, only if the shard is the unsharded buffer (``is_aliased``).
+        Then modules compute with the sharded parameters, and autograd would add unreduced gradients
+        to the ``.grad`` of these parameters. Autograd never writes to the ``.grad`` of other
+        sharded parameters.
+        """
+        for param in self._params:
+            param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
+            if param.sharded.grad is not None:
+                self._earlier_grads[param], param.sharded.grad = param.sharded.grad, None
+
+    def take_all_back(self) -> None:
+        """Remove the accumulated gradients that ``show`` put into ``.grad``, before a backward.
+
+        If the user has removed or zeroed a gradient in ``.grad``, drop the accumulated gradient,
+        too. If the user has changed ``.grad`` in another way, set ``was_edited``.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for original, (shown, version, is_view) in self.shown.items():
+                # The user may have kept a reference to the tensor. Outside of `.grad`, the tensor
+                # is an ordinary tensor, so operations on the tensor no longer raise an error.
+                UNREDUCED.pop(shown, None)
+                param, local = original.sharded, local_range(shown)
+                is_dropped = param.grad is None
+                is_replaced = not is_dropped and param.grad is not shown
+                if is_replaced or (not is_dropped and local._version != version):
+                    # If all values are zero, the edit was zero_grad(set_to_none=False), so drop the
+                    # gradient. Any other edit is an error, because the edit changed only this
+                    # rank's contribution to the average, and the user expects to edit the average.
+                    is_dropped = not is_replaced and not local.any()
+                    self.was_edited |= not is_dropped
+                if is_view and not is_replaced:
+                    param.grad = None
+                if is_dropped:
+                    self.forget(original.index)
+            for original in [one for one in self._params if one.sharded in ASSIGNED]:
+                del ASSIGNED[original.sharded]
+                grad = original.sharded.grad
+                if grad is not None and not isinstance(grad, FlatShardTensor):
+                    # As DistributedDataParallel does, average the assigned tensor together with the
+                    # gradients of the backward.
+                    self.receive(original.index, grad.detach().clone())
+                    self.arrived.clear()  # a gradient of this backward may follow
+                    original.sharded.grad = None
+        self.shown.clear()
+        self.was_edited &= bool(self.accumulated)
+
+    # ------------------------------------------------------------ accumulate
+
+    def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
+        """Store the gradient of parameter ``index``, or add it to the stored gradient.
+
+        Args:
+            index: index of the original parameter.
+            grad: the gradient, in the parameter's shape and any dtype. No other code may use the
+                tensor: this object may keep the tensor and add to it.
+            more_to_come: whether this backward reduces nothing, so that more gradients follow.
+        """
+        if index in self.slots:
+            self._add(index, grad)
+        else:
+            self._fill(index, grad, more_to_come)
+        self.arrived.add(index)
+        self.used_by_rank.add(index)
+
+    def _add(self, index: int, grad: Tensor) -> None:
+        slot = self.slots[index]
+        if slot.dtype is not self.dtypes.accum_dtype:
+            # Add in the accumulation dtype. In the reduce dtype, which may be narrower, the sum
+            # would lose small gradients.
+            slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
+            self._separate.add(index)
+        slot.add_(grad)
+
+    def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
+        span = self._layout.spans[index]
+        # If more gradients follow, and the accumulation dtype is wider than the reduce dtype, do
+        # not round this gradient to the reduce dtype yet.
+        may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
+        is_small = grad.nbytes < _SMALL_BYTES
+        if self._chunk_plan is None and not (is_small or may_widen):
+            buffer = self._allocate() if self._buffer is None else self._buffer
+            self.slots[index] = view_of(buffer, span).copy_(grad)
+            return
+        # Chunks are read as raw memory, so do not keep a lazily conjugated or negated tensor: the
+        # memory of such a tensor does not contain the tensor's values.
+        fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
+        if not fits or grad.device != self._plan.device:
+            # Make a dense copy, because chunks must be dense and in the parameter's strides. An
+            # expanded gradient, for example, has strides of 0.
+            dense = grad.new_empty_strided(span.shape, span.strides, device=self._plan.device)
+            grad = dense.copy_(grad)
+        # Keep the tensor without a copy. This is safe because `Backward.receive` has removed the
+        # tensor from `.grad`, so autograd does not add to the tensor. `take_chunks` casts later.
+        self.slots[index] = grad
+        self._separate.add(index)
+
+    def _allocate(self) -> Tensor:
+        buffer = torch.empty(
+            self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._plan.device
+        )
+        # Zero the padding. Reductions and optimizers treat padding like parameters, so other values
+        # here would change the shards' padding, which must stay zero.
+        zero([buffer[start:end] for start, end in self._layout.gaps])
+        self._buffer = buffer
+        return buffer
+
+    def add_intra_reduced(self, part: Tensor) -> None:
+        """Add ``part``, the result of a reduction within the intra group.
+
+        ``part`` has the shape ``(padded_numel / intra_group.size,)``.
+        """
+        with torch.no_grad():
+            part = part.to(self.dtypes.accum_dtype)
+            total = self.intra_reduced
+            self.intra_reduced = part if total is None else total.add_(part)
+
+    def mark_used(self, used: list[bool]) -> None:
+        """Record which parameters were used on any rank, after a ``Sync.INTRA`` reduction.
+
+        The result of the reduction contains gradients of other ranks, so this rank has gradients
+        also of parameters that only other ranks used.
+        """
+        self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
+
+    def forget(self, index: int) -> None:
+        """Drop the accumulated gradient of a parameter."""
+        self.slots.pop(index, None)
+        for marks in (self._separate, self.arrived, self.used_by_rank):
+            marks.discard(index)
+        if self.intra_reduced is not None:
+            span, numel = self._layout.spans[index], self.intra_reduced.numel()
+            start, end = (
+                min(max(bound - self._plan.intra_start, 0), numel)
+                for bound in (span.start, span.end)
+            )
+            # Zero the parameter's range in `intra_reduced`, a sum over ranks: this rank's gradient
+            # alone cannot be taken out of the sum.
+            self.intra_reduced[start:end].zero_()
+            if not self.used_by_rank:
+                self.intra_reduced = None
+
+    def accumulated_shard(self) -> Tensor:
+        """Return a copy of this rank's shard of the accumulated gradients.
+
+        The copy has the dtype of ``.grad``.
+        """
+        part = torch.zeros(
+            self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._plan.device
+        )
+        rank = self._plan.flat.topology.index
+        for index, slot in self.slots.items():
+            span = self._layout.spans[index]
+            local = self._layout.local_span(index, rank)
+            part[local.start : local.end].copy_(part_of(slot, span, local))
+        if self.intra_reduced is not None:
+            first = self._layout.shard_range(rank)[0] - self._plan.intra_start
+            part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))
+        return part
+
+    # ------------------------------------------------------------ hand out
+
+    def take_chunks(self) -> FlatChunks:
+        """Return all accumulated gradients in the reduce dtype, and keep none.
+
+        The returned chunks are zero for parameters without a gradient.
+        """
+        with torch.no_grad():
+            if self._chunk_plan is not None:
+                in_order = self._in_memory_order(self.slots)
+                grads = dict(zip(self.slots, in_order, strict=True))
+                # Drop all other references to the gradients. Then `chunks` can free each gradient
+                # as soon as the gradient is cast.
+                in_order.clear()
+                self._empty()
+                return self._chunk_plan.chunks(grads)
+            spans = self._layout.spans
+            buffer = self._allocate() if self._buffer is None else self._buffer
+            if len(self.slots) < len(spans):
+                absent = (span for index, span in enumerate(spans) if index not in self.slots)
+                zero([buffer[span.start : span.end] for span in absent])
+            if self._separate:
+                # Make all views with one call and all copies with one kernel: a call and a kernel
+                # per parameter would take longer than the copies.
+                pieces = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
+                separate = self._in_memory_order(self._separate)
+                torch._foreach_copy_([pieces[index] for index in self._separate], separate)
+        self._empty()
+        return FlatChunks.of(buffer)
+
+    def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
+        """Return 1-D views of the gradients of ``indices``, with the elements in memory order.
+
+        All stored gradients are dense, so a 1-D view exists.
+        """
+        slots = [self.slots[index] for index in indices]
+        return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
+
+    def _empty(self) -> None:
+        self._buffer, self.slots, self._separate = None, {}, set()
+
+    # ------------------------------------------------------------ accumulated gradients in `.grad`
+
+    def show(self) -> None:
+        """Put accumulated gradients into ``.grad``, after a backward that published no averages.
+
+        See [Note: unreduced gradients]. Gradients of earlier backwards return to ``.grad``, too.
+        """
+        self._show_earlier()
+        waiting = self.accumulated
+        if not waiting:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            # Usually `.grad` shows this rank's gradients of the full parameters, which are in
+            # `slots`. But gradients that were already averaged within the node are in
+            # `intra_reduced`, which covers only a part of the flat parameter. Then `.grad` shows
+            # only this rank's shard of the gradients.
+            in_parts = self.intra_reduced is not None
+            device = self._params[0].sharded.device
+            chunk = self.accumulated_shard().to(device) if in_parts else None
+            for original in (self._params[index] for index in waiting):
+                param = original.sharded
+                is_view = param.grad is None
+                if is_view:
+                    set_grad(param, self._view(original, chunk))
+                # Mark the gradient as unreduced, so that an optimizer step raises an error. Also
+                # mark a reduced gradient of an earlier step: if an optimizer step used only this
+                # gradient, the accumulated gradients would be missing in the step.
+                grad: Any = param.grad
+                UNREDUCED[grad] = original.spec.unit
+                self.shown[original] = grad, local_range(grad)._version, is_view
+
+    def _view(self, param: OriginalParam, chunk: Tensor | None) -> Tensor:
+        if chunk is not None:
+            return param.of_chunk(chunk)
+        slot, sharded = self.slots[param.index], param.sharded
+        if not param.is_sharded:
+            return slot.to(sharded.device, sharded.dtype).view(slot.shape)
+        # Slice before the cast. A slice after the cast would keep a full gradient in memory.
+        part = param.spec.slice(slot).to(sharded.device, sharded.dtype)
+        return FlatShardTensor(part, param.spec, role=GRADIENT)
+
+    def is_shown(self) -> bool:
+        """Whether any ``.grad`` now shows accumulated gradients.
+
+        False if every ``.grad`` has been replaced or removed since ``show``.
+        """
+        return any(param.sharded.grad is shown for param, (shown, *_) in self.shown.items())
+
+    def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
+        """Take ``grad``, which autograd left in ``.grad``; return a tensor for ``receive``.
+
+        Between backwards, ``.grad`` may show the accumulated gradient. If autograd added the new
+        gradient to the shown gradient in place, the returned tensor already contains the
+        accumulated gradient. Then this method drops the accumulated gradient in ``slots``, and
+        returns a copy, which ``receive`` can keep because no other code can reach the copy.
+        """
+        if param not in self.shown or self.shown[param][0] is not grad:
+            return grad
+        # Autograd has added the new gradient to the shown gradient in place, before this backward
+        # could remove the shown gradient. So do not add the accumulated gradient again.
+        _, _, is_view = self.shown.pop(param)
+        if is_view:
+            self.forget(param.index)
+        return grad.clone()
+
+    # ------------------------------------------------------------ reduced gradients
+
+    def add_reduced(self, reduced: Tensor) -> None:
+        """Add ``reduced``, ``(shard_numel,)``, to the gradients that this backward will publish."""
+        with torch.no_grad():
+            part, total = reduced.to(self.dtypes.grad_dtype), self._reduced
+            if not self._target.is_device:
+                part = self._copied_to_target(part)
+            if total is None:
+                self._reduced = part
+            else:  # a second reduction in one backward: some gradients arrived late
+                self._finish_copies()
+                total.add_(part)
+                self._target.page_out(total, part)
+
+    def _copied_to_target(self, reduced: Tensor) -> Tensor:
+        """Start a copy of ``reduced`` to the offload target (host memory or disk).
+
+        Returns the copy, which is complete only after ``_finish_copies``.
+        """
+        place = self._cache.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
+        self._target.page_in(place)
+        if reduced.device.type == "cpu":
+            place.copy_(reduced)
+        else:
+            with beside(reduced.device):
+                place.copy_(reduced, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            self._copies.append(event)
+            # The caller drops `reduced` while the copy still reads the memory, so `record_stream`
+            # delays the reuse of the memory until the copy is over. Keeping a reference until
+            # `_finish_copies` would be safe, too, but would keep all gradients of the model on the
+            # device until the end of backward.
+            reduced.record_stream(copy_stream(reduced.device))
+        self._target.page_out(place)
+        return place
+
+    def _finish_copies(self) -> None:
+        """Wait, on the host, until all copies are complete: optimizers read ``.grad`` next."""
+        for event in self._copies:
+            event.synchronize()
+        self._copies.clear()
+
+    def publish(self, used: Sequence[bool]) -> None:
+        """Add the reduced gradients to ``.grad``.
+
+        Args:
+            used: for each original parameter, whether any rank used the parameter. Unused
+                parameters keep their ``.grad``.
+        """
+        if not self._target.is_device:
+            self._finish_copies()
+        self.used_by_rank.clear()
+        reduced, self._reduced = self._reduced, None
+        if self._earlier_grads:
+            self._show_earlier()
+        if reduced is None:
+            return
+        if self.scale != 1.0:
+            reduced.mul_(self.scale)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for param in self._params:
+                if used[param.index]:
+                    self._add_grad(param.sharded, param.of_chunk(reduced))
+
+    def _show_earlier(self) -> None:
+        """Put the gradients that ``hold_earlier`` removed back into ``.grad``."""
+        earlier, self._earlier_grads = self._earlier_grads, {}
+        with torch.no_grad():
+            for param, grad in earlier.items():
+                self._add_grad(param.sharded, grad)
+
+    def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Set ``.grad`` to ``grad`` plus the present ``.grad``.
+
+        The present ``.grad`` comes from an earlier backward or from the user.
+        """
+        before = get_grad(param)
+        if before is not None:
+            if isinstance(before, FlatShardTensor) and not before.is_alike:
+                raise RuntimeError(
+                    f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
+                    "before backward, and may hold another gradient on each rank. Expected None, "
+                    "an averaged gradient, or a full tensor of this rank, which backward averages."
+                )
+            grad.add_(before)
+            self._target.page_out(local_range(grad), local_range(before))
+        set_grad(param, grad)
+
+    # ------------------------------------------------------------ after a backward that failed
+
+    def drop(self) -> None:
+        """After a backward that failed, drop all gradients that are not published in ``.grad``."""
+        self._empty()
+        self.intra_reduced = self._reduced = None
+        self.arrived.clear()
+        self.used_by_rank.clear()
+        self.was_edited = False
+
+    def leave_failed_backward(self) -> None:
+        """Restore the ``.grad`` from before the failed backward."""
+        for param in self._params:
+            param.full.grad = None  # the failed backward may have left this rank's own gradient
+        self._show_earlier()
+
+    # ------------------------------------------------------------ conversion
+
+    def take_off(self) -> list[Tensor | None]:
+        """Remove and return every ``.grad``, before the parameters are converted.
+
+        Raises:
+            RuntimeError: gradients accumulated under ``no_sync`` were edited.
+        """
+        self.take_all_back()
+        if self.was_edited:
+            raise edited(self._plan.flat.unit_name)
+        grads = [param.sharded.grad for param in self._params]
+        for param in self._params:
+            param.sharded.grad = None
+        return grads
+
+    def put_back(self, grads: list[Tensor | None], fn: Callable[[Tensor], Tensor]) -> None:
+        """Put ``grads``, the result of ``take_off``, back into ``.grad``, converted with ``fn``."""
+        for param in self._params:
+            grad = grads[param.index]
+            if isinstance(grad, FlatShardTensor):
+                local, origin = fn(grad.local), grad.origin
+                twin = FlatShardTensor(local, param.spec, role=grad.role, origin=origin)
+                set_grad(param.sharded, twin)
+            elif grad is not None:
+                set_grad(param.sharded, fn(grad))
+
+
+def edited(unit_name: str) -> RuntimeError:
+    """Make the error to raise if the user edited accumulated gradients of a unit."""
+    return RuntimeError(
+        f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
+        "reduced. Edit .grad only after a backward outside of no_sync."
+    )
