@@ -49,14 +49,15 @@ def convert(
 
     Args:
         source: a file or a folder.
-        destination: a file whose name ends with ``.safetensors`` or ``.pt``, or a folder. It must
-            not exist.
-        to: the format to write: "safetensors" or "torch". None: "torch" if the destination's name
-            ends with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise "safetensors".
+        destination: a file, or a folder for several safetensors files. It must not exist.
+        to: the format to write: "safetensors" or "torch" (``torch.save``). None: "torch" if the
+            destination's name ends with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise
+            "safetensors".
         key: the entry of a nested checkpoint that contains the model ("app.model", for example).
-            None: the entry that is called model, module, state_dict or model_state_dict.
+            None: an entry called model, module, state_dict or model_state_dict, if there is one.
         dtype: dtype in which floating point tensors are written. None: as in the source.
-        max_shard_size: largest size of a safetensors file in a folder.
+        max_shard_size: largest size of a safetensors file in a folder, in bytes or as a text such
+            as "5GB".
 
     Raises:
         ValueError: the source has an unknown format, is incomplete or corrupt, or ``destination``

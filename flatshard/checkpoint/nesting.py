@@ -21,7 +21,7 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
 
 
 def pack(value: Any) -> tuple[Any, Form]:
-    """Return ``value`` with dicts in place of all containers of tensors, and its form."""
+    """Return ``value`` with dicts in place of containers of tensors, and a form for ``unpack``."""
     if isinstance(value, Mapping):
         keys, values = list(value), list(value.values())
         if any(isinstance(key, Tensor) for key in keys):
@@ -44,7 +44,7 @@ def pack(value: Any) -> tuple[Any, Form]:
 
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, Mapping | deque):
-        return True  # not pickled either: the keys may be objects, and a deque is one
+        return True  # even without tensors: a file must not contain deques and keys as objects
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
     return isinstance(value, Tensor)

@@ -28,7 +28,7 @@ class NumpyDtype:
 
 
 def number_from_numpy(dtype: NumpyDtype, data: bytes) -> bool | int | float:
-    """Return a number from the bytes of numpy's number."""
+    """Return the Python number of a numpy scalar with this dtype and these bytes."""
     if dtype.name not in _CODES:
         raise TypeError(f"the file has a number of numpy's type {dtype.name!r}, which is not real")
     number: bool | int | float = struct.unpack(dtype.order + _CODES[dtype.name], data)[0]

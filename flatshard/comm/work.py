@@ -203,8 +203,9 @@ class History:
         """
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
-        # Descriptions contain tags, so each new model adds pairs. Drop the oldest pair, on all
-        # ranks at the same time, because ranks must get the same results from `is_usual`.
+        # Each model has tags of its own in its descriptions, so each new model adds entries. Drop
+        # the oldest entry. All ranks add the same entries in the same order, so all ranks drop the
+        # same entry, and get the same results from `is_usual`.
         if len(self._next) > _KNOWN:
             del self._next[next(iter(self._next))]
 

@@ -47,8 +47,8 @@ class Agreement:
     # Indices of the buckets (flat parameters that are reduced together) whose reduction some ranks,
     # but not all, started before the end of backward.
     uneven: list[int]
-    # Units whose accumulated gradients, or parameters in forward, the user edited on at least one
-    # rank.
+    # Units in which the user, on at least one rank, edited accumulated gradients, or edited
+    # parameters during forward.
     edited: list[Unit]
 
 

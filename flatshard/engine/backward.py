@@ -291,9 +291,10 @@ class Backward:
             # After a failure, the next step calls `_drop`. Set this last: `_drop` must also reshard
             # the units that an interrupted loop has left out.
             self._is_active = failed
-        self._end_callback = NoneType  # autograd drops the callback now, so do not call `_fail`
+        # If autograd drops the end callback before it has run, `_fail` is called. It has run now.
+        self._end_callback = NoneType
         # Wait until the other ranks have received this rank's data, because the optimizer may write
-        # the shards next. If a forward runs around this backward, the end of the forward waits.
+        # the shards next. If this backward is inside a forward, the end of that forward waits.
         if is_outermost:
             with self._state.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()

@@ -226,9 +226,9 @@ class Unit:
     def enter(self, phase: Phase) -> None:
         """Move to ``phase``.
 
-        FORWARD to BACKWARD: a backward may run inside a forward (to compute forces, for example).
-        BACKWARD to FORWARD: such a backward has failed. A forward inside a backward is a
-        recomputation, and the unit stays in phase BACKWARD.
+        A backward may run inside a forward (to compute forces, for example): the unit moves from
+        FORWARD to BACKWARD, and back to FORWARD if that backward fails. A recomputation, a forward
+        inside a backward, does not call this method: the unit stays in phase BACKWARD.
         """
         self.phase = phase
         if phase is not Phase.IDLE:

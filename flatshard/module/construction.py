@@ -2,9 +2,10 @@
 
 In this order:
 
-1. Ranks compare their plans, and create the process groups of the strategies.
-2. Each unit is laid out: which range of a flat parameter each rank holds. Disk space is reserved.
-3. Ranks decide which rank's initial values all ranks use. Buffers move to the device.
+1. Ranks compare their plans, and create the process groups of the sharding strategies.
+2. Each unit is laid out: which range of a flat parameter each rank holds. Disk space for shards that
+   are offloaded to disk is reserved.
+3. Ranks agree whether all ranks take rank 0's initial values. Buffers move to the device.
 4. Each unit is made: its parameters become shards, and wrappers take the place of its modules.
 5. Parameters and buffers on the meta device get values.
 6. The transports connect. The units get the state of their common steps (``RunState``). Rank 0
@@ -13,7 +14,7 @@ In this order:
 Until the buffers move, an error leaves the module unchanged.
 
 [Note: initial values]
-Tensors start with this rank's values, rank 0's, or none (meta device). A shard gets this rank's
+Tensors start with each rank's own values, rank 0's, or none (meta device). A shard gets this rank's
 part of each original parameter. If all ranks take rank 0's values, rank 0 broadcasts one parameter
 after the other, and every rank keeps only its part. So only rank 0 needs memory for the values of
 the full model.

@@ -171,7 +171,10 @@ def _check_whole(optimizer: torch.optim.Optimizer, whole: StateDict, taken: set[
     """Raise ValueError if state of the whole optimizer would be lost, or differs between ranks."""
     name = f"{type(optimizer).__name__}.state_dict()"
     if taken:
-        raise ValueError(f"{name} has keys that are also names of parameters: {sorted(taken)}.")
+        raise ValueError(
+            f"{name} has state under names of parameters: {sorted(taken)}. Saved state is keyed by "
+            "parameter name, so use other keys for state of the whole optimizer."
+        )
     for key, value in named_values(whole).items():
         if isinstance(value, FlatShardTensor):
             raise ValueError(

@@ -369,8 +369,8 @@ class FlatShardTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """Return the full tensor as a plain tensor, with the parameter's shape and strides.
 
-        A gradient that was accumulated under ``no_sync`` is not averaged over the ranks: each rank
-        contributes its own gradient for its range of elements.
+        Called on a gradient that was accumulated under ``no_sync``, it does not average over the
+        ranks: each rank contributes its own gradient for its range of elements.
 
         As ``DTensor.full_tensor``, the call is recorded for backward if the tensor requires a
         gradient and gradients are enabled. The backward averages the gradient over the ranks. To

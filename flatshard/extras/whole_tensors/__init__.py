@@ -120,8 +120,8 @@ class WholeStepper(Stepper):
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
-        # A step may do less with gradients of zero: DAdaptSGD returns early. torch's get_state_dict
-        # makes such a step. So try again once the gradients are not zero.
+        # With gradients of zero, with which torch's get_state_dict steps, an optimizer may skip its
+        # computation: DAdaptSGD returns early. So repeat the trial once a gradient is not zero.
         grads: Any = [param.grad for param in some]
         norms = zip(some, reduction_ops.norms(grads, 1.0), strict=True)
         moving = {id(param) for param, norm in norms if norm.item() != 0}
