@@ -3,13 +3,13 @@
 In this order:
 
 1. Ranks compare their plans, and create the process groups of the sharding strategies.
-2. Each unit is laid out: which range of a flat parameter each rank holds. Disk space for shards that
-   are offloaded to disk is reserved.
+2. Each unit is laid out: which range of a flat parameter each rank holds. Disk space is reserved
+   for shards that are offloaded to disk.
 3. Ranks agree whether all ranks take rank 0's initial values. Buffers move to the device.
 4. Each unit is made: its parameters become shards, and wrappers take the place of its modules.
 5. Parameters and buffers on the meta device get values.
-6. The transports connect. The units get the state of their common steps (``RunState``). Rank 0
-   issues warnings.
+6. The transports (``comm/transports``) connect to other ranks. The units get the state that they
+   share in a step (``RunState``). Rank 0 issues warnings.
 
 Until the buffers move, an error leaves the module unchanged.
 
