@@ -356,6 +356,13 @@ class WholeStep:
             for param in self._params
             for name, value in named_values(optimizer.state.get(param, {})).items()
         }
+        for number, group in enumerate(optimizer.param_groups):  # NorMuon keeps its momenta here
+            options = {name: value for name, value in group.items() if name != "params"}
+            mine |= {
+                f"option {name!r} of group {number}": _digest(value)
+                for name, value in named_values(options).items()
+                if isinstance(value, Tensor)
+            }
         for comm in dict.fromkeys((*self.comms, *(p.spec.replicas for p in self._params))):
             everyone = comm.host.gather_unless_equal(mine, "comparing optimizer state")
             for rank, theirs in zip(comm.ranks, everyone, strict=False):

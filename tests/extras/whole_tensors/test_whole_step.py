@@ -579,10 +579,13 @@ class Divided(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
+    def momentum(self, param: Tensor, number: int) -> Tensor:
+        return self.state[param].setdefault("momentum", torch.zeros_like(param))  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for number, param in enumerate(self.param_groups[0]["params"]):
-            momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+            momentum = self.momentum(param, number)
             owner = number % dist.get_world_size()
             if dist.get_rank() == owner:
                 momentum.mul_(0.9).add_(param.grad)
@@ -591,16 +594,27 @@ class Divided(torch.optim.Optimizer):
             param.sub_(update, alpha=0.05)
 
 
-def test_other_state_on_each_rank(tmp_path: Path) -> None:
+class DividedGroup(Divided):
+    """Keeps these momenta in its group, without state of any parameter (NorMuon)."""
+
+    def momentum(self, param: Tensor, number: int) -> Tensor:
+        group = self.param_groups[0]
+        return group.setdefault(f"momentum {number}", torch.zeros_like(param))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Divided, DividedGroup])
+def test_other_state_on_each_rank(tmp_path: Path, kind: type[Divided]) -> None:
     """Refused by name while it is saved; each rank's own state dict restores it."""
-    run_ranks(_other_state_on_each_rank, 2, tmp_path)
+    run_ranks(_other_state_on_each_rank, 2, tmp_path, kind)
 
 
-def _other_state_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
+def _other_state_on_each_rank(
+    rank: int, world_size: int, folder: Path, kind: type[Divided]
+) -> None:
     def built() -> tuple[ShardedWrapper, Divided]:
         torch.manual_seed(3)
         model = ShardedWrapper(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-        return model, Divided(model.parameters())
+        return model, kind(model.parameters())
 
     def train(steps: range) -> dict[str, Tensor]:
         for step in steps:
@@ -614,7 +628,12 @@ def _other_state_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
         expected = train(range(4))
         model, optimizer = built()
         weights = train(range(2))
-        name = r"state 'momentum' of parameter '0.weight' differs between ranks 0 and 1: Divided"
+        # Before `get_optimizer_state_dict`, which steps an optimizer without state.
+        state = copy.deepcopy(optimizer.state_dict())
+        name = (
+            r"(state 'momentum' of parameter '0.weight'|option 'momentum 0' of group 0) differs "
+            r"between ranks 0 and 1: Divided"
+        )
         for save in (
             lambda: checkpoint.save(folder / "a", model, optimizer),
             lambda: checkpoint.full_optim_state_dict(model, optimizer),
@@ -622,7 +641,6 @@ def _other_state_on_each_rank(rank: int, world_size: int, folder: Path) -> None:
         ):
             with pytest.raises(ValueError, match=name):
                 save()
-        state = copy.deepcopy(optimizer.state_dict())
         model, optimizer = built()
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
