@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import tempfile
@@ -230,6 +231,21 @@ def naming(configuration: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"configuration: {configuration}")
         raise
+
+
+@contextlib.contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """Let this process write no file of more than ``limit`` bytes: EFBIG, as ENOSPC would be."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # Python would cut the byte code of modules that are imported meanwhile, and keep the files.
+    with mock.patch.object(sys, "dont_write_bytecode", True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
 
 
 # ---------------------------------------------------------------- the parent's side

@@ -3,10 +3,9 @@
 import json
 import os
 import pickle
-import resource
-import signal
 import time
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from flatshard import CollectiveError, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files, folder, host_ranks, saving
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.whole_tensors.whole_step import WholeStep
-from tests.harness import run_ranks
+from tests.harness import full_disk, run_ranks
 from tests.oracle import snapshot
 from tests.scripts import run_script
 
@@ -359,19 +358,15 @@ def _full_disk(rank: int, _: int, path: Path, async_: bool, limit: int) -> None:
     model = ShardedWrapper(_model())
     checkpoint.save(path / "step-1", model)
     before = {one.name: one.read_bytes() for one in (path / "step-1").iterdir()}
-    if rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     expected = r"save\(.*step-2'\), rank 1: .*too large"
-    if async_:
-        checkpoint.save(path / "step-2", model, async_=True)
-        with pytest.raises(OSError, match=expected) as error:
-            checkpoint.save(path / "step-3", model)  # raises what happened in the thread
-    else:
-        with pytest.raises(OSError, match=expected) as error:
-            checkpoint.save(path / "step-2", model)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    with full_disk(limit) if rank == 1 else nullcontext():
+        if async_:
+            checkpoint.save(path / "step-2", model, async_=True)
+            with pytest.raises(OSError, match=expected) as error:
+                checkpoint.save(path / "step-3", model)  # raises what happened in the thread
+        else:
+            with pytest.raises(OSError, match=expected) as error:
+                checkpoint.save(path / "step-2", model)
     (note,) = error.value.__notes__
     last = f"Last complete checkpoint: {path / 'step-1'}."
     assert note.endswith(f"step-2 was not saved. {last}")

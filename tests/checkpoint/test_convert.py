@@ -1,8 +1,6 @@
 """`flatshard convert` and `inspect`, on files as several libraries write them."""
 
 import pickle
-import resource
-import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from flatshard.checkpoint import convert
 from flatshard.checkpoint import converting as convert_module
 from flatshard.checkpoint.command_line import main
 from flatshard.checkpoint.sources import Source, open_source
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, full_disk, run_ranks
 from tests.models import CASES, Odd
 from tests.oracle import snapshot
 
@@ -218,14 +216,8 @@ def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_full_disk(limit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """torch's zip writer raised an error of its own, or SIGBUS ended the process."""
     torch.save({name: torch.ones(1_000) for name in "abc"}, tmp_path / "good.pt")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # EFBIG, as ENOSPC would be
+    with full_disk(limit):
         status = main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "o.pt")])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
     assert status == 2
     assert "File too large" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["good.pt"]

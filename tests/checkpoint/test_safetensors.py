@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import flatshard
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.checkpoint import load_safetensors, model_files, save_safetensors
 from flatshard.collectives import record
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, full_disk, naming, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same_state, snapshot, train_steps, trainable
 from tests.ways import WAYS
@@ -282,15 +281,12 @@ def _cannot_write(rank: int, world_size: int, folder: Path) -> None:
     save_safetensors(model, path)
     torch.distributed.barrier()
     before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for failing in range(world_size):  # rank 0 when it makes the file, the others when they write
-        try:
-            if rank == failing:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
-            with pytest.raises(OSError, match=r"rank \d: .*File too large") as caught:
-                save_safetensors(model, path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with (
+            full_disk(300) if rank == failing else nullcontext(),
+            pytest.raises(OSError, match=r"rank \d: .*File too large") as caught,
+        ):
+            save_safetensors(model, path)
         torch.distributed.barrier()
         assert "model.safetensors.incomplete" in str(caught.value)
         assert path.read_bytes() == before
