@@ -112,7 +112,7 @@ class History:
         self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
-        # Kinds of dropped models, each with the number of meetings at the time of `forget`.
+        # Kinds to drop from `begun`, each with `begun[_meeting]` at the call of `forget`.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
         # Makes the error that every later collective of this process group raises, because ranks

@@ -303,7 +303,7 @@ class Backward:
             if unit.sync is not Sync.ALL:
                 handle.grads.show()
         self._run_hooks(used)
-        # Watchers are called last (`EXTRAS`), when no other rank waits for this rank: Python may be
+        # Watchers come last in `EXTRAS`. So no other rank waits for this rank if Python is
         # configured to raise a watcher's warning as an error.
         for extension in state.extensions:
             extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))

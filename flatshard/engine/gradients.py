@@ -199,7 +199,7 @@ class Gradients:
                     # As DistributedDataParallel does, average the assigned tensor together with the
                     # gradients of the backward.
                     self.receive(original.index, grad.detach().clone())
-                    self.arrived.clear()  # a gradient of this backward may follow
+                    self.arrived.clear()  # not a gradient of this backward
                     original.sharded.grad = None
         self.shown.clear()
         self.was_edited &= bool(self.accumulated)

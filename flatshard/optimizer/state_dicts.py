@@ -291,7 +291,7 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     stamp, asked = _stamp(optimizer), torch_request()
     if is_elementwise(optimizer) and (asked is None or stamp is None):
         state_dict["state"] = {key: shown(state) for key, state in state_dict["state"].items()}
-    # An optimizer may keep all its state in its groups (NorMuon). `shared_state` compares them.
+    # Even if "state" is empty, `shared_state` compares the ranks' groups (NorMuon's momenta).
     if stamp is not None and (state_dict["state"] or asked is not None):
         if asked is not None:
             named = with_shared(optimizer, state_dict, shared_state(optimizer))

@@ -236,8 +236,8 @@ class Closure:
         """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run``.
 
         To prepare the step, flatshard must know the parameters with gradients, so the closure must
-        run before the step. This changes no result if the optimizer begins a step with a call of
-        the closure. If parameters have gradients already, it may not (SAM moves parameters first).
+        run before the step. This changes no result if the optimizer calls the closure first. If
+        parameters have gradients already, the optimizer may act first (SAM moves parameters).
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -656,7 +656,7 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
-    """Return names of state with one number per parameter, if shapes do not tell: for one element.
+    """Return names of state with one number per parameter; none if shapes tell (no numel is 1).
 
     ``numels``: numbers of elements of parameters and ranges. ``states``: ``optimizer.state``.
     """

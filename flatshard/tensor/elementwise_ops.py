@@ -87,7 +87,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not in_place and (refused := _needs_full(func, operands, origin, caller)) is not None:
         if func._schema.name.endswith("_like"):
             return _full_like(func, args, kwargs)
-        # Above a derivative formula, nobody catches `NeedsFullTensor`.
+        # No caller of a derivative formula catches `NeedsFullTensor`.
         if caller is not Caller.AUTOGRAD or torch.is_grad_enabled():
             like.refuse(f"{func._schema.name} {refused}")
         result = spec.owner.run_full(func, args, kwargs)
@@ -284,7 +284,7 @@ def _record_write(
     origin = tensor.origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
-        if result.source is not Source.OTHER:  # ranks never compare tensors from other sources
+        if result.source is not Source.OTHER:  # OTHER tensors may differ between ranks
             text = f"{origin.written}{_role_of(func, operands)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
 

@@ -190,7 +190,7 @@ def caller_of_operator() -> Caller:
                 return found or caller
             caller = found
         frame = frame.f_back  # type: ignore[assignment]
-    # In a backward on an accelerator, the stack of autograd's thread ends at the hook or formula.
+    # In a backward on an accelerator, no Python frame of this thread calls the hook or formula.
     return caller
 
 
