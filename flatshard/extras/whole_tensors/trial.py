@@ -38,9 +38,9 @@ class StepMode(enum.Enum):
     ON_EVERY_RANK = "all full parameters on every rank"
 
 
-# A trial steps small parameters, whose dimensions are at most _LONGEST, with gradients that are
-# multiplied by each of _SCALES. An optimizer may clip only large gradients, so try small and large
-# gradients.
+# Trials multiply gradients by each of _SCALES: an optimizer may clip only gradients that are larger
+# than before (StableSPAM). Trials of full parameters step small ones, with dimensions of at most
+# _LONGEST.
 _LONGEST = 6
 _SCALES = (1.0, 1e-3, 1e3)
 
@@ -168,7 +168,11 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
         for one, new in zip(with_inner(optimizer), with_inner(twin), strict=True):
             for old, state in one.state.items():
                 new.state[new_of.get(old, old)] = copy.deepcopy(state)
-        step_unhooked(twin)
+        grads = [(param, param.grad) for param in all_params(twin) if param.grad is not None]
+        for scale in _SCALES:
+            for param, grad in grads:
+                param.grad = grad * scale
+            step_unhooked(twin)
     except Exception:
         return False
     # State of one value per element is a FlatShardTensor, sharded as the parameter, and correct. A
