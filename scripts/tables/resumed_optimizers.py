@@ -42,7 +42,14 @@ RIGHT = 1e-8
 WAYS = ("checkpoint", "dcp", "full", "safetensors")
 WORLDS = (1, 2, 3)
 LR = {"lr": 0.01}
-OPTIONS: tuple[dict[str, Any], ...] = (LR, {}, {**LR, "num_iterations": 100}, {"num_iterations": 9})
+OPTIONS: tuple[dict[str, Any], ...] = (
+    LR,
+    {},
+    {**LR, "momentum": 0.9},
+    {**LR, "num_data": 6},
+    {**LR, "num_iterations": 100},
+    {"num_iterations": 9},
+)
 """Options to try, in this order, until the optimizer can be made."""
 
 
@@ -90,8 +97,10 @@ PACKAGES = ("torch", "timm", "pytorch_optimizer", "schedulefree", "transformers"
 
 def _make(package: str, name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     kind, error = _all_of(package)[name], None
-    matrices = [param for param in params if param.dim() == 2]  # Muon takes nothing else
-    for some, options in itertools.product((params, matrices), OPTIONS):
+    matrices = [param for param in params if param.dim() == 2]  # torch's Muon takes nothing else
+    others = [param for param in params if param.dim() != 2]
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    for some, options in itertools.product((params, matrices, groups), OPTIONS):
         try:
             return kind(some, **options)
         except Exception as raised:
