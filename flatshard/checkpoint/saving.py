@@ -39,7 +39,8 @@ _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
     "save() returned before destroy_process_group()."
 )
-_PLAIN = {int, float, bool, str, type(None)}  # what loads without running code
+# Types that load without running code. A trial save of each tensor would take long.
+_PLAIN = {int, float, bool, str, type(None), Tensor, StateShard}
 _OPTIMIZERS = "the optimizer's "
 _ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
 _TENSORS = (
@@ -168,7 +169,7 @@ class Snapshot:
         for name, value in {"the scheduler's state": self.scheduler, **others}.items():
             _check_loads(name, value)
         for name, leaf in self._of_optimizer():
-            if type(leaf) not in _PLAIN and type(leaf) is not StateShard:
+            if type(leaf) not in _PLAIN:
                 _check_loads(name, leaf)
         return _saved(own)
 
