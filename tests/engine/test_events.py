@@ -7,7 +7,7 @@ from torch import nn
 from flatshard.engine import backward, forward, handle, unit
 from flatshard.engine.events import StepExtension
 from flatshard.engine.run_state import RunState
-from flatshard.options.extras import EXTRAS
+from flatshard.options.extras import EXTRAS, default_extra
 from tests.harness import run_ranks
 from tests.models import CASES
 
@@ -130,3 +130,21 @@ def _inner_backward_fails(rank: int, world_size: int) -> None:
         x = torch.randn(3, 4, requires_grad=True)
         model(x).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def test_watchers_come_last() -> None:
+    """A watcher may raise its warning as an error: no rank may wait for this rank then."""
+    found: list[type[StepExtension]] = []
+    for name in EXTRAS:
+        module = default_extra(name)
+        kinds = [one for one in vars(module).values() if isinstance(one, type)]
+        found += [
+            one
+            for one in kinds
+            if issubclass(one, StepExtension) and one.__module__ == module.__name__
+        ]
+    acting = [one for one in found if not one.watches and "end_backward" in vars(one)]
+    watching = [one for one in found if one.watches]
+    assert acting
+    assert watching
+    assert max(map(found.index, acting)) < min(map(found.index, watching))
