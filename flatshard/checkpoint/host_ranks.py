@@ -6,7 +6,7 @@ The exchanges use a separate process group, so a thread may exchange while train
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
@@ -20,6 +20,7 @@ from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
 from flatshard.module.sharding import model_shards
 from flatshard.state.model_shards import ModelShards
+from flatshard.state.optim_state import OptimParams, unsharded_state
 from flatshard.wrapper import ShardedWrapper
 
 T = TypeVar("T")
@@ -194,12 +195,33 @@ class Training:
 
     def kinds(self, state: dict[str, Any] | None) -> dict[str, list[Any]]:
         """Return each optimizer's class, and its parameters' names in the joined state dict."""
+        return {
+            name: [type(one).__name__, sorted(chain(*(group["params"] for group in groups)))]
+            for name, one, groups in self._groups(state)
+        }
+
+    def unsharded_state(self, state: dict[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+        """Return each optimizer's class, and the state that ranks must have in common.
+
+        See the function ``unsharded_state``. ``state`` is the joined state dict.
+        """
+        units = [] if self.shards is None else [part.unit for part in self.shards.parts]
+        return [
+            (
+                type(one).__name__,
+                unsharded_state(
+                    {"state": state and state["state"], "param_groups": groups},
+                    OptimParams(self.plain, one, units),
+                ),
+            )
+            for _, one, groups in self._groups(state)
+        ]
+
+    def _groups(self, state: dict[str, Any] | None) -> Iterator[tuple[str, Any, list[Any]]]:
+        """Yield each optimizer's name, the optimizer, and its groups in the joined state dict."""
         groups = iter(() if state is None else state["param_groups"])
-        kinds: dict[str, list[Any]] = {}
         for name, one in self.optimizers.items():
-            own = islice(groups, len(one.param_groups))
-            kinds[name] = [type(one).__name__, sorted(chain(*(group["params"] for group in own)))]
-        return kinds
+            yield name, one, list(islice(groups, len(one.param_groups)))
 
 
 def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any]:

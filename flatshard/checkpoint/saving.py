@@ -29,6 +29,7 @@ from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training
 from flatshard.checkpoint.nesting import pack_optimizer
 from flatshard.checkpoint.sources import leaves
+from flatshard.comm.consistency import check_same_state
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
@@ -125,7 +126,8 @@ def save(
         kinds, rng = training.kinds(state), generators(training.device)
         states = None if scheduler is None else scheduler.state_dict()
         states, more = pytree.tree_map(python_number, (states, dict(extra or {})))
-        return Snapshot(tensors, rng, states, more, kinds, rest)
+        whole = training.unsharded_state(state)
+        return Snapshot(tensors, rng, states, more, kinds, rest, whole)
 
     training = Training(model, optimizer, "checkpoint.save()")
     return Save(Path(path), training.ranks, keep).run(take, async_=async_)
@@ -142,6 +144,7 @@ class Snapshot:
         extra: the user's values, the same on all ranks.
         optimizers: for each optimizer, its class and the names of its parameters.
         optimizer: the part of the optimizers' state that DCP would not restore.
+        unsharded: for each optimizer, its class, and state that must be equal on all ranks.
     """
 
     tensors: dict[str, Any]
@@ -150,6 +153,7 @@ class Snapshot:
     extra: dict[str, Any]
     optimizers: dict[str, list[Any]]
     optimizer: dict[str, Any] | None
+    unsharded: list[tuple[str, dict[str, Any]]]
 
     def own_file(self, rank: int) -> bytes:
         """Return this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
@@ -349,6 +353,9 @@ class Save:
         kinds = {name: kind for name, (kind, _) in snapshot.optimizers.items()}
         mine |= {"the list of optimizers": str(kinds)} | snapshot.sharded() | snapshot.numbers()
         self.ranks.compare(mine, self.op_name, _remedy)
+        for kind, values in snapshot.unsharded:
+            # A rank may lack state of a parameter, which DCP takes from another rank.
+            check_same_state(values, self.ranks, self.ranks.ranks, kind, some_may_lack=True)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:
         """Write the files, and turn the folder into a complete checkpoint. Collective."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.consistency import Facts, agreed, check_same_state
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
@@ -63,6 +63,10 @@ def full_state(
 
     # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
     named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
+    whole = [unit for unit in units if any(handle.is_whole for handle in unit.handles)]
+    for world in worlds_of(whole):
+        values = unsharded_state(named, params)
+        check_same_state(values, world.host, world.ranks, type(optimizer).__name__)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     with torch.inference_mode(False), torch.no_grad():
         # All-gather in the order of the units, which is the same on all ranks.
@@ -92,6 +96,28 @@ def sharded_state(
         )
     named, _ = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
     return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
+
+
+def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any]:
+    """Return the state of the units' parameters that are not sharded, as under NO_SHARD.
+
+    A checkpoint keeps this state once, so it must be equal on all ranks. The keys are names for
+    errors. ``state_dict`` is keyed by parameter name.
+    """
+    found: dict[str, Any] = {}
+    groups = zip(params.groups, state_dict["param_groups"], strict=True)
+    for number, (group, options) in enumerate(groups):
+        names = [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
+        for fqn in names:
+            state = named_values(state_dict["state"].get(fqn, {}))
+            found |= {f"state {name!r} of parameter {fqn!r}": one for name, one in state.items()}
+        tensors = named_values(_options(options) if names else {}).items()
+        found |= {
+            f"option {name!r} of group {number}": one
+            for name, one in tensors
+            if isinstance(one, Tensor)
+        }
+    return found
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, StateDict]:

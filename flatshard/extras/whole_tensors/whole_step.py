@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Facts, agreed, checksum, raise_everywhere
+from flatshard.comm.consistency import Facts, agreed, check_same_state, raise_everywhere
 from flatshard.extras.whole_tensors.owners import (
     HeldRange,
     OwnedParam,
@@ -351,59 +351,21 @@ class WholeStep:
         Every rank steps all full parameters, so the ranks' states should be equal. But an optimizer
         that calls collectives itself may update the state of a parameter only on one rank.
         """
-        mine = {
-            f"state {name!r} of parameter {param.spec.name!r}": _digest(value)
+        values = {
+            f"state {name!r} of parameter {param.spec.name!r}": value
             for param in self._params
             for name, value in named_values(optimizer.state.get(param, {})).items()
+            if not isinstance(value, FlatShardTensor)  # from a checkpoint
         }
         for number, group in enumerate(optimizer.param_groups):  # NorMuon keeps its momenta here
             options = {name: value for name, value in group.items() if name != "params"}
-            mine |= {
-                f"option {name!r} of group {number}": _digest(value)
+            values |= {
+                f"option {name!r} of group {number}": value
                 for name, value in named_values(options).items()
                 if isinstance(value, Tensor)
             }
         for comm in dict.fromkeys((*self.comms, *(p.spec.replicas for p in self._params))):
-            everyone = comm.host.gather_unless_equal(mine, "comparing optimizer state")
-            for rank, theirs in zip(comm.ranks, everyone, strict=False):
-                first = everyone[0]
-                for name in {**first, **theirs}:
-                    if not _are_close(first.get(name), theirs.get(name)):
-                        raise ValueError(
-                            f"{name} differs between ranks {comm.ranks[0]} and {rank}: "
-                            f"{type(optimizer).__name__} keeps different state on each rank. "
-                            "Expected equal state, which a checkpoint keeps once for all ranks. "
-                            "Save optimizer.state_dict() of each rank in a file of its own, and "
-                            "load it on the same rank."
-                        )
-
-
-# The dtype and shape of a tensor, or the text of another value; and sums over the tensor.
-_Digest = tuple[str, tuple[float, ...]]
-
-
-def _digest(value: Any) -> _Digest:
-    """Return a text that is equal on ranks with the same value, and sums that are almost equal."""
-    if not isinstance(value, Tensor):
-        return repr(value), ()
-    text = f"{value.dtype} {tuple(value.shape)}"
-    if isinstance(value, FlatShardTensor) or not value.numel():
-        return text, ()
-    if not value.is_floating_point():
-        return f"{text} {checksum(value)}", ()
-    flat = value.detach().reshape(-1)
-    parts = flat[::2], flat[: (len(flat) + 1) // 2]
-    sums = (flat.norm(dtype=torch.float64), *(part.sum(dtype=torch.float64) for part in parts))
-    return text, tuple(map(float, sums))
-
-
-def _are_close(one: _Digest | None, other: _Digest | None) -> bool:
-    """Whether two ranks have the same value. Sums may differ by the rounding of other kernels."""
-    if one is None or other is None or one[0] != other[0]:
-        return one == other
-    pairs = zip(one[1], other[1], strict=True)
-    limit = 1e-3 * max((*one[1][:1], *other[1][:1]), default=0.0)
-    return all(abs(a - b) <= limit or repr(a) == repr(b) for a, b in pairs)
+            check_same_state(values, comm.host, comm.ranks, type(optimizer).__name__)
 
 
 def _held_ranges(
