@@ -305,7 +305,7 @@ CASES = [
     C("hf", "SHARD_GRAD_OP", 4, 2, collectives="sockets"),
     C("hf", "NO_SHARD", 2, 4),
 ]
-QUICK = [7, 37]
+QUICK = [37]
 
 # ------------------------------------------------------------------------------------- prediction
 

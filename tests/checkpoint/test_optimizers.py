@@ -170,11 +170,11 @@ ONLY_FULL = {"Nested", "NestedOnShards", "OwnEntries"}
 WAYS = ("checkpoint", "full", "dcp")
 
 
-@pytest.mark.parametrize("loading", [1, 2, 3])
-def test_state_of_any_shape(tmp_path: Path, loading: int) -> None:
+def test_state_of_any_shape(tmp_path: Path) -> None:
     """The number of elements says nothing: only what the optimizer made of the state."""
     run_ranks(_save, 2, tmp_path)
-    run_ranks(_resume, loading, tmp_path)
+    for loading in (1, 2, 3):
+        run_ranks(_resume, loading, tmp_path)
 
 
 def _save(rank: int, world_size: int, folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, ShardingStrategy
+from tests.combinations import diagonal
 from tests.harness import RankError, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, local_loss, trainable
@@ -51,9 +52,10 @@ def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
     module.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("fail", [_die, _oversleep])
-@pytest.mark.parametrize("where", [_in_forward, _in_backward])
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "where", "fail"),
+    diagonal(2, ["NO_SHARD", "FULL_SHARD"], [_in_forward, _in_backward], [_die, _oversleep]),
+)
 @pytest.mark.uncoalesced  # the message names one layer
 def test_in_the_middle_of_a_step(
     strategy: str,

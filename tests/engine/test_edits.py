@@ -218,8 +218,11 @@ SCRIPTS: list[Script] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    ("script", "world_size"),
+    [*((script, 2) for script in SCRIPTS), *((script, 3) for script in every(2, SCRIPTS))],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_script(script: Script, world_size: int) -> None:
     # Other ranks tell what depends on their number.
     number = SCRIPTS.index(script)

@@ -1,6 +1,5 @@
 """Every strategy, topology and way to accumulate trains as one process does."""
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import CustomPolicy
-from tests.combinations import every
+from tests.combinations import diagonal, every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, snapshot
@@ -62,7 +61,8 @@ def _scripts(rank: int, world_size: int, way: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("way", "name"),
     [
-        *itertools.product(
+        *diagonal(
+            2,
             ["hybrid", "hybrid-op", "regather"],
             ["transformer", "tied-across-units", "odd-shapes", "unused"],
         ),

@@ -4,7 +4,7 @@ import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
 from tests import simulated_gpu
-from tests.combinations import diagonal
+from tests.combinations import diagonal, usual_and_every
 from tests.simulated_gpu.server import Gpu
 
 missing = simulated_gpu.what_is_missing()
@@ -51,7 +51,7 @@ SITES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", usual_and_every(2, SITES))
 def test_a_wait_that_lacks_is_seen(gpu: Gpu, site: str) -> None:
     lagging, case = SITES[site]
     late = {f"SIMULATED_{lagging}_DELAY": "2000", "SIMULATED_WITHOUT_WAIT": site}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatshard.options.extras import EXTRAS
-from tests.combinations import THOROUGH
+from tests.combinations import THOROUGH, every
 from tests.forked_python import PYTHON
 from tests.harness import ROOT
 from tests.structure.core_alone import REQUESTS
@@ -73,17 +73,20 @@ for folder, extra in zip(sys.argv[1::2], sys.argv[2::2]):
     os._exit(0)  # the end of the interpreter would take as long as all the rest
 """
 
+SOME = every(3, EXTRAS)
+"""The core without any extra is tested always (`test_core_without_any`)."""
+
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each extra, a copy of the project without it, in which `core_alone` has run."""
-    folders = {extra: _without(tmp_path_factory.mktemp(extra), [extra]) for extra in EXTRAS}
+    """For extras, a copy of the project without each, in which `core_alone` has run."""
+    folders = {extra: _without(tmp_path_factory.mktemp(extra), [extra]) for extra in SOME}
     given = [str(value) for extra, folder in folders.items() for value in (folder, extra)]
     _python(tmp_path_factory.mktemp("empty"), "-c", FORKED, *given)
     return folders
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", SOME)
 def test_core_without_one(extra: str, without: dict[str, Path]) -> None:
     said = (without[extra] / "said").read_text().splitlines()
     assert len(said) == (REQUESTS[extra] is not None), said

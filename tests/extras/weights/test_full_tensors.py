@@ -29,6 +29,7 @@ from flatshard import (
     collectives,
 )
 from flatshard.extras.weights import Arguments
+from tests.combinations import every
 from tests.forked_python import PYTHON
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -71,7 +72,7 @@ def test_has_the_state_dicts_tensors(name: str) -> None:
     run_ranks(_same_as_the_state_dict, 3, name, "full-3")
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("way", every(2, sorted(WAYS)))
 def test_every_strategy(way: str) -> None:
     run_ranks(_same_as_the_state_dict, WAYS[way].world_size, "batch-norm", way)
 
