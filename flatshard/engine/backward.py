@@ -210,9 +210,9 @@ class Backward:
         The reduction of a bucket starts when all gradients of the bucket have arrived, and the
         reductions of all earlier buckets have started.
         """
-        if full.grad is None:
-            return
         grad, grads = full.grad, handle.grads
+        if grad is None:
+            return
         if grads.shown:
             grad = grads.take_back(param, grad)
         # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in
@@ -228,10 +228,13 @@ class Backward:
             grad = grad.to_dense()
         # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
         # record of arrived gradients, which may still contain the gradients of the last backward.
-        self.begin()
+        if not self._is_active or torch._C._current_graph_task_id() != self._graph_task:
+            self.begin()
         grads.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
         for watcher in self._state.watchers:
             watcher.on_grad(unit, param, grad)
+        if len(grads.arrived) < handle.num_trainable:
+            return
         bucket = self.queue.bucket_of[handle]
         if not bucket.is_complete():
             return

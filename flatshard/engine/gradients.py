@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,13 +32,15 @@ from flatshard.comm.transports import ChunkPlan, FlatChunks
 from flatshard.engine.grad_reduce import ReducePlan, zero
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.memory.offload_target import beside, copy_stream
-from flatshard.precision import get_grad, set_grad
+from flatshard.precision import get_dtype, get_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (
     ASSIGNED,
     GRADIENT,
     UNREDUCED,
     FlatShardTensor,
+    Origin,
+    Source,
     local_range,
 )
 from flatshard.units.layout import part_of, view_of
@@ -77,6 +80,10 @@ class Gradients:
             params: the original parameters of the flat parameter.
         """
         self._params, self._layout = params, plan.flat.layout
+        # Sizes of the pieces of this rank's shard: padding, parameter, padding, ..., padding.
+        bounds = [x for one in params for x in (one.local.start, one.local.end)]
+        pieces = pairwise([0, *bounds, self._layout.shard_numel])
+        self._shard_pieces = [end - start for start, end in pieces]
         # Accumulated gradients, by index of the original parameter. A gradient whose index is in
         # `_separate` has memory of its own. All other gradients are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
@@ -114,6 +121,8 @@ class Gradients:
     def _use(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
+        # The objects of published gradients, keyed by index of the parameter; see `_of_chunk`.
+        self._kept: dict[int, FlatShardTensor] = {}
         # Decides which gradients the transport reads in place. None: all gradients are copied to
         # `_buffer`, and the transport reads `_buffer`.
         self._chunk_plan: ChunkPlan | None = None
@@ -148,7 +157,8 @@ class Gradients:
         self._use(plan)
         with torch.no_grad():
             for index, slot in slots.items():
-                self._fill(index, slot, more_to_come=True)
+                self.receive(index, slot, more_to_come=True)
+            self.arrived.clear()  # these are not gradients of a running backward
             if intra_reduced is not None:
                 self.add_intra_reduced(intra_reduced.to(plan.device))
         self.show()
@@ -215,23 +225,17 @@ class Gradients:
                 tensor: this object may keep the tensor and add to it.
             more_to_come: whether this backward reduces nothing, so that more gradients follow.
         """
-        if index in self.slots:
-            self._add(index, grad)
-        else:
-            self._fill(index, grad, more_to_come)
         self.arrived.add(index)
         self.used_by_rank.add(index)
-
-    def _add(self, index: int, grad: Tensor) -> None:
-        slot = self.slots[index]
-        if slot.dtype is not self.dtypes.accum_dtype:
-            # Add in the accumulation dtype. In the reduce dtype, which may be narrower, the sum
-            # would lose small gradients.
-            slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
-            self._separate.add(index)
-        slot.add_(grad)
-
-    def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
+        slot = self.slots.get(index)
+        if slot is not None:
+            if slot.dtype is not self.dtypes.accum_dtype:
+                # Add in the accumulation dtype. In the reduce dtype, which may be narrower, the sum
+                # would lose small gradients.
+                slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
+                self._separate.add(index)
+            slot.add_(grad)
+            return
         span = self._layout.spans[index]
         # If more gradients follow, and the accumulation dtype is wider than the reduce dtype, do
         # not round this gradient to the reduce dtype yet.
@@ -485,9 +489,37 @@ class Gradients:
         if self.scale != 1.0:
             reduced.mul_(self.scale)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for param in self._params:
+            # One call makes the views of all parameters.
+            views = reduced.split_with_sizes(self._shard_pieces)[1::2]
+            for param, local in zip(self._params, views, strict=True):
                 if used[param.index]:
-                    self._add_grad(param.sharded, param.of_chunk(reduced))
+                    grad, sharded = self._of_chunk(param, reduced, local), param.sharded
+                    if get_grad(sharded) is None:  # the usual case
+                        set_grad(sharded, grad)
+                    else:
+                        self._add_grad(sharded, grad)
+
+    def _of_chunk(self, param: OriginalParam, chunk: Tensor, local: Tensor) -> Tensor:
+        """As ``OriginalParam.of_chunk``, but use the object of an earlier gradient if possible.
+
+        To make an object of a subclass of Tensor takes several times as long.
+        """
+        kept = self._kept.get(param.index)
+        if (
+            kept is not None
+            and kept.is_spare
+            and get_dtype(kept) is chunk.dtype
+            and len(kept.__dict__) == 1
+        ):
+            kept.local, kept.flat, kept.is_spare = local, chunk, False
+            kept.spec, kept.role = param.spec, GRADIENT
+            kept.origin = Origin(Source.GRADIENTS, is_fixed=True)
+            return kept
+        grad = param.of_chunk(chunk)
+        if isinstance(grad, FlatShardTensor):
+            grad.is_spare = False
+            self._kept[param.index] = grad
+        return grad
 
     def _show_earlier(self) -> None:
         """Put the gradients that ``hold_earlier`` removed back into ``.grad``."""

@@ -85,7 +85,7 @@ class FlatParamHandle:
         self.lingers = False
         # Version of the shard at the last all-gather. If the shard has another version now, the
         # buffer is stale.
-        self._unsharded_version = -1
+        self.gathered_version = -1
         self._targets = plan.targets
         self.gather = ParamGather(plan)
         self.gather.move_to(plan.device, plan.dtype)
@@ -162,6 +162,9 @@ class FlatParamHandle:
 
         Returns whether an all-gather was started. Collective: all ranks of the shard group.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.unshard(purpose)
         if self.summoned is not None:
             self.summoned.refuse()
         if self.is_aliased:
@@ -169,7 +172,7 @@ class FlatParamHandle:
             return False
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
-            if self._unsharded_version == self.version:
+            if self.gathered_version == self.version:
                 return False
             # The shard was written after the all-gather, so the buffer is stale. All-gather again
             # into the same memory.
@@ -178,13 +181,13 @@ class FlatParamHandle:
             self.memory.renew()
         elif self.lingers:
             self.memory.renew()
-        with torch.inference_mode(False), torch.no_grad():
-            unsharded.allow(self.buffer)
-            self.memory.take()
-            self.gather.start(self.flat_param.detach(), self.version, self.memory, purpose)
-            # Set the version only after `start` has returned. If `start` raises, because memory is
-            # exhausted for example, the buffer is still stale and must not count as current.
-            self._unsharded_version, self.clean_version = self.version, self.buffer._version
+        version = self.version
+        unsharded.allow(self.buffer)
+        self.memory.take()
+        self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
+        # Set the version only after `start` has returned. If `start` raises, because memory is
+        # exhausted for example, the buffer is still stale and must not count as current.
+        self.gathered_version, self.clean_version = version, self.buffer._version
         self.state = ShardState.UNSHARDING
         # If the buffer lingers, some code holds a view of the buffer, and may read the view without
         # a call of `wait_unshard`. So finish the all-gather now.
@@ -200,15 +203,18 @@ class FlatParamHandle:
         """
         if self.state is not ShardState.UNSHARDING:
             return
+        buffer = self.buffer
+        version = buffer._version
         try:
-            # Preserve the buffer's version. Otherwise autograd would treat the all-gather as an
-            # in-place edit of saved views of the buffer, and raise an error in backward.
-            with _unsafe_preserve_version_counter(self.buffer):
-                self.gather.finish(self.buffer)
+            self.gather.finish(buffer)
         except Exception:
             self.state = ShardState.SHARDED
             self._free_buffer()
             raise
+        if buffer._version != version:
+            # Preserve the buffer's version. Otherwise autograd would treat the all-gather as an
+            # in-place edit of saved views of the buffer, and raise an error in backward.
+            torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
         unsharded.set_accessible([param.full for param in self.params], True)
         self.state = ShardState.UNSHARDED
 
@@ -311,7 +317,7 @@ class FlatParamHandle:
     def is_current(self) -> bool:
         """Whether the buffer is unsharded and contains the present values of the shards."""
         return self.state is ShardState.UNSHARDED and (
-            self.is_aliased or self._unsharded_version == self.version
+            self.is_aliased or self.gathered_version == self.version
         )
 
     @property
@@ -340,11 +346,11 @@ class FlatParamHandle:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.params:
-                full, sharded = param.full, param.sharded
+                full, trains = param.full, param.sharded.requires_grad
                 # Users set `requires_grad` of the sharded parameter, so copy the flag from there.
                 # Compare first, because setting the flag takes longer than reading the flag.
-                if full.requires_grad is not sharded.requires_grad:
-                    full.requires_grad_(sharded.requires_grad)
+                if full.requires_grad is not trains:
+                    full.requires_grad_(trains)
         self.check_places()
         self.put([param.full for param in self.params])
 

@@ -21,27 +21,25 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.engine.backward import Backward
-from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.precision import tensors_in
+from flatshard.tensor.sharded_tensor import untraced
 from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-class SavedView(NamedTuple):
+class SavedView(tuple[Any, ...]):
     """The position of a view in an unsharded buffer, and the version of the shard when saved.
 
-    Autograd saves this tuple instead of the view.
+    Autograd saves this tuple instead of the view: the unit, the handle of the flat parameter, the
+    size, stride and offset of the view, and the version. A ``NamedTuple`` would be made more
+    slowly.
     """
 
-    unit: Unit
-    handle: FlatParamHandle
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    version: int
+    __slots__ = ()
 
 
 class SavedDTensor(NamedTuple):
@@ -137,14 +135,23 @@ class SavedTensors:
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        state, backward = self._state, self._backward
-        outer_pack, outer_unpack = outer if outer is not None else (_pack, _unpack)
+        state, backward, owners = self._state, self._backward, self._owners
 
         def pack(tensor: Any) -> Any:
-            found = self._owner(tensor)
+            # Autograd calls this function for every tensor that it saves, so make few calls here.
+            is_plain = type(tensor) in _PLAIN
+            if is_plain and tensor.layout is torch.strided:
+                found = owners.get(tensor.untyped_storage()._cdata)
+            else:
+                found = self._owner(tensor)
             if found is None:
-                return outer_pack(tensor)
-            if type(tensor) not in _PLAIN:
+                if outer is not None:
+                    return outer[0](tensor)
+                # Detach: if a node of the graph saved its own output, the output and the node would
+                # refer to each other, and only a backward would free the two. Autograd reconnects
+                # the unpacked tensor to its node.
+                return tensor.detach(), tensor._version
+            if not is_plain:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             unit, handle, copies = found
             if handle.buffer._version != handle.clean_version:
@@ -153,22 +160,31 @@ class SavedTensors:
             # another dtype, or a lazily conjugated or negated view.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or copies:
-                return outer_pack(tensor.clone())  # rare, so the memory of the copies is small
+                copy = tensor.clone()  # rare, so the memory of the copies is small
+                return (copy, copy._version) if outer is None else outer[0](copy)
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return SavedView(unit, handle, size, stride, int(offset), handle.version)
+            return SavedView((unit, handle, size, stride, int(offset), handle.gathered_version))
 
         def unpack(packed: Any) -> Tensor:
-            if type(packed) is SavedDTensor:
+            kind = type(packed)
+            if kind is SavedDTensor:
                 return packed.around(unpack(packed.local))
-            if type(packed) is not SavedView:
-                return outer_unpack(packed)
-            unit, handle, size, stride, offset, version = packed
+            if kind is not SavedView:
+                if outer is not None:
+                    return outer[1](packed)
+                tensor, version = packed
+                if tensor._version != version:
+                    raise _edited(tensor, version)
+                return tensor
+            unit, handle, size, stride, offset, saved_version = packed
             # Unshard if the unit was resharded, or if an optimizer step made the buffer stale.
-            if not handle.is_current:
+            version = handle.version if handle.is_whole else handle.flat_param._version
+            if handle.state is not ShardState.UNSHARDED or handle.gathered_version != version:
                 backward.unshard_again(unit)
+                version = handle.version
             # Autograd does not check the version of tensors that hooks pack, so check the version
             # here.
-            if handle.version != version:
+            if version != saved_version:
                 raise RuntimeError(
                     f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
                     "and backward (by an optimizer step, or by an edit in place), but backward "
@@ -178,22 +194,13 @@ class SavedTensors:
             return handle.buffer.as_strided(size, stride, offset)
 
         # Keep Dynamo from tracing the hooks: Dynamo cannot represent units and handles in a graph.
-        return torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        return untraced(pack), untraced(unpack)
 
 
-def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    # Save a detached tensor. If a node of the graph saved its own output without detaching, the
-    # output and the node would refer to each other, and only a backward would free the two.
-    # Autograd reconnects the unpacked tensor to its node.
-    return tensor.detach(), tensor._version
-
-
-def _unpack(packed: tuple[Tensor, int]) -> Tensor:
-    tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a {tuple(tensor.shape)} {tensor.dtype} tensor is at version "
-            f"{tensor._version}, not {version}. Edit the tensor after backward, or edit a clone()."
-        )
-    return tensor
+def _edited(tensor: Tensor, version: int) -> RuntimeError:
+    """Return the error that autograd raises if a tensor was edited after it was saved."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a {tuple(tensor.shape)} {tensor.dtype} tensor is at version "
+        f"{tensor._version}, not {version}. Edit the tensor after backward, or edit a clone()."
+    )

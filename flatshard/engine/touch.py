@@ -277,7 +277,7 @@ class Touch(ParamOwner):
         warnings.warn(
             f"{unit_text(unit.name)}: {name} uses {tensor.text} outside of the unit's forward, so "
             f"the tensor is all-gathered. {remedy}",
-            stacklevel=7,
+            stacklevel=5,
         )
 
 

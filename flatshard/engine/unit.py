@@ -211,7 +211,7 @@ class Unit:
             if unit is not None and handle is not None and param is not None:
                 unit.backward.receive(unit, handle, param, full)
 
-        hook.of_flatshard = True
+        hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
 
     def count_trainable(self) -> None:

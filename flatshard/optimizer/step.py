@@ -32,7 +32,7 @@ from flatshard.optimizer.stepper import (
     unhooked,
     with_inner,
 )
-from flatshard.precision import check_dtype
+from flatshard.precision import check_dtype, get_dtype, get_grad
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.flat_parameter import is_wrapped
 from flatshard.tensor.sharded_tensor import (
@@ -81,7 +81,8 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
 
 
 def _restoring(step: Any) -> Any:
-    # No `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`.
+    # No `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`, whose code all
+    # functions that `_restoring` returns share.
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
@@ -124,8 +125,8 @@ def _steps_a_model(optimizer: Optimizer) -> bool:
     )
 
 
-@untraced
 @_restoring
+@untraced
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -164,8 +165,8 @@ def _begin(
     return (stepped,), kwargs if closure is None else {**kwargs, "closure": closure}
 
 
-@untraced
 @_restoring
+@untraced
 def _end(optimizer: Optimizer, *_: Any) -> None:
     """Put the sharded parameters back after a step that did not raise."""
     stepper = stepping.get(optimizer)
@@ -178,6 +179,7 @@ def _check_params(optimizer: Optimizer) -> None:
     """Raise if gradients are not reduced yet, or if the optimizer cannot step the gradients."""
     if ASSIGNED:
         _check_assigned(optimizer)
+    unreduced = bool(UNREDUCED)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             if STAMP in group or not optimizer.defaults.keys() <= group.keys():
@@ -189,13 +191,13 @@ def _check_params(optimizer: Optimizer) -> None:
                         f"{param.flattened_as!r}, which a sharded parameter has replaced in the "
                         "model. Make the optimizer from model.parameters() after wrapping."
                     )
-                grad = param.grad
+                grad = get_grad(param)
                 if grad is None:
                     continue
-                if grad.dtype is not param.dtype:
+                if get_dtype(grad) is not get_dtype(param):
                     check_dtype(optimizer, group, param, _name_of(param))
                 # UNREDUCED contains all gradients in `.grad` that are not yet reduced completely.
-                if UNREDUCED and grad in UNREDUCED:
+                if unreduced and grad in UNREDUCED:
                     raise RuntimeError(
                         f"{unit_text(UNREDUCED[grad])}: step() got gradients that were accumulated "
                         "under no_sync and not reduced. Run the last backward before step() "

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from flatshard.engine.run_state import temporarily
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.extras import extra
-from flatshard.precision import set_grad
+from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad, local_range
 from flatshard.units.layout import ALIGNMENT_BYTES
@@ -400,12 +400,12 @@ class BucketState(dict[str, Any]):
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
-        self._made_of = tuple(self.values())
+        self.made_of = tuple(self.values())
 
     def is_unchanged(self, state: object) -> bool:
         """Whether ``state`` is this object, and still has the values with which it was made."""
-        same = map(operator.is_, self.values(), self._made_of)
-        return state is self and len(self) == len(self._made_of) and all(same)
+        same = map(operator.is_, self.values(), self.made_of)
+        return state is self and len(self) == len(self.made_of) and all(same)
 
 
 def apart(state: State) -> State:
@@ -447,7 +447,7 @@ def find_buckets(
     position = 0
     while position < len(params):
         first = params[position]
-        if not isinstance(first, FlatShardTensor) or first.grad is None:
+        if not isinstance(first, FlatShardTensor) or get_grad(first) is None:
             # The optimizer does not step a parameter without a gradient, so the parameter needs no
             # bucket. The state of the parameter, perhaps views of an earlier bucket's state, stays
             # as it is.
@@ -470,19 +470,22 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     The parameters are neighbours in a shard, and their gradients are neighbours in a flat gradient.
     """
     first = params[position]
-    found, grad = [first], _flat_grad(first)
+    found, grad, flat = [first], _flat_grad(first), first.flat
     if grad is None:
         return found
-    end = first.spec.start + first.spec.numel
+    end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
     # Loop over indices: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
-        if _flat_grad(param) is not grad or param.flat is not first.flat:
+        if type(param) is not FlatShardTensor or param.flat is not flat:
+            break
+        own, spec = get_grad(param), param.spec
+        if type(own) is not FlatShardTensor or own.flat is not grad or own.spec is not spec:
             break
         # There may be padding between two neighbours. The optimizer steps the padding, too.
-        if not 0 <= (param.spec.start - end) * first.dtype.itemsize < ALIGNMENT_BYTES:
+        if not 0 <= spec.start - end < padding:
             break
-        end = param.spec.start + param.spec.numel
+        end = spec.start + spec.numel
         found.append(param)
     return found
 
@@ -493,7 +496,7 @@ def _flat_grad(param: Any) -> Tensor | None:
     The gradient is at the same position in the flat gradient as the parameter in the shard. Returns
     None if the parameter has no gradient, or a gradient that the user assigned.
     """
-    grad: Any = param.grad if isinstance(param, FlatShardTensor) else None
+    grad: Any = get_grad(param) if isinstance(param, FlatShardTensor) else None
     is_view = isinstance(grad, FlatShardTensor) and grad.spec is param.spec
     return grad.flat if is_view else None
 
@@ -534,6 +537,17 @@ class ParamBucket:
         """A list of one bucket per member, for steps in which the states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
+    def _is_up_to_date(self, states: MutableMapping[Any, State]) -> bool:
+        """Whether all members have the states that ``swap_out`` made."""
+        # As `BucketState.is_unchanged`, without a call for each member.
+        for param, state in self._states.items():
+            made_of = state.made_of
+            if states.get(param) is not state or len(state) != len(made_of):
+                return False
+            if not all(map(operator.is_, state.values(), made_of)):
+                return False
+        return True
+
     def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:
         """Set the bucket's gradient, and move the optimizer states of the members to the bucket.
 
@@ -545,7 +559,7 @@ class ParamBucket:
         # Usually the states of the members are the views that `swap_out` made, and the bucket's
         # state is up to date. Otherwise, in the first step and after somebody has assigned or
         # loaded state, join the members' states.
-        if not all(state.is_unchanged(states.get(one)) for one, state in self._states.items()):
+        if not self._is_up_to_date(states):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states)]

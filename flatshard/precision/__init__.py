@@ -205,15 +205,16 @@ _REFUSALS = {
 }
 
 
-# Use these functions to read or assign `param.grad`: under DisableTorchFunctionSubclass, they take
-# a third of the time of an attribute access.
+# Use these functions to read or assign attributes of a parameter: under
+# DisableTorchFunctionSubclass, they take a third of the time of an attribute access.
 _GRAD: Any = Tensor.grad
-get_grad, _put_grad = _GRAD.__get__, _GRAD.__set__
+_DTYPE: Any = Tensor.dtype
+get_grad, _put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
 
 
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad``. The gradient may have any floating point dtype."""
-    if grad is not None and grad.dtype != param.dtype:
+    if grad is not None and get_dtype(grad) != get_dtype(param):
         # With `grad_dtype = None`, torch accepts a gradient of any dtype. A torch without
         # `grad_dtype` never gets here, because the constructor of MixedPrecision raises.
         param.grad_dtype = None

@@ -397,7 +397,7 @@ class OriginalParam:
             # view in place.
             return view_of(chunk, self.span).data
         spec = self.spec
-        local = chunk[spec.start : spec.start + spec.numel]
+        local = chunk.narrow(0, spec.start, spec.numel)
         origin = Origin(Source.GRADIENTS, is_fixed=True)
         return FlatShardTensor(local, spec, role=GRADIENT, flat=chunk, origin=origin)
 

@@ -15,7 +15,6 @@ and backward.
 from __future__ import annotations
 
 import enum
-import functools
 import importlib
 import math
 import sys
@@ -23,10 +22,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,26 +40,22 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 
-def untraced(function: Callable[..., Any]) -> Any:
-    """Decorate ``function`` with ``torch.compiler.disable``, so that Dynamo does not trace it.
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-    ``torch.compiler.disable`` is applied only at the first call, because importing Dynamo takes a
-    second.
+
+def untraced(function: _Function) -> _Function:
+    """Keep Dynamo from tracing ``function`` and the functions that it calls.
+
+    Unlike ``torch.compiler.disable``, this decorator returns ``function`` itself: a call costs
+    nothing. A compiled caller's graph ends before the call.
     """
-    disabled: Callable[..., Any] | None = None
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            disabled = torch.compiler.disable(function)
-            # Tell Dynamo not to compile ``call``. All functions that this decorator returns share
-            # the code of ``call``, so Dynamo would compile the code once for each function, and
-            # would reach its recompile limit.
-            torch._dynamo.decorators.skip(call)
-        return disabled(*args, **kwargs)
-
-    return call
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    marked: Any = function
+    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
+    marked._torchdynamo_disable_msg = "flatshard communicates here"
+    return function
 
 
 # The functions that implement torch's operators for sharded tensors, keyed by operator name. A
@@ -72,7 +68,7 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # Names of the attributes that flatshard sets on a ``FlatShardTensor``. All other attributes were
 # set by users, and must be kept when the parameter is sharded or copied.
-OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role", "is_spare"})
 _GRAD: Any = Tensor.grad
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
@@ -220,6 +216,16 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
         )
 
 
+def _count_references() -> int:
+    # As in the setter of `FlatShardTensor.grad`. Newer versions of Python count local variables in
+    # another way.
+    only = torch.empty(0)
+    return sys.getrefcount(only)
+
+
+_NUM_REFERENCES = _count_references()  # of a tensor to which only a local variable refers
+
+
 class LocalView(Tensor):
     """Elements that this rank holds, as users get them: a view of a shard or of optimizer state.
 
@@ -282,6 +288,9 @@ class FlatShardTensor(torch.Tensor):
     is_parameter: bool = False
     origin: Origin
     role: str
+    # For a gradient that `Gradients` keeps, to use the object again: whether the object has no
+    # memory now. None: the object is used once.
+    is_spare: bool | None = None
     # For a parameter with tensor parallelism: whether the tensor has the shape and strides of the
     # DTensor, instead of the shape and strides of this rank's part of the DTensor.
     shows_unsplit = False
@@ -433,6 +442,21 @@ class FlatShardTensor(torch.Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
+            if value is None:
+                before = _GRAD.__get__(self)
+                _GRAD.__set__(self, None)
+                # Free the memory of a gradient that `Gradients` keeps, if nothing else refers to
+                # the gradient: two references are `before` and the argument of `getrefcount`.
+                if (
+                    type(before) is FlatShardTensor
+                    and before.is_spare is False
+                    and sys.getrefcount(before) == _NUM_REFERENCES + 1
+                    and before._use_count() == 1  # type: ignore[attr-defined]
+                    and not before.requires_grad
+                    and not weakref.getweakrefcount(before)
+                ):
+                    before.__dict__ = {"is_spare": True}
+                return
             _GRAD.__set__(self, value)
         if type(value) is Tensor:
             ASSIGNED[self] = None
@@ -706,7 +730,7 @@ def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTen
     return next(sharded_in((*args, *kwargs.values())))
 
 
-CALLERS[id(FlatShardTensor.__torch_function__.__func__.__wrapped__.__code__)] = (  # type: ignore[attr-defined]
+CALLERS[id(FlatShardTensor.__torch_function__.__func__.__code__)] = (  # type: ignore[attr-defined]
     Caller.PROGRAM_FOR_GRADIENT
 )
 

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 
-from flatshard.comm.process_groups import all_gather_single, backend_for
+from flatshard.comm.process_groups import backend_for
 from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes, as_real
 
-# Newer torch renamed `reduce_scatter_tensor` to `reduce_scatter_single`, and some versions warn
-# about the older name. So use the newer name if torch has it.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# All backends gather these dtypes. Tensors of other dtypes are sent as bytes.
+_USUAL = {torch.float32, torch.float64}
 
 # Number of elements at which every backend uses its algorithm for large tensors. `warm_up` reduces
 # a tensor of this size.
 _LARGE_NUMEL = 1 << 20
+
+
+def all_gather_single(out: Tensor, shard: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """Call the backend's all-gather. Unlike torch.distributed's functions, check no arguments."""
+    work = group._allgather_base(out, shard, _gather_options())
+    return work if async_op else work.wait()
+
+
+def _reduce_scatter_single(
+    out: Tensor, whole: Tensor, *, op: Any, group: Any, async_op: bool = False
+) -> Any:
+    work = group._reduce_scatter_base(out, whole, _reduce_options(op))
+    return work if async_op else work.wait()
+
+
+@cache
+def _gather_options() -> Any:
+    options = _distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    return options
+
+
+@cache
+def _reduce_options(op: Any) -> Any:
+    options = _distributed_c10d.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return options
 
 
 class NativeTransport(Transport):
@@ -65,8 +92,9 @@ class NativeTransport(Transport):
         if is_gloo:
             self._members.announce(what)
         need = self._members.begin(group, what=what)
-        # Send the tensors as bytes, because some backends do not support every dtype.
-        work = all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
+        if out.dtype not in _USUAL:
+            out, shard = as_bytes(out), as_bytes(shard)
+        work = all_gather_single(out, shard, group=group, async_op=True)
         reports_end = not (request.reduced and is_gloo)
         return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
 
