@@ -43,18 +43,16 @@ class Agreement:
     # Flat parameters with gradients, on at least one rank, that no planned reduction includes: the
     # gradients arrived after the flat parameter was reduced, or were accumulated before the user
     # froze the parameters.
-    left_over: list[tuple[Unit, FlatParamHandle]]
-    # Indices of the buckets (flat parameters that are reduced together) whose reduction some ranks,
-    # but not all, started before the end of backward.
+    left_over: list[FlatParamHandle]
+    # Numbers of the flat parameters whose reduction some ranks, but not all, started before the end
+    # of backward.
     uneven: list[int]
     # Units in which the user, on at least one rank, edited accumulated gradients, or edited
     # parameters during forward.
     edited: list[Unit]
 
 
-def agree(
-    state: RunState, num_buckets: int, rest: Set[int], to_come: Set[FlatParamHandle]
-) -> Agreement:
+def agree(state: RunState, rest: Set[int]) -> Agreement:
     """Exchange with all ranks what this backward did on each rank. Collective.
 
     All ranks call this function after each backward that reduces gradients. Each rank sends bytes,
@@ -62,9 +60,8 @@ def agree(
 
     Args:
         state: the state of the model's steps.
-        num_buckets: number of buckets of the model.
-        rest: indices of the buckets whose reduction this rank has not started.
-        to_come: the trainable flat parameters in the buckets of ``rest``.
+        rest: numbers of the flat parameters whose reduction this rank has not started. They are
+            reduced next if any rank used them, so their gradients do not count as left over.
 
     Raises:
         RuntimeError: the ranks do not run the same program, or all-gathered units in different
@@ -82,10 +79,10 @@ def agree(
     engine_votes: list[Sequence[int]] = [
         _program(state),
         _order(state),
-        # Two votes per bucket: "started on this rank" and "not started on this rank". A bucket is
+        # Two votes per flat parameter: "started on this rank" and "not started on this rank". It is
         # uneven if the first vote is yes on some rank, and the second vote on another rank.
-        [index not in rest for index in range(num_buckets)],
-        [index in rest for index in range(num_buckets)],
+        [number not in rest for number in range(len(handles))],
+        [number in rest for number in range(len(handles))],
         # Whether the user edited accumulated gradients, or parameters in forward, which is an
         # error. Vote instead of raising here: if only this rank raised, the other ranks would wait
         # for this rank's reductions.
@@ -93,8 +90,11 @@ def agree(
             any(h.grads.was_edited or h in state.edits.found for h in unit.handles)
             for unit in state.units
         ],
-        [h not in to_come and h.grads.waits_for(unit.sync) for unit, h in handles],
-        [i in h.grads.used_by_rank for _, h in handles for i in range(len(h.params))],
+        [
+            not (number in rest and h.reduces) and h.grads.waits_for(h.unit.sync)
+            for number, h in enumerate(handles)
+        ],
+        [i in h.grads.used_by_rank for h in handles for i in range(len(h.params))],
     ]
     all_votes = [*engine_votes, *voter_votes]
     # Send all votes in one message: the votes are small, and every further message would cost one
@@ -109,14 +109,14 @@ def agree(
     for voter, voter_maxima in zip(voters, maxima[len(engine_votes) :], strict=True):
         voter.tally(voter_maxima)
     flags = map(bool, used)
-    used_by = {handle: list(islice(flags, len(handle.params))) for _, handle in handles}
-    for unit, handle in handles:
+    used_by = {handle: list(islice(flags, len(handle.params))) for handle in handles}
+    for handle in handles:
         # Some units (experts, for example) train only on the ranks of a smaller process group.
         # Ranks outside of the group have a different unit at the same index, so the maxima above
         # mix votes on different units. So the ranks of the group exchange the flags of their unit
         # again, without the other ranks.
-        if unit.topology.world.size < state.world.size:
-            used_by[handle] = _used_within(unit, handle)
+        if handle.topology.world.size < state.world.size:
+            used_by[handle] = _used_within(handle)
     return Agreement(
         used=used_by,
         left_over=list(compress(handles, left_over)),
@@ -125,14 +125,14 @@ def agree(
     )
 
 
-def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
+def _used_within(handle: FlatParamHandle) -> list[bool]:
     """Return, for each original parameter, whether any rank that trains the unit has used it.
 
     Collective: the ranks that train the unit.
     """
-    world, used = unit.topology.world, handle.grads.used_by_rank
+    world, used = handle.topology.world, handle.grads.used_by_rank
     flags = bytes(index in used for index in range(len(handle.params)))
-    op_name = f"used parameters of {unit_text(unit.name)}"
+    op_name = f"used parameters of {unit_text(handle.unit_name)}"
     return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]
 
 
@@ -145,7 +145,7 @@ def _program(state: RunState) -> bytes:
     two maxima show a difference between ranks.
     """
     loads = sum(unit.loads_sum for unit in state.units)
-    reduced = bytes(_SYNCS.index(u.sync) * bool(h.num_trainable) for u, h in state.handles)
+    reduced = bytes(_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles)
     digest = (loads + crc32(reduced) + state.steps.digest) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 

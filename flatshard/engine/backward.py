@@ -9,10 +9,9 @@ hooks call this class:
     backward also begins the backward (``begin``).
 2.  The gradient of a parameter is computed. ``receive`` moves the gradient from the parameter to
     the ``Gradients`` of the flat parameter.
-3.  All gradients of a reduce bucket (flat parameters that are reduced together) have arrived. The
-    reduction of the bucket starts, in one order on all ranks (``reduce_queue``), and overlaps with
-    the rest of backward. If the unfinished reductions take too much memory, this rank waits for the
-    oldest reduction, for a limited time.
+3.  All gradients of a flat parameter have arrived. Its reduction starts, in one order on all ranks
+    (``reduce_queue``), and overlaps with the rest of backward. If the unfinished reductions take
+    too much memory, this rank waits for the oldest reduction, for a limited time.
 4.  The gradients of the unit's inputs have arrived too. Now no computation needs the unit's
     parameters, and the unit is resharded. Steps 1 to 4 repeat for every unit.
 5.  Autograd has run the last node, and calls ``_end``. The ranks reduce the remaining gradients,
@@ -120,7 +119,7 @@ class Backward:
         self._had_accumulated = self._state.has_inner_backward = False
         for unit in self._state.units:
             unit.begin_model_backward()
-        self._had_accumulated = any(h.grads.waits_for(Sync.ALL) for _, h in self._state.handles)
+        self._had_accumulated = any(h.grads.waits_for(Sync.ALL) for h in self._state.handles)
         self.queue.begin_backward(must_wait=must_wait)
         return True
 
@@ -135,7 +134,7 @@ class Backward:
         ``_end``, which runs after the first model's ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
-            handle.reduce_plan.is_unordered for _, handle in self._state.handles
+            handle.reduce_plan.is_unordered for handle in self._state.handles
         )
 
     # ------------------------------------------------------------ a unit's backward
@@ -202,15 +201,13 @@ class Backward:
         self.unshard_again(unit)
         return True
 
-    def receive(
-        self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
-    ) -> None:
+    def receive(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
         """Move the gradient in ``full.grad`` to ``handle.grads``, and start reductions.
 
-        The reduction of a bucket starts when all gradients of the bucket have arrived, and the
-        reductions of all earlier buckets have started.
+        The reduction starts when all gradients of the flat parameter have arrived, and the
+        reductions of all earlier flat parameters have started.
         """
-        grad, grads = full.grad, handle.grads
+        grad, grads, unit = full.grad, handle.grads, handle.unit
         if grad is None:
             return
         if grads.shown:
@@ -235,13 +232,10 @@ class Backward:
             watcher.on_grad(unit, param, grad)
         if len(grads.arrived) < handle.num_trainable:
             return
-        bucket = self.queue.bucket_of[handle]
-        if not bucket.is_complete():
-            return
         if unit.sync is not Sync.NONE:
-            # Start the reduction of the bucket, if the reductions of all earlier buckets have
-            # started. Then finish older reductions, to limit the memory of unfinished reductions.
-            self.queue.add(bucket)
+            # Start the reduction, if all earlier reductions have started. Then finish older
+            # reductions, to limit the memory of unfinished reductions.
+            self.queue.add(handle)
             for extension in self._state.extensions:
                 extension.between_units()
         self._reshard_if_over(unit)
@@ -302,8 +296,8 @@ class Backward:
             with self._state.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
         # Complete `.grad` before the users' hooks, which may raise.
-        for unit, handle in state.handles:
-            if unit.sync is not Sync.ALL:
+        for handle in state.handles:
+            if handle.unit.sync is not Sync.ALL:
                 handle.grads.show()
         self._run_hooks(used)
         # Watchers come last in `EXTRAS`. So no other rank waits for this rank if Python is
@@ -322,25 +316,25 @@ class Backward:
         if agreed.edited:
             unit = agreed.edited[0]
             raise self._state.edits.error_of(unit) or edited(unit.name)
-        for unit, handle in self._state.handles:
-            if unit.sync is Sync.ALL:
+        for handle in self._state.handles:
+            if handle.unit.sync is Sync.ALL:
                 handle.grads.publish(agreed.used[handle])
-            elif unit.sync is Sync.INTRA:
+            elif handle.unit.sync is Sync.INTRA:
                 handle.grads.mark_used(agreed.used[handle])
         for extension in self._state.extensions:
-            extension.reduced_late([unit for unit, _ in agreed.left_over])
+            extension.reduced_late([handle.unit for handle in agreed.left_over])
         return agreed.used
 
     def _run_hooks(self, used: dict[FlatParamHandle, list[bool]]) -> None:
         """Run users' post-accumulate hooks of used parameters, whose ``.grad`` is complete now."""
         try:
-            for unit, handle in self._state.handles:
-                if used and unit.sync is Sync.ALL:
+            for handle in self._state.handles:
+                if used and handle.unit.sync is Sync.ALL:
                     for param in handle.params:
                         if param.post_accumulate_hooks and used[handle][param.index]:
                             param.run_hooks()
         finally:
-            for _, handle in self._state.handles:
+            for handle in self._state.handles:
                 if handle.is_aliased:
                     handle.give_hooks_back()
 

@@ -98,8 +98,7 @@ class StepExtension:
     def end_forward(self, output: object, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
-    # The gradients of one bucket of `unit` are reduced. A bucket is the flat parameters of a unit
-    # that are reduced together; a unit may have several buckets.
+    # The gradients of one flat parameter of `unit` are reduced. A unit may have several.
     def reduced(self, unit: Unit) -> None: ...
     # Backward has started all collectives that can start now. Work of an extension at this moment
     # overlaps with these collectives.

@@ -74,7 +74,7 @@ class Forward:
         units, handles = self._state.units, self._state.handles
         self.saved = SavedTensors(self._state, self._backward)
         self._units_of_several = [unit for unit in units if len(unit.modules) > 1]
-        self._handles_across_nodes = [h for _, h in handles if h.topology.inter_group.size > 1]
+        self._handles_across_nodes = [h for h in handles if h.topology.inter_group.size > 1]
 
     def recover(self) -> None:
         """Clean up after a step that failed: restore parameters, and drop unfinished gradients."""
@@ -86,7 +86,7 @@ class Forward:
 
     def give_back(self) -> None:
         """Free the memory that is cached for the gradients and buffers of the next step."""
-        for _, handle in self._state.handles:
+        for handle in self._state.handles:
             handle.reduce_plan.give_back()
         POOL.give_back()
 

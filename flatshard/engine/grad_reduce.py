@@ -177,6 +177,7 @@ class GradReduce:
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.is_intra_only, self.is_finished = is_intra_only, False
+        self.has_stages = False  # whether a later stage did not start at once
         self._plan, self._intra_reduced = plan, intra_reduced
         self._computed: torch.Event | None = None
         if plan.device.type == "cuda":
@@ -190,33 +191,33 @@ class GradReduce:
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = across.second_stages
         self._read_on_side_stream: list[object] = []
-        with torch.no_grad():
-            if intra_group.size > 1:
-                is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
-                self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
-                if chunks.ranges != [(0, chunks.numel)]:
-                    # No chunk covers the padding, so the reduce-scatter does not write to it.
-                    plan.zero_padding(self._out, intra_group.rank)
-                self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
-            else:
-                (self._out,) = chunks.tensors
-            self._works = [self._work]
-            if across.size == 1 or is_intra_only:
-                return
-            self.to_come.append(self._across)
-            if across is plan.flat.topology.replicate and plan.adds_replicas:
-                self.to_come.append(self._gather_replicas)
-            # First stages may finish in different orders on different ranks. So second stages start
-            # in the order in which the first stages started, which is the same on all ranks.
-            self._turns.append(self)
-            # Queue all stages now if a stream, and not the host, waits for the collectives. The
-            # transport decides this, and not the device: gloo also moves tensors of an accelerator,
-            # and with gloo the host would wait here.
-            device = self._out.device
-            if across.transport_for(device).stream_waits(device):
-                self._cross_behind(chunks)
-            elif intra_group.size == 1:  # there is no first stage to wait for
-                self.cross()
+        if intra_group.size > 1:
+            is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
+            self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
+            if chunks.ranges != [(0, chunks.numel)]:
+                # No chunk covers the padding, so the reduce-scatter does not write to it.
+                plan.zero_padding(self._out, intra_group.rank)
+            self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
+        else:
+            (self._out,) = chunks.tensors
+        self._works = [self._work]
+        if across.size == 1 or is_intra_only:
+            return
+        self.to_come.append(self._across)
+        if across is plan.flat.topology.replicate and plan.adds_replicas:
+            self.to_come.append(self._gather_replicas)
+        # First stages may finish in different orders on different ranks. So second stages start
+        # in the order in which the first stages started, which is the same on all ranks.
+        self._turns.append(self)
+        # Queue all stages now if a stream, and not the host, waits for the collectives. The
+        # transport decides this, and not the device: gloo also moves tensors of an accelerator,
+        # and with gloo the host would wait here.
+        device = self._out.device
+        if across.transport_for(device).stream_waits(device):
+            self._cross_behind(chunks)
+        elif intra_group.size == 1:  # there is no first stage to wait for
+            self.cross()
+        self.has_stages = bool(self.to_come)
 
     def _reduce_scatter(
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
@@ -291,17 +292,16 @@ class GradReduce:
 
         Returns False if the reduction has a second stage that cannot start yet.
         """
-        with torch.no_grad():
-            while self in self._turns and self._turns[0]._work.done():
-                self._turns[0]._begin_next()
-            # The third stage uses the same group as the second stages of other reductions. Gloo
-            # matches collectives by order, but ranks see the end of a second stage at different
-            # times, so a third stage that starts here could match another rank's second stage. So
-            # with gloo (`reports_end` is False), the third stage starts in `finish`, in the same
-            # order on all ranks. Transports that match by tag can start the third stage here.
-            has_crossed = self not in self._turns
-            if has_crossed and self.to_come and self._work.reports_end and self._work.done():
-                self._begin_next()
+        while self in self._turns and self._turns[0]._work.done():
+            self._turns[0]._begin_next()
+        # The third stage uses the same group as the second stages of other reductions. Gloo
+        # matches collectives by order, but ranks see the end of a second stage at different
+        # times, so a third stage that starts here could match another rank's second stage. So
+        # with gloo (`reports_end` is False), the third stage starts in `finish`, in the same
+        # order on all ranks. Transports that match by tag can start the third stage here.
+        has_crossed = self not in self._turns
+        if has_crossed and self.to_come and self._work.reports_end and self._work.done():
+            self._begin_next()
         return has_crossed
 
     def done(self) -> bool:
@@ -325,12 +325,11 @@ class GradReduce:
         must finish their reductions in the same order.
         """
         self.is_finished = True
-        with torch.no_grad():
-            if self.to_come:
-                self.cross()
-                while self.to_come:
-                    self._begin_next()
-            self._work.wait(self._plan.flat.pending_sends)
+        if self.to_come:
+            self.cross()
+            while self.to_come:
+                self._begin_next()
+        self._work.wait(self._plan.flat.pending_sends)
         self._read_on_side_stream = []  # not needed now: the current stream has waited
         out = self._out
         del self._out  # so that the caller can free this memory, after a copy to the host

@@ -273,10 +273,9 @@ class Gradients:
 
         ``part`` has the shape ``(padded_numel / intra_group.size,)``.
         """
-        with torch.no_grad():
-            part = part.to(self.dtypes.accum_dtype)
-            total = self.intra_reduced
-            self.intra_reduced = part if total is None else total.add_(part)
+        part = part.to(self.dtypes.accum_dtype)
+        total = self.intra_reduced
+        self.intra_reduced = part if total is None else total.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
         """Record which parameters were used on any rank, after a ``Sync.INTRA`` reduction.
@@ -328,26 +327,25 @@ class Gradients:
 
         The returned chunks are zero for parameters without a gradient.
         """
-        with torch.no_grad():
-            if self._chunk_plan is not None:
-                in_order = self._in_memory_order(self.slots)
-                grads = dict(zip(self.slots, in_order, strict=True))
-                # Drop all other references to the gradients. Then `chunks` can free each gradient
-                # as soon as the gradient is cast.
-                in_order.clear()
-                self._empty()
-                return self._chunk_plan.chunks(grads)
-            spans = self._layout.spans
-            buffer = self._allocate() if self._buffer is None else self._buffer
-            if len(self.slots) < len(spans):
-                absent = (span for index, span in enumerate(spans) if index not in self.slots)
-                zero([buffer[span.start : span.end] for span in absent])
-            if self._separate:
-                # Make all views with one call and all copies with one kernel: a call and a kernel
-                # per parameter would take longer than the copies.
-                pieces = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
-                separate = self._in_memory_order(self._separate)
-                torch._foreach_copy_([pieces[index] for index in self._separate], separate)
+        if self._chunk_plan is not None:
+            in_order = self._in_memory_order(self.slots)
+            grads = dict(zip(self.slots, in_order, strict=True))
+            # Drop all other references to the gradients. Then `chunks` can free each gradient
+            # as soon as the gradient is cast.
+            in_order.clear()
+            self._empty()
+            return self._chunk_plan.chunks(grads)
+        spans = self._layout.spans
+        buffer = self._allocate() if self._buffer is None else self._buffer
+        if len(self.slots) < len(spans):
+            absent = (span for index, span in enumerate(spans) if index not in self.slots)
+            zero([buffer[span.start : span.end] for span in absent])
+        if self._separate:
+            # Make all views with one call and all copies with one kernel: a call and a kernel
+            # per parameter would take longer than the copies.
+            pieces = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
+            separate = self._in_memory_order(self._separate)
+            torch._foreach_copy_([pieces[index] for index in self._separate], separate)
         self._empty()
         return FlatChunks.of(buffer)
 
@@ -431,16 +429,15 @@ class Gradients:
 
     def add_reduced(self, reduced: Tensor) -> None:
         """Add ``reduced``, ``(shard_numel,)``, to the gradients that this backward will publish."""
-        with torch.no_grad():
-            part, total = reduced.to(self.dtypes.grad_dtype), self._reduced
-            if not self._target.is_device:
-                part = self._copied_to_target(part)
-            if total is None:
-                self._reduced = part
-            else:  # a second reduction in one backward: some gradients arrived late
-                self._finish_copies()
-                total.add_(part)
-                self._target.page_out(total, part)
+        part, total = reduced.to(self.dtypes.grad_dtype), self._reduced
+        if not self._target.is_device:
+            part = self._copied_to_target(part)
+        if total is None:
+            self._reduced = part
+        else:  # a second reduction in one backward: some gradients arrived late
+            self._finish_copies()
+            total.add_(part)
+            self._target.page_out(total, part)
 
     def _copied_to_target(self, reduced: Tensor) -> Tensor:
         """Start a copy of ``reduced`` to the offload target (host memory or disk).
@@ -491,9 +488,10 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # One call makes the views of all parameters.
             views = reduced.split_with_sizes(self._shard_pieces)[1::2]
-            for param, local in zip(self._params, views, strict=True):
+            for param in self._params:
                 if used[param.index]:
-                    grad, sharded = self._of_chunk(param, reduced, local), param.sharded
+                    grad = self._of_chunk(param, reduced, views[param.index])
+                    sharded = param.sharded
                     if get_grad(sharded) is None:  # the usual case
                         set_grad(sharded, grad)
                     else:

@@ -64,6 +64,8 @@ class FlatParamHandle:
         self.is_whole = plan.topology.shard.size == 1
         self.params = list(params)
         self.num_trainable = 0  # number of parameters that require a gradient (`Unit` counts)
+        self.unit: Any = None  # the `Unit` that owns the flat parameter
+        self.number = -1  # index among the model's flat parameters
         # All places of all parameters: a tied parameter has several places.
         self.places: list[Place] = [
             (place.module, place.attribute, param)
@@ -423,8 +425,49 @@ class FlatParamHandle:
         self.replan_gradients()
 
     @property
+    def reduces(self) -> bool:
+        """Whether this backward reduces gradients of the flat parameter."""
+        return self.num_trainable > 0 and self.unit.sync is not Sync.NONE
+
+    @property
     def is_reducing(self) -> bool:
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
+
+    @property
+    def reduction(self) -> GradReduce:
+        """The reduction that runs now, or ran last."""
+        assert self.grad_reduce is not None, "a reduction was started"
+        return self.grad_reduce
+
+    def start_reduction(self) -> None:
+        """Start to average the gradients over the ranks, or average them by the user's hook.
+
+        A gradient that this rank has not computed counts as zero. Collective: all ranks that train
+        the unit.
+        """
+        # There is room for one reduction, so a second start would lose the result of the first.
+        assert not self.is_reducing, "the earlier reduction is not finished"
+        grads, plan, sync, earlier = self.grads, self.reduce_plan, self.unit.sync, None
+        chunks = grads.take_chunks()
+        if plan.hook is not None:
+            assert sync is Sync.ALL, "a communication hook reduces over all ranks"
+            grads.add_reduced(plan.reduce_by_hook(chunks))
+            return
+        if sync is Sync.ALL:
+            earlier, grads.intra_reduced = grads.intra_reduced, None
+        is_intra_only = sync is Sync.INTRA
+        self.grad_reduce = GradReduce(
+            plan, chunks, is_intra_only=is_intra_only, intra_reduced=earlier
+        )
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduction, and keep the result for the end of backward."""
+        reduction = self.reduction
+        out = reduction.finish()
+        if reduction.is_intra_only:
+            self.grads.add_intra_reduced(out)
+        else:
+            self.grads.add_reduced(out)
 
     def drop_gradients(self) -> None:
         """Drop unpublished gradients, after a failed backward."""

@@ -1,12 +1,12 @@
 """``ReduceQueue``: starts and finishes the reductions of a backward, in one order on all ranks.
 
-A bucket is a set of flat parameters whose gradients are reduced together.
+Each flat parameter is reduced separately, once its gradients are complete.
 
 [Note: hooks]
 A user's communication hook blocks this rank's backward until the hook runs on all other ranks. So
 all ranks must call the hook at the same place of the step. A good place is just before the
 all-gather of a unit for backward, because all ranks take part in this all-gather. There the ranks
-exchange how many buckets each rank has ready, and call the hooks of the buckets that are ready on
+exchange how many flat parameters each rank has ready, and call the hooks of those that are ready on
 all ranks. Once one rank has reached the end of its backward, all ranks call the remaining hooks at
 the end of backward.
 """
@@ -14,8 +14,8 @@ the end of backward.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -25,7 +25,6 @@ from flatshard.engine.grad_reduce import GradReduce
 from flatshard.engine.gradients import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
-from flatshard.engine.unit import Unit
 
 # Longest wait for a reduction before the end of backward. A peer that lacks a gradient may itself
 # be waiting for this rank, so a longer wait could be a deadlock.
@@ -33,46 +32,45 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# After some rank lacked a gradient of a bucket, the bucket counts as uneven (`ReduceQueue._uneven`)
-# for this number of backwards.
+# After some rank lacked a gradient of a flat parameter, the flat parameter counts as uneven
+# (`ReduceQueue._uneven`) for this number of backwards.
 _REMEMBERED = 100
 
 
 class ReduceOrder:
     """The order in which all ranks start the reductions of a backward.
 
-    Collectives match by order, but ranks may complete the gradients of buckets in different orders,
-    or never complete a bucket. So the reduction of a complete bucket waits until the reductions of
-    all earlier buckets have started.
+    Collectives match by order, but ranks may complete the gradients of flat parameters in different
+    orders, or never complete the gradients of a flat parameter. So the reduction of a complete flat
+    parameter waits until the reductions of all earlier flat parameters have started.
+
+    This class knows only the numbers of the flat parameters.
     """
 
-    def __init__(self, num_buckets: int) -> None:
-        # For the first backward, guess the reverse of the order in which modules were registered.
-        # After the first backward, the ranks adopt the real order. The root's bucket has the last
-        # index and stays last: forward uses some parameters of the root (embeddings, for example)
-        # first, so backward computes the gradients of these parameters last.
-        self.sequence: list[int] = [*range(num_buckets - 1)[::-1], num_buckets - 1]
-        self.num_taken = 0  # number of buckets whose reduction was started
-        self._ready: dict[int, None] = {}  # complete buckets, in the order in which they completed
+    def __init__(self, number: int) -> None:
+        self.sequence = list(range(number))
+        self.num_taken = 0  # number of flat parameters whose reduction was started
+        # Complete flat parameters, in the order in which they completed.
+        self._ready: dict[int, None] = {}
 
     def adopt(self, sequence: list[int]) -> None:
-        """Make ``sequence`` the order of buckets in later backwards; the same on all ranks."""
-        assert sorted(sequence) == sorted(self.sequence), "not a permutation of the buckets"
+        """Make ``sequence`` the order in later backwards; the same on all ranks."""
+        assert sorted(sequence) == sorted(self.sequence), "not a permutation"
         self.sequence = list(sequence)
 
     def begin_backward(self) -> None:
         self._ready.clear()
         self.num_taken = 0
 
-    def ready(self, bucket: int) -> None:
-        self._ready[bucket] = None
+    def ready(self, number: int) -> None:
+        self._ready[number] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """Yield the buckets whose reduction may start now, in order, until ``allows`` is False.
+        """Yield the numbers whose reduction may start now, in order, until ``allows`` is False.
 
-        A reduction may start if the bucket is complete, and the reductions of all earlier buckets
-        have started. The caller starts each reduction before it asks for the next bucket, so
-        ``allows(bucket)`` runs after all earlier reductions were started.
+        A reduction may start if the gradients are complete, and all earlier reductions have
+        started. The caller starts each reduction before it asks for the next number, so
+        ``allows(number)`` runs after all earlier reductions were started.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -82,158 +80,59 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Return the number of complete buckets at the beginning of the order.
-
-        The first incomplete bucket ends the count.
-        """
-        rest = (n for n, bucket in enumerate(self.sequence) if bucket not in self._ready)
+        """Return how many flat parameters at the beginning of the order are complete."""
+        rest = (n for n, number in enumerate(self.sequence) if number not in self._ready)
         return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
-        """Return the buckets whose reduction has not started yet, in order."""
+        """Return the numbers whose reduction has not started yet, in order."""
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """Return the order in which buckets became complete on this rank, as an order to adopt.
+        """Return the order in which gradients became complete on this rank, as an order to adopt.
 
-        Buckets that did not become complete come last.
+        Flat parameters whose gradients did not become complete come last.
         """
-        return [*self._ready, *(bucket for bucket in self.sequence if bucket not in self._ready)]
-
-
-@dataclass(eq=False, slots=True)
-class ReduceBucket:
-    """Flat parameters of a unit that are reduced together: usually the whole unit."""
-
-    unit: Unit
-    handles: list[FlatParamHandle]
-    index: int
-    # The bucket's unfinished reductions, and the bytes held by these reductions.
-    under_way: list[tuple[FlatParamHandle, GradReduce]] = field(default_factory=list)
-    bytes_in_flight: int = 0
-    has_stages: bool = False  # whether a reduction has a second stage (between nodes, for example)
-
-    @property
-    def to_reduce(self) -> list[FlatParamHandle]:
-        """Flat parameters whose gradients this backward reduces."""
-        if self.unit.sync is Sync.NONE:
-            return []
-        return [handle for handle in self.handles if handle.num_trainable]
-
-    def is_complete(self) -> bool:
-        """Whether all gradients of the bucket have arrived in this backward."""
-        # A plain loop is faster than `all()` with a generator, and backward calls this method for
-        # every gradient.
-        for handle in self.handles:
-            if len(handle.grads.arrived) < handle.num_trainable:
-                return False
-        return True
-
-    def start(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Start to average the gradients of ``handles`` over the ranks.
-
-        A gradient that this rank has not computed counts as zero. Collective: all ranks that train
-        the unit.
-        """
-        # The handle of a flat parameter has room for one reduction, so a second start would lose
-        # the result of the first.
-        assert not self.under_way, "the earlier reduction is not finished"
-        sync, self.bytes_in_flight, self.has_stages = self.unit.sync, 0, False
-        for handle in handles:
-            grads, plan, intra_reduced = handle.grads, handle.reduce_plan, None
-            chunks = grads.take_chunks()
-            if plan.hook is not None:
-                assert sync is Sync.ALL, "a communication hook reduces over all ranks"
-                grads.add_reduced(plan.reduce_by_hook(chunks))
-                continue
-            if sync is Sync.ALL:
-                intra_reduced, grads.intra_reduced = grads.intra_reduced, None
-            reduce = GradReduce(
-                plan, chunks, is_intra_only=sync is Sync.INTRA, intra_reduced=intra_reduced
-            )
-            handle.grad_reduce = reduce
-            self.under_way.append((handle, reduce))
-            self.bytes_in_flight += plan.bytes_in_flight
-            self.has_stages |= bool(reduce.to_come)
-
-    def is_reduced(self) -> bool:
-        return all(reduce.done() for _, reduce in self.under_way)
-
-    def advance(self) -> bool:
-        """Start the stages after the first (between nodes, for example) that need no wait.
-
-        ``GradReduce`` describes the stages. Returns False if a second stage cannot start yet.
-        """
-        return all(reduce.advance() for _, reduce in self.under_way)
-
-    def wait_until_reduced(self) -> bool:
-        """Wait for the reductions for a limited time, and return whether all are finished.
-
-        A reduction may be unfinished because a peer lacks a gradient, and takes part only at the
-        end of its backward. So a wait without a limit could be a deadlock.
-        """
-        if not all(reduce.tells_when_done() for _, reduce in self.under_way):
-            return False
-        # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait
-        # would deadlock with a peer that starts this reduction only at the end of its backward.
-        deadline = time.monotonic() + _STALL_SECONDS
-        while not (self.advance() and self.is_reduced()):
-            if not all(reduce.is_computed() for _, reduce in self.under_way):
-                # This rank's device has not computed the gradients yet, so the reduction cannot be
-                # over. Start counting the time limit when the gradients are computed.
-                deadline = time.monotonic() + _STALL_SECONDS
-            elif time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
-
-    def finish(self) -> None:
-        """Wait for the reductions, and keep the results for the end of backward."""
-        under_way, self.under_way = self.under_way, []
-        for handle, reduce in under_way:
-            out = reduce.finish()
-            if reduce.is_intra_only:
-                handle.grads.add_intra_reduced(out)
-            else:
-                handle.grads.add_reduced(out)
+        return [*self._ready, *(number for number in self.sequence if number not in self._ready)]
 
 
 class ReduceQueue:
     """Starts and finishes the reductions of a model, in the same order on all ranks."""
 
     def __init__(self, state: RunState) -> None:
-        self._state = state
-        self.buckets = split(state.units)
-        self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
-        self._order = ReduceOrder(len(self.buckets))
-        self._adopt(self._order.sequence)
+        self._state, self._handles = state, state.handles
+        # For the first backward, guess the reverse of the order in which modules were registered.
+        # After the first backward, the ranks adopt the real order. The root's flat parameters come
+        # last: forward uses some parameters of the root (embeddings, for example) first, so
+        # backward computes the gradients of these parameters last.
+        self._order = ReduceOrder(len(self._handles))
+        backwards = self._order.sequence[::-1]
+        self._adopt(sorted(backwards, key=lambda n: self._handles[n].unit is state.root))
         self._is_order_agreed = False
-        # Uneven buckets: in a recent backward, some ranks started the bucket's reduction during
+        # Uneven flat parameters: in a recent backward, some ranks started the reduction during
         # backward, and other ranks only at the end, because these ranks lacked a gradient. So do
-        # not wait for such a bucket before the end of backward. Maps the index of each uneven
-        # bucket to the number of further backwards for which the bucket is treated as uneven.
+        # not wait for such a reduction before the end of backward. Maps the number of each uneven
+        # flat parameter to the number of further backwards for which it is treated as uneven.
         self._uneven: dict[int, int] = {}
-        self._in_flight: list[ReduceBucket] = []
+        self._in_flight: list[FlatParamHandle] = []  # the flat parameters whose reduction runs
         self._must_wait = False  # whether all reductions start at the end of backward
 
-        # Units that a user's communication hook reduces in this backward.
-        self._hooked_units: set[Unit] = set()
         # Whether to call communication hooks before the end of backward. False once a rank is at
         # the end of its backward.
         self.asks_hooks = False
-        # How many buckets, counted from the beginning of the order, are ready on all ranks.
+        # How many flat parameters, counted from the beginning of the order, are ready on all ranks.
         self._num_agreed = 0
 
     def refresh(self) -> None:
         """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
-        units = self._state.units
         # Limit the memory of unfinished reductions to twice the gradients of the largest unit. On
-        # an accelerator, the limit is smaller: twice the gradients of the largest bucket. The host
-        # runs far ahead of an accelerator, so the unfinished reductions always reach the limit.
-        on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
-        together = [one.handles for one in (self.buckets if on_accelerator else units)]
-        sizes = (sum(h.reduce_plan.full_bytes for h in handles) for handles in together)
-        self.max_bytes_in_flight = 2 * max(sizes, default=0)
+        # an accelerator, the limit is smaller: twice the largest flat parameter. The host runs far
+        # ahead of an accelerator, so the unfinished reductions always reach the limit.
+        on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
+        sizes: Counter[object] = Counter()
+        for handle in self._handles:
+            sizes[handle if on_accelerator else handle.unit] += handle.reduce_plan.full_bytes
+        self.max_bytes_in_flight = 2 * max(sizes.values(), default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
         """Reset the queue for a new backward.
@@ -241,29 +140,26 @@ class ReduceQueue:
         ``must_wait``: whether all reductions start only at the end of backward (see
         ``Backward._may_reduce_early``).
         """
-        self._must_wait = must_wait
+        self._must_wait, self.asks_hooks, self._num_agreed = must_wait, False, 0
         self._order.begin_backward()
-        self._hooked_units.clear()
-        self._num_agreed = 0
-        for bucket in self.buckets:
-            if not bucket.to_reduce:
-                # This backward does not reduce the bucket, so later buckets must not wait for it.
-                self._order.ready(bucket.index)
-            elif any(handle.reduce_plan.hook is not None for handle in bucket.to_reduce):
-                self._hooked_units.add(bucket.unit)
-        self.asks_hooks = bool(self._hooked_units)
+        for number, handle in enumerate(self._handles):
+            if not handle.reduces:
+                # This backward does not reduce the flat parameter, so later ones must not wait.
+                self._order.ready(number)
+            elif handle.reduce_plan.hook is not None:
+                self.asks_hooks = True
 
-    def add(self, bucket: ReduceBucket) -> None:
-        """Mark a bucket as complete, start all reductions that may start, and finish old ones.
+    def add(self, handle: FlatParamHandle) -> None:
+        """Mark a flat parameter as complete, start what may start, and finish old reductions.
 
         May wait for the oldest reduction, to limit memory (``_finish_old``).
         """
-        self._order.ready(bucket.index)
+        self._order.ready(handle.number)
         self._start_ready()
         self._finish_old()
 
     def call_hooks(self) -> None:
-        """Call the communication hooks of the buckets that are ready on all ranks. Collective.
+        """Call the communication hooks of flat parameters that are ready on all ranks. Collective.
 
         Must be called only if ``asks_hooks`` is True. All ranks have the same ``asks_hooks``.
         """
@@ -272,16 +168,18 @@ class ReduceQueue:
 
     def _start_ready(self) -> None:
         if not self._must_wait:
-            for index in self._order.turns(self._allows):
-                self._start(self.buckets[index], self.buckets[index].to_reduce)
+            for number in self._order.turns(self._allows):
+                if self._handles[number].reduces:
+                    self._start(self._handles[number])
 
-    def _allows(self, index: int) -> bool:
-        unit = self.buckets[index].unit
-        is_agreed = self._order.num_taken < self._num_agreed or unit not in self._hooked_units
-        return is_agreed and not unit.may_diverge
+    def _allows(self, number: int) -> bool:
+        handle = self._handles[number]
+        is_hooked = handle.reduce_plan.hook is not None and handle.reduces
+        is_agreed = not is_hooked or self._order.num_taken < self._num_agreed
+        return is_agreed and not handle.unit.may_diverge
 
     def _agree_on_hooks(self, *, at_end: bool = False) -> None:
-        """Exchange how many buckets each rank has ready; see [Note: hooks]. Collective."""
+        """Exchange how many flat parameters are ready; see [Note: hooks]. Collective."""
         world = self._state.world.apart
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
@@ -292,20 +190,18 @@ class ReduceQueue:
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
-    def _start(self, bucket: ReduceBucket, handles: Sequence[FlatParamHandle]) -> None:
-        """Start to reduce gradients of ``handles``, flat parameters of ``bucket``. Collective."""
-        if not handles:
-            return
-        with self._state.span(Kind.STARTING, bucket.unit, purpose="reduce"):
-            bucket.start(handles)
-        if bucket.under_way:
-            self._in_flight.append(bucket)
-        else:  # a communication hook has reduced the bucket already
-            self._tell_reduced(bucket)
+    def _start(self, handle: FlatParamHandle) -> None:
+        """Start to reduce the gradients of a flat parameter. Collective."""
+        with self._state.span(Kind.STARTING, handle.unit, purpose="reduce"):
+            handle.start_reduction()
+        if handle.is_reducing:
+            self._in_flight.append(handle)
+        else:  # a communication hook has reduced the gradients already
+            self._tell_reduced(handle)
 
-    def _tell_reduced(self, bucket: ReduceBucket) -> None:
+    def _tell_reduced(self, handle: FlatParamHandle) -> None:
         for extension in self._state.extensions:
-            extension.reduced(bucket.unit)
+            extension.reduced(handle.unit)
 
     def _finish_old(self) -> None:
         """Finish the reductions that are over.
@@ -315,32 +211,32 @@ class ReduceQueue:
         """
         self._state.pending_sends.drop_sent()
         with self._state.span(Kind.STARTING, purpose="reduce"):
-            for bucket in self._in_flight:
+            for handle in self._in_flight:
                 # A second stage (between nodes, for example) starts only after the second stages of
-                # all earlier buckets. So stop at the first bucket whose second stage cannot start.
-                if bucket.has_stages and not bucket.advance():
+                # all earlier reductions. So stop at the first one that cannot start.
+                if handle.reduction.has_stages and not handle.reduction.advance():
                     break
         while self._in_flight:
-            bucket = self._in_flight[0]
-            if not bucket.is_reduced():
-                bytes_in_flight = sum([one.bytes_in_flight for one in self._in_flight])
-                # A peer that lacks a gradient of this bucket starts the reduction only at the end
-                # of its backward, and then a wait would run into its time limit. This is likely if
-                # some peer lacked a gradient of the bucket lately, or if some ranks compute no
+            handle = self._in_flight[0]
+            if not handle.reduction.done():
+                in_flight = sum([one.reduce_plan.bytes_in_flight for one in self._in_flight])
+                # A peer that lacks a gradient of this flat parameter starts the reduction only at
+                # the end of its backward, and then a wait would run into its time limit. This is
+                # likely if some peer lacked such a gradient lately, or if some ranks compute no
                 # gradients at all (`join`). So do not wait in these cases.
-                is_late = self._state.lacks_ranks or bucket.index in self._uneven
-                if bytes_in_flight <= self.max_bytes_in_flight or is_late:
+                is_late = self._state.lacks_ranks or handle.number in self._uneven
+                if in_flight <= self.max_bytes_in_flight or is_late:
                     return
-                with self._state.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-                    if not bucket.wait_until_reduced():
+                with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
+                    if not wait_until_reduced(handle.reduction):
                         return
             self._finish_first()
-            self._tell_reduced(bucket)
+            self._tell_reduced(handle)
 
     def _finish_first(self) -> None:
-        bucket = self._in_flight.pop(0)
-        with self._state.span(Kind.REDUCE_WAIT, bucket.unit):
-            bucket.finish()
+        handle = self._in_flight.pop(0)
+        with self._state.span(Kind.REDUCE_WAIT, handle.unit):
+            handle.finish_reduction()
 
     # ------------------------------------------------------------ the end of backward
 
@@ -353,18 +249,15 @@ class ReduceQueue:
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        # `to_come`: flat parameters in the buckets of `rest`, which are reduced below if any rank
-        # used the bucket. So their gradients do not count as left over (`Agreement.left_over`).
-        to_come = {handle for index in rest for handle in self.buckets[index].to_reduce}
-        agreed = agree(self._state, len(self.buckets), set(rest), to_come)
-        self._uneven = {index: left - 1 for index, left in self._uneven.items() if left > 1}
+        agreed = agree(self._state, set(rest))
+        self._uneven = {number: left - 1 for number, left in self._uneven.items() if left > 1}
         self._uneven.update(dict.fromkeys(agreed.uneven, _REMEMBERED))
-        for bucket in (self.buckets[index] for index in rest):
-            if any(any(agreed.used[handle]) for handle in bucket.handles):
-                self._start(bucket, bucket.to_reduce)
+        for handle in (self._handles[number] for number in rest):
+            if handle.reduces and any(agreed.used[handle]):
+                self._start(handle)
         self._finish_all()
-        for _, handle in agreed.left_over:
-            self._start(self.bucket_of[handle], [handle])
+        for handle in agreed.left_over:
+            self._start(handle)
         self._finish_all()
         if not self._is_order_agreed and all(u.sync is Sync.ALL for u in self._state.units):
             self._agree_on_order()
@@ -374,16 +267,15 @@ class ReduceQueue:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
         # Start the second stages (between nodes, for example) of all reductions first, so that they
         # overlap. Then wait for each reduction.
-        for bucket in self._in_flight:
-            if bucket.has_stages:
-                with self._state.span(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-                    for _, reduce in bucket.under_way:
-                        reduce.cross()
+        for handle in self._in_flight:
+            if handle.reduction.has_stages:
+                with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
+                    handle.reduction.cross()
         while self._in_flight:
             self._finish_first()
 
     def _agree_on_order(self) -> None:
-        """Adopt the order in which buckets became ready on rank 0. Collective, once per model."""
+        """Adopt the order in which gradients became ready on rank 0. Collective, once per model."""
         world = self._state.world
         order = torch.tensor(self._order.suggested(), device=world.control_device)
         with self._state.span(Kind.RANKS_WAIT):
@@ -395,7 +287,7 @@ class ReduceQueue:
         # Move units that some ranks may skip to the end of the order. The reductions of these units
         # start only at the end of backward, and all later reductions in the order would have to
         # wait.
-        self._order.adopt(sorted(sequence, key=lambda i: self.buckets[i].unit.may_diverge))
+        self._order.adopt(sorted(sequence, key=lambda n: self._handles[n].unit.may_diverge))
 
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
@@ -405,22 +297,26 @@ class ReduceQueue:
             # this stage would match this rank's next collectives.
             self._finish_all()
         finally:
-            for bucket in self.buckets:  # also a bucket whose start was interrupted
-                bucket.under_way = []
             self._in_flight.clear()
 
 
-def split(units: Sequence[Unit]) -> list[ReduceBucket]:
-    """Make the buckets of all units.
+def wait_until_reduced(reduction: GradReduce) -> bool:
+    """Wait for a reduction for a limited time, and return whether it is finished.
 
-    The flat parameters of a unit form one common bucket. Flat parameters with ``reduces_alone`` are
-    exceptions: each of them is a separate bucket, after the common bucket.
+    A reduction may be unfinished because a peer lacks a gradient, and takes part only at the end of
+    its backward. So a wait without a limit could be a deadlock.
     """
-    buckets: list[ReduceBucket] = []
-    for unit in units:
-        together = [handle for handle in unit.handles if not handle.plan.reduces_alone]
-        alone = [[handle] for handle in unit.handles if handle.plan.reduces_alone]
-        # A unit without parameters gets an empty bucket, so that every unit has a bucket.
-        for handles in (together, *alone) if together or not alone else alone:
-            buckets.append(ReduceBucket(unit, handles, len(buckets)))
-    return buckets
+    if not reduction.tells_when_done():
+        return False
+    # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait would
+    # deadlock with a peer that starts this reduction only at the end of its backward.
+    deadline = time.monotonic() + _STALL_SECONDS
+    while not (reduction.advance() and reduction.done()):
+        if not reduction.is_computed():
+            # This rank's device has not computed the gradients yet, so the reduction cannot be
+            # over. Start counting the time limit when the gradients are computed.
+            deadline = time.monotonic() + _STALL_SECONDS
+        elif time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -68,7 +68,7 @@ class RunState:
             number: identifies the model in exchanges; below 256, and the same on all ranks.
         """
         self.units, self.root = list(units), units[-1]
-        self.handles = [(unit, handle) for unit in self.units for handle in unit.handles]
+        self.handles = [handle for unit in self.units for handle in unit.handles]
         self.world, self.number = world, number
 
         # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
@@ -88,8 +88,8 @@ class RunState:
         # This rank's memory that other ranks may still read. All handles share the list, so that a
         # single wait at the end of a forward or backward covers the whole model.
         self.pending_sends = PendingSends()
-        for _, handle in self.handles:
-            handle.plan.pending_sends = self.pending_sends
+        for number, handle in enumerate(self.handles):
+            handle.plan.pending_sends, handle.number = self.pending_sends, number
         # Device of the unsharded buffers. None: the model trains on a single rank, without
         # unsharded buffers, so nothing is communicated.
         self.device: torch.device | None = None
@@ -122,7 +122,7 @@ class RunState:
         # units without an unsharded buffer never communicate, so skip these units. None: no unit
         # communicates.
         is_alone = self.world.size == 1
-        devices = (h.device for _, h in self.handles if h.buffer_bytes or not is_alone)
+        devices = (h.device for h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
         # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the buffers'
         # storages, to recognise views of a buffer among the tensors that autograd saves.

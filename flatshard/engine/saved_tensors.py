@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.engine.run_state import RunState
-from flatshard.engine.unit import Unit
 from flatshard.precision import tensors_in
 from flatshard.tensor.sharded_tensor import untraced
 from flatshard.units.module_tree import unit_text
@@ -34,8 +33,8 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class SavedView(tuple[Any, ...]):
     """The position of a view in an unsharded buffer, and the version of the shard when saved.
 
-    Autograd saves this tuple instead of the view: the unit, the handle of the flat parameter, the
-    size, stride and offset of the view, and the version. A ``NamedTuple`` would be made more
+    Autograd saves this tuple instead of the view: the handle of the flat parameter, the size,
+    stride and offset of the view, and the version. A ``NamedTuple`` would be made more
     slowly.
     """
 
@@ -61,13 +60,12 @@ class SavedTensors:
 
     def __init__(self, state: RunState, backward: Backward) -> None:
         self._state, self._backward = state, backward
-        # For each storage of an unsharded buffer: the unit, the flat parameter's handle, and
-        # whether to save copies of views (`Unit.copies_saved`). The storage's address is a valid
-        # key, because a buffer keeps its storage object: freeing the buffer only resizes the
-        # storage to zero bytes.
+        # For each storage of an unsharded buffer: the flat parameter's handle, and whether to save
+        # copies of views (`Unit.copies_saved`). The storage's address is a valid key, because a
+        # buffer keeps its storage object: freeing the buffer only resizes the storage to zero.
         self._owners = {
-            handle.buffer.untyped_storage()._cdata: (unit, handle, unit.copies_saved(handle))
-            for unit, handle in state.handles
+            handle.buffer.untyped_storage()._cdata: (handle, handle.unit.copies_saved(handle))
+            for handle in state.handles
             if handle.buffer_bytes
         }
         # For each forward under way, the hooks that the forward installed. None: the forward
@@ -75,7 +73,7 @@ class SavedTensors:
         self.active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._usual_pair = self._pair(None)
 
-    def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle, bool] | None:
+    def _owner(self, tensor: Tensor) -> tuple[FlatParamHandle, bool] | None:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
         if type(plain) not in _PLAIN or plain.layout is not torch.strided:
             return None
@@ -153,7 +151,7 @@ class SavedTensors:
                 return tensor.detach(), tensor._version
             if not is_plain:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
-            unit, handle, copies = found
+            handle, copies = found
             if handle.buffer._version != handle.clean_version:
                 state.edits.check_values(handle)
             # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
@@ -163,7 +161,7 @@ class SavedTensors:
                 copy = tensor.clone()  # rare, so the memory of the copies is small
                 return (copy, copy._version) if outer is None else outer[0](copy)
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return SavedView((unit, handle, size, stride, int(offset), handle.gathered_version))
+            return SavedView((handle, size, stride, int(offset), handle.gathered_version))
 
         def unpack(packed: Any) -> Tensor:
             kind = type(packed)
@@ -176,11 +174,11 @@ class SavedTensors:
                 if tensor._version != version:
                     raise _edited(tensor, version)
                 return tensor
-            unit, handle, size, stride, offset, saved_version = packed
+            handle, size, stride, offset, saved_version = packed
             # Unshard if the unit was resharded, or if an optimizer step made the buffer stale.
             version = handle.version if handle.is_whole else handle.flat_param._version
             if handle.state is not ShardState.UNSHARDED or handle.gathered_version != version:
-                backward.unshard_again(unit)
+                backward.unshard_again(handle.unit)
                 version = handle.version
             # Autograd does not check the version of tensors that hooks pack, so check the version
             # here.

@@ -48,8 +48,8 @@ class Touch(ParamOwner):
         # Maps the `ShardSpec` of each sharded parameter to the unit, the flat parameter and the
         # original parameter.
         self._places = {
-            param.spec: (unit, handle, param)
-            for unit, handle in state.handles
+            param.spec: (handle.unit, handle, param)
+            for handle in state.handles
             for param in handle.params
         }
         # For programs that read one parameter after another (see `_full`). `_loop_flat`: the flat

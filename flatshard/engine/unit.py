@@ -184,6 +184,7 @@ class Unit:
         """Make ``handles`` the unit's flat parameters, and register hooks for their gradients."""
         self.handles = list(handles)
         for handle in self.handles:
+            handle.unit = self
             with torch.inference_mode(False):
                 for param in handle.params:
                     param.connect(partial(self._grad_hook, handle))
@@ -203,13 +204,13 @@ class Unit:
         # Let the hook keep only weak references. Python's garbage collector does not see the
         # references from autograd to the hook. So the collector could never free a reference cycle
         # through the hook.
-        this, owner, param_of = weakref.ref(self), weakref.ref(handle), weakref.ref(original)
+        owner, param_of = weakref.ref(handle), weakref.ref(original)
 
         @untraced
         def hook(full: Tensor) -> None:
-            unit, handle, param = this(), owner(), param_of()
-            if unit is not None and handle is not None and param is not None:
-                unit.backward.receive(unit, handle, param, full)
+            handle, param = owner(), param_of()
+            if handle is not None and param is not None:
+                handle.unit.backward.receive(handle, param, full)
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook

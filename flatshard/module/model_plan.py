@@ -84,7 +84,7 @@ class PlannedUnit:
             kind = param.dtype, param.requires_grad, precision
             plan = plans.setdefault(
                 (*kind, is_apart and id(param)),
-                FlatParamPlan(self.name, self.settings.device, *kind, reduces_alone=is_apart),
+                FlatParamPlan(self.name, self.settings.device, *kind),
             )
             self.flat_params.setdefault(plan, {})[info.name] = info
 

@@ -54,8 +54,6 @@ class FlatParamPlan:
     dtype: torch.dtype  # dtype of the shards
     requires_grad: bool
     precision: ParamPrecision
-    # Whether the gradients of this flat parameter are reduced separately from the rest of the unit.
-    reduces_alone: bool
     layout: FlatLayout = field(init=False)  # set once the number of ranks is known
     topology: Topology = field(init=False)  # set, with the targets, when the unit is made
     targets: OffloadTargets = field(init=False)

@@ -186,17 +186,17 @@ def _step_of_two(runs: list[Run], step: int) -> None:
 @contextlib.contextmanager
 def _counting_stalls() -> Iterator[list[Any]]:
     stalls: list[Any] = []
-    wait = reduce_queue.ReduceBucket.wait_until_reduced
+    wait = reduce_queue.wait_until_reduced
 
-    def counted(unit: Any) -> bool:
-        is_reduced = wait(unit)
+    def counted(reduction: Any) -> bool:
+        is_reduced = wait(reduction)
         if not is_reduced:
-            stalls.append(unit)
+            stalls.append(reduction)
         return is_reduced
 
     with (
         mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.1),
-        mock.patch.object(reduce_queue.ReduceBucket, "wait_until_reduced", counted),
+        mock.patch.object(reduce_queue, "wait_until_reduced", counted),
     ):
         yield stalls
 

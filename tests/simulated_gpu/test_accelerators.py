@@ -74,12 +74,9 @@ class _Reduce:
 def test_a_reduction_on_a_device_is_waited_for_by_the_host(
     reduce: _Reduce, is_reduced: bool
 ) -> None:
-    handle: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    under_way: Any = [(handle, reduce)]
-    unit: Any = None
-    bucket = reduce_queue.ReduceBucket(unit, [handle], 0, under_way)
+    reduction: Any = reduce
     with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
-        assert bucket.wait_until_reduced() is is_reduced
+        assert reduce_queue.wait_until_reduced(reduction) is is_reduced
 
 
 class _Late:
@@ -422,7 +419,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         handle.device = torch.device("cuda", 0)
         sizes.append(handle.layout.padded_numel * handle.reduce_plan.dtypes.reduce_dtype.itemsize)
     context.refresh()
-    assert len(reduce_queue.split([context.root])) > 1, "the root's large parameters are apart"
+    assert len(context.root.handles) > 1, "the root's large parameters are apart"
     assert context.backward.queue.max_bytes_in_flight == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")

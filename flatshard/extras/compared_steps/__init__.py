@@ -88,8 +88,8 @@ class ComparedSteps(Steps):
         with suppress(ReferenceError):  # the model is gone, or a part of a larger model now
             return {
                 id(param.sharded): param.name
-                for unit, handle in self._state.handles
-                if unit.topology.world.size == self._state.world.size
+                for handle in self._state.handles
+                if handle.topology.world.size == self._state.world.size
                 for param in handle.params
             }
         return {}

@@ -161,10 +161,10 @@ class DeviceChecks(ForwardEdits, StepExtension):
 
     def votes(self) -> bytes:
         self._read_results()
-        return bytes(handle in self._edited for _, handle in self._state.handles)
+        return bytes(handle in self._edited for handle in self._state.handles)
 
     def tally(self, maxima: bytes) -> None:
-        handles = [handle for _, handle in self._state.handles]
+        handles = self._state.handles
         self._edited = [one for one, flag in zip(handles, maxima, strict=True) if flag]
 
     def end_backward(self, has_gradients: bool) -> None:

@@ -110,7 +110,7 @@ class Join(StepExtension):
         self._by_initial_size = by_initial_size
         self._comm = self._state.world.apart
         self._buffers = self._state.buffers
-        self._handles = [handle for _, handle in self._state.handles]
+        self._handles = self._state.handles
         params = [param for handle in self._handles for param in handle.sharded]
         self._numbers = {param: number for number, param in enumerate(params)}
         self._active = list(range(self._comm.size))  # ranks that had input at the last exchange
@@ -267,9 +267,10 @@ class Join(StepExtension):
 
     def _note_grads(self, *, reduced_only: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for unit, handle in self._state.handles:
+            for handle in self._handles:
                 # Skip gradients accumulated under `no_sync`, which differ between ranks.
-                for param in handle.sharded if unit.sync is Sync.ALL or not reduced_only else ():
+                is_reduced = handle.unit.sync is Sync.ALL
+                for param in handle.sharded if is_reduced or not reduced_only else ():
                     if param.grad is not None:
                         self._published[param.grad] = local_range(param.grad)._version
 

@@ -66,11 +66,11 @@ class Outcome:
 class _Reduction:
     """A running reduction: its buffers, and the time of its end.
 
-    ``crossing``: the flat parameters whose second stage, over the replicas, has not begun yet.
+    ``crosses``: whether the second stage, over the replicas, has not begun yet.
     """
 
-    bucket: Sequence[FlatMemory]
-    crossing: Sequence[FlatMemory]
+    flat: FlatMemory
+    crosses: bool
     ends: float
     buffers: list[Held] = field(default_factory=list)
 
@@ -110,19 +110,14 @@ class Replay:
         self._native = machine.transport == "native"
         self._sockets = machine.transport == "sockets"
         self.of_unit: dict[int, list[FlatMemory]] = defaultdict(list)
-        buckets: dict[tuple[int, int], list[FlatMemory]] = defaultdict(list)
-        for index, flat in enumerate(flats):
+        for flat in flats:
             self.of_unit[flat.unit].append(flat)
             self.allocate(flat.parameter_bytes, "parameters")
             if flat.placement.over_all:
                 self.allocate(flat.secondary_bytes, "unsharded")
-            if flat.is_trained:
-                flat.bucket = buckets[flat.unit, index if flat.reduces_alone else -1]
-                flat.bucket.append(flat)
             least = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.params))
             is_large = flat.gather_size > 1 and flat.whole_gradient_bytes >= least
             flat.in_place = self._sockets and is_large
-        self._buckets = list(buckets.values())
         self.allocate(trace.buffer_bytes, "buffers")
         begin = trace.events.index(Mark("backward"))
         made = {event.block for event in trace.events[:begin] if isinstance(event, Alloc)}
@@ -136,7 +131,8 @@ class Replay:
         # The same limits as in ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, a
         # reduction counts twice: memory to send, and memory to receive.
         on_gpu = machine.device.is_gpu
-        sums = map(_gradient_bytes, self._buckets if on_gpu else self.of_unit.values())
+        together = [[flat] for flat in flats] if on_gpu else self.of_unit.values()
+        sums = map(_gradient_bytes, together)
         self._max_in_flight = (1 + on_gpu) * max(sums, default=0)
         self._budget = max(map(_gathered_bytes, self.of_unit.values()), default=0)
         self._in_flight: list[_Reduction] = []
@@ -369,9 +365,9 @@ class Replay:
             if not is_kept and flat.buffer is None:
                 self.now("copying gradients")
                 flat.buffer = self.allocate(flat.whole_gradient_bytes, "reduction")
-        if all(one.is_complete for one in flat.bucket):
+        if flat.is_complete:
             if self.syncs:
-                self._reduce(flat.bucket)
+                self._reduce(flat)
             self.end_unit(flat.unit)
         if not is_kept:  # `Backward.receive` refers to the gradient until the reduction has begun
             self.free(block)
@@ -401,16 +397,14 @@ class Replay:
             sent.append(slot if is_kept else self.copy(slot, nbytes, "reduction"))
         return sent
 
-    def _reduce(self, bucket: Sequence[FlatMemory]) -> None:
-        """Start the reductions of a bucket, and finish earlier reductions that have ended."""
-        self.now("reduction of", bucket[0].unit)
-        crossing = [flat for flat in bucket if flat.replicas > 1]
-        reduction = _Reduction(bucket, crossing, self.clock)
-        for flat in bucket:
-            sent = self._fill(flat)
-            if flat.gather_size == 1:
-                flat.results += sent
-                continue
+    def _reduce(self, flat: FlatMemory) -> None:
+        """Start the reduction of a flat parameter, and finish earlier ones that have ended."""
+        self.now("reduction of", flat.unit)
+        reduction = _Reduction(flat, flat.replicas > 1, self.clock)
+        sent = self._fill(flat)
+        if flat.gather_size == 1:
+            flat.results += sent
+        else:
             nbytes = self._sum_bytes(flat, flat.crossing_bytes)
             flat.results.append(self.allocate(nbytes, "reduction"))
             # If the dtypes are equal, sockets receive the first rank's gradients into the result,
@@ -432,32 +426,33 @@ class Replay:
 
     def _cross(self, reduction: _Reduction) -> None:
         """Begin the second stage of a reduction: over the replicas, or over the other nodes."""
-        crossing, reduction.crossing = reduction.crossing, ()
-        if crossing and not self.machine.device.is_gpu:
+        if not reduction.crosses:
+            return
+        flat, reduction.crosses = reduction.flat, False
+        if not self.machine.device.is_gpu:
             self.wait(reduction.ends)
             self.free(*reduction.buffers)
             reduction.buffers = []
-        for flat in crossing:
-            # The second stage is an all-reduce: a reduce-scatter and an all-gather. If each rank
-            # keeps only a part of the result, the second stage is only a reduce-scatter.
-            steps = 1 if flat.reduced_bytes < flat.crossing_bytes else 2
-            if steps == 1:
-                copies = self.allocate(self._native * flat.crossing_bytes, "reduction")
-                reduction.buffers += [*flat.results, copies]
-                nbytes = self._sum_bytes(flat, flat.reduced_bytes)
-                flat.results = [self.allocate(nbytes, "reduction")]
-            in_node = max(1, self.machine.per_node // flat.gather_size)
-            reduction.ends = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
+        # The second stage is an all-reduce: a reduce-scatter and an all-gather. If each rank keeps
+        # only a part of the result, the second stage is only a reduce-scatter.
+        steps = 1 if flat.reduced_bytes < flat.crossing_bytes else 2
+        if steps == 1:
+            copies = self.allocate(self._native * flat.crossing_bytes, "reduction")
+            reduction.buffers += [*flat.results, copies]
+            nbytes = self._sum_bytes(flat, flat.reduced_bytes)
+            flat.results = [self.allocate(nbytes, "reduction")]
+        in_node = max(1, self.machine.per_node // flat.gather_size)
+        reduction.ends = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
 
     def _finish_old(self) -> None:
         """Finish reductions that have ended, and wait if reductions hold too much memory."""
         while self._in_flight:
             first = self._in_flight[0]
             # With gloo, only a wait finds out that a reduce-scatter has ended.
-            reports_end = not self._native or all(flat.gather_size == 1 for flat in first.bucket)
+            reports_end = not self._native or first.flat.gather_size == 1
             if reports_end and first.ends <= self.clock:
                 self._cross(first)
-            over = sum(_gradient_bytes(one.bucket) for one in self._in_flight) > self._max_in_flight
+            over = _gradient_bytes([one.flat for one in self._in_flight]) > self._max_in_flight
             if not reports_end or (first.ends > self.clock and not over):
                 return
             self._finish_first()
@@ -467,17 +462,17 @@ class Replay:
         self._cross(first)
         self.wait(first.ends)
         self.free(*first.buffers)
-        for flat in first.bucket:
-            for place, held in enumerate(flat.results):
-                if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
-                    flat.results[place] = self.copy(held, flat.gradient_bytes, "gradients")
+        flat = first.flat
+        for place, held in enumerate(flat.results):
+            if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
+                flat.results[place] = self.copy(held, flat.gradient_bytes, "gradients")
 
     def end_backward(self) -> None:
         """Finish all reductions, and move the reduced gradients to ``grads``."""
         if self.syncs:
-            for bucket in self._buckets:
-                if any(flat.slots or flat.buffer for flat in bucket):
-                    self._reduce(bucket)
+            for flat in self.flats:
+                if flat.is_trained and (flat.slots or flat.buffer):
+                    self._reduce(flat)
             for reduction in self._in_flight:
                 self._cross(reduction)
             while self._in_flight:

@@ -43,7 +43,6 @@ class FlatMemory:
         secondary_bytes: bytes of the secondary shard, kept between forward and backward, from which
             backward unshards the unit.
         is_trained: whether the parameters require gradients.
-        reduces_alone: whether the gradients are reduced separately from the rest of the unit.
         is_cast: whether an all-gather sends a copy of the shard in another dtype.
         is_lookup: whether all parameters are embeddings, which backward does not read.
         is_freed_after: whether the unit reshards after backward.
@@ -53,7 +52,6 @@ class FlatMemory:
         gather_size: number of ranks in an all-gather of forward.
         regather_size: number of ranks in an all-gather of backward.
         replicas: number of ranks with the same shard, or in the second stage of a reduction.
-        bucket: the flat parameters that are reduced together, including this flat parameter.
         in_place: whether the transport reads the gradients from autograd's memory, without a copy.
         unsharded: the unsharded parameters, unless they are freed.
         source: copy of the shard in the compute dtype, while an all-gather sends the copy.
@@ -77,7 +75,7 @@ class FlatMemory:
         self.name, self.unit, self.placement = unit.name, unit.number, placement
         self.params = tuple(info.param for info in unit.flat_params[plan].values())
         self.numel = layout.numel
-        self.is_trained, self.reduces_alone = plan.requires_grad, plan.reduces_alone
+        self.is_trained = plan.requires_grad
         self.is_cast = self.compute_dtype != plan.dtype
         places = [place for info in unit.flat_params[plan].values() for place in info.locations]
         self.is_lookup = all(type(place.module) in LOOKUPS for place in places)
@@ -103,7 +101,6 @@ class FlatMemory:
         is_freed = placement.reshard_after_forward and unit.name
         if placement.regather_size and (is_freed or self.is_lookup):
             self.secondary_bytes = unsharded // placement.regather_size
-        self.bucket: list[FlatMemory] = []
         self.in_place = self.is_stale = False
         self.unsharded: Held | None = None
         self.source: Held | None = None
