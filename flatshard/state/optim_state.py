@@ -105,8 +105,8 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
     errors. ``state_dict`` is keyed by parameter name.
     """
     found: dict[str, Any] = {}
-    groups = zip(params.groups, state_dict["param_groups"], strict=True)
-    for number, (group, options) in enumerate(groups):
+    for number, group in enumerate(params.groups):
+        options = state_dict["param_groups"][number]
         names = [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
         for fqn in names:
             state = named_values(state_dict["state"].get(fqn, {}))
