@@ -246,7 +246,7 @@ def _are_close(one: _Digest | None, other: _Digest | None) -> bool:
     """Whether two ranks have the same value. Sums may differ by the rounding of other kernels."""
     if one is None or other is None or one[0] != other[0]:
         return one == other
-    pairs = zip(one[1], other[1], strict=True)
+    pairs = zip(one[1], other[1], strict=False)
     limit = 1e-3 * max((*one[1][:1], *other[1][:1]), default=0.0)
     return all(abs(a - b) <= limit or repr(a) == repr(b) for a, b in pairs)
 
