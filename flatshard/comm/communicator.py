@@ -63,6 +63,14 @@ def transport_kinds() -> list[type[Transport]]:
     return [*first, SocketTransport, NativeTransport]
 
 
+_ALL_REDUCING = "all-reducing gradients in backward"
+
+
+@cache
+def _gathering(purpose: str) -> str:
+    return f"all-gathering parameters for {purpose}"
+
+
 @cache  # every all-gather and reduction of every step needs a name
 def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
     """Name of a collective in errors and in reports of waits."""
@@ -223,11 +231,9 @@ class Communicator(Members):
                 f"{unit_text(request.unit_fqn)}: internal error: {shard.numel()} elements from "
                 f"each of {self.size} ranks do not fill a buffer of {out.numel()} elements."
             )
-        action = f"all-gathering parameters for {request.purpose}"
-        if request.reduced:
-            action = "all-reducing gradients in backward"
-        else:  # `reduced`: already noted by `reduce_scatter`, the first half of the all-reduce
+        if not request.reduced:  # else `reduce_scatter`, the first half, has noted it already
             self.note("gather", request.unit_fqn, out.nbytes)
+        action = _ALL_REDUCING if request.reduced else _gathering(request.purpose)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
@@ -242,7 +248,7 @@ class Communicator(Members):
         action = "reduce-scattering gradients in backward"
         if request.kind == "all_reduce":
             nbytes = (nbytes + out.nbytes * self.size) // 2
-            action = "all-reducing gradients in backward"
+            action = _ALL_REDUCING
         self.note(request.kind, request.unit_fqn, nbytes)
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
@@ -254,8 +260,7 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
         """
         self.note("all_reduce", unit_fqn, buffer.nbytes)
-        action = "all-reducing gradients in backward"
-        op_name = _op_name(unit_fqn, action, self.global_rank, self.ranks_text)
+        op_name = _op_name(unit_fqn, _ALL_REDUCING, self.global_rank, self.ranks_text)
         with named(op_name):
             # Only the native transport has an all-reduce. It is the last transport, and accepts
             # every tensor.

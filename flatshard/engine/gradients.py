@@ -21,6 +21,7 @@ This module starts no collective.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -123,6 +124,15 @@ class Gradients:
         self._plan, self.dtypes = plan, plan.dtypes
         # The objects of published gradients, keyed by index of the parameter; see `_of_chunk`.
         self._kept: dict[int, FlatShardTensor] = {}
+        # Zeros for the padding, each with the index of the parameter that follows, the last first.
+        starts = [span.start for span in self._layout.spans]
+        self._gaps = [
+            (
+                bisect_left(starts, end),
+                torch.zeros(end - start, dtype=self.dtypes.reduce_dtype, device=plan.device),
+            )
+            for start, end in reversed(self._layout.gaps)
+        ]
         # Decides which gradients the transport reads in place. None: all gradients are copied to
         # `_buffer`, and the transport reads `_buffer`.
         self._chunk_plan: ChunkPlan | None = None
@@ -336,6 +346,13 @@ class Gradients:
             self._empty()
             return self._chunk_plan.chunks(grads)
         spans = self._layout.spans
+        if self._buffer is None and len(self._separate) == len(spans):
+            pieces = self._in_memory_order(range(len(spans)))
+            if {piece.dtype for piece in pieces} == {self.dtypes.reduce_dtype}:  # the usual case
+                for index, gap in self._gaps:  # the last gap first
+                    pieces.insert(index, gap)
+                self._empty()
+                return FlatChunks.of(torch.cat(pieces))
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)
@@ -343,9 +360,9 @@ class Gradients:
         if self._separate:
             # Make all views with one call and all copies with one kernel: a call and a kernel
             # per parameter would take longer than the copies.
-            pieces = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
+            places = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
             separate = self._in_memory_order(self._separate)
-            torch._foreach_copy_([pieces[index] for index in self._separate], separate)
+            torch._foreach_copy_([places[index] for index in self._separate], separate)
         self._empty()
         return FlatChunks.of(buffer)
 

@@ -63,7 +63,9 @@ class FlatParamHandle:
         # Whether this rank holds the whole flat parameter.
         self.is_whole = plan.topology.shard.size == 1
         self.params = list(params)
-        self.num_trainable = 0  # number of parameters that require a gradient (`Unit` counts)
+        # Number of parameters that require a gradient, counted whenever modules get the unsharded
+        # parameters.
+        self.num_trainable = 0
         self.unit: Any = None  # the `Unit` that owns the flat parameter
         self.number = -1  # index among the model's flat parameters
         # All places of all parameters: a tied parameter has several places.
@@ -345,16 +347,24 @@ class FlatParamHandle:
         Raises RuntimeError if a module's parameter was replaced after wrapping.
         """
         if self.is_aliased:
+            self.count_trainable()
             return
+        number = 0
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.params:
                 full, trains = param.full, param.sharded.requires_grad
+                number += trains
                 # Users set `requires_grad` of the sharded parameter, so copy the flag from there.
                 # Compare first, because setting the flag takes longer than reading the flag.
                 if full.requires_grad is not trains:
                     full.requires_grad_(trains)
+        self.num_trainable = number
         self.check_places()
         self.put([param.full for param in self.params])
+
+    def count_trainable(self) -> None:
+        """Count the parameters that require a gradient. Users may freeze parameters at any time."""
+        self.num_trainable = sum([param.full.requires_grad for param in self.params])
 
     def check_places(self) -> None:
         """Raise RuntimeError if a module's parameter was replaced after wrapping."""

@@ -195,7 +195,8 @@ class Unit:
                 (handle, [place for place in handle.places if place[0] in inside])
                 for handle in self.handles
             ]
-        self.count_trainable()
+        for handle in self.handles:
+            handle.count_trainable()
 
     def _grad_hook(
         self, handle: FlatParamHandle, original: OriginalParam
@@ -215,11 +216,6 @@ class Unit:
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
 
-    def count_trainable(self) -> None:
-        """Count the parameters that require a gradient. Users may freeze parameters at any time."""
-        for handle in self.handles:
-            handle.num_trainable = sum([param.full.requires_grad for param in handle.params])
-
     @property
     def buffer_bytes(self) -> int:
         return sum(handle.buffer_bytes for handle in self.handles)
@@ -232,8 +228,6 @@ class Unit:
         inside a backward, does not call this method: the unit stays in phase BACKWARD.
         """
         self.phase = phase
-        if phase is not Phase.IDLE:
-            self.count_trainable()
 
     @property
     def is_current(self) -> bool:

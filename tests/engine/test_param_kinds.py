@@ -371,15 +371,16 @@ class _Allocated:
 @contextmanager
 def _counted_gradient_buffers() -> Iterator[_Allocated]:
     counted = _Allocated()
-    allocate = Gradients._allocate
+    take_chunks = Gradients.take_chunks
 
-    def count(self: Gradients) -> Tensor:
-        buffer = allocate(self)
-        counted.total += buffer.untyped_storage().nbytes()
-        counted.count += 1
-        return buffer
+    def count(self: Gradients) -> Any:
+        chunks = take_chunks(self)
+        for buffer in chunks.tensors:
+            counted.total += buffer.untyped_storage().nbytes()
+            counted.count += 1
+        return chunks
 
-    with mock.patch.object(Gradients, "_allocate", count):
+    with mock.patch.object(Gradients, "take_chunks", count):
         yield counted
 
 

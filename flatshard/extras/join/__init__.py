@@ -338,8 +338,8 @@ class Join(StepExtension):
 
     def follow_backward(self, grads: tuple[str, ...]) -> None:
         self._treat(grads)
-        for unit in self._state.units:
-            unit.count_trainable()
+        for handle in self._handles:
+            handle.count_trainable()
         owner = self._handles[0].params[0].spec.owner
         with torch.enable_grad():
             # This rank has no gradients to compute. Run a backward of a dummy tensor, so that this
