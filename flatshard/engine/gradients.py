@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +57,10 @@ _SMALL_BYTES = 1 << 20
 # Minimum mean size of the gradients for which the transport (sockets, for example) reads each
 # gradient in place. For smaller gradients, copying all gradients to one buffer first is faster.
 _MEAN_IN_PLACE_BYTES = 1 << 16
+
+
+# Most padding, in elements, for which `Gradients` keeps zeros.
+_MOST_PADDING = 1 << 12
 
 
 class Sync(enum.Enum):
@@ -125,14 +130,12 @@ class Gradients:
         # The objects of published gradients, keyed by index of the parameter; see `_of_chunk`.
         self._kept: dict[int, FlatShardTensor] = {}
         # Zeros for the padding, each with the index of the parameter that follows, the last first.
-        starts = [span.start for span in self._layout.spans]
-        self._gaps = [
-            (
-                bisect_left(starts, end),
-                torch.zeros(end - start, dtype=self.dtypes.reduce_dtype, device=plan.device),
-            )
-            for start, end in reversed(self._layout.gaps)
-        ]
+        # None: zeros for so much padding would take too much memory.
+        self._gaps: list[tuple[int, Tensor]] | None = None
+        gaps, starts = self._layout.gaps[::-1], [span.start for span in self._layout.spans]
+        if sum(end - start for start, end in gaps) < _MOST_PADDING:
+            make = partial(torch.zeros, dtype=self.dtypes.reduce_dtype, device=plan.device)
+            self._gaps = [(bisect_left(starts, end), make(end - start)) for start, end in gaps]
         # Decides which gradients the transport reads in place. None: all gradients are copied to
         # `_buffer`, and the transport reads `_buffer`.
         self._chunk_plan: ChunkPlan | None = None
@@ -346,7 +349,7 @@ class Gradients:
             self._empty()
             return self._chunk_plan.chunks(grads)
         spans = self._layout.spans
-        if self._buffer is None and len(self._separate) == len(spans):
+        if self._gaps is not None and self._buffer is None and len(self._separate) == len(spans):
             pieces = self._in_memory_order(range(len(spans)))
             if {piece.dtype for piece in pieces} == {self.dtypes.reduce_dtype}:  # the usual case
                 for index, gap in self._gaps:  # the last gap first
