@@ -146,7 +146,8 @@ class Forward:
         if not torch.is_grad_enabled():
             return changed
         receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
-        for tensor in tensors_in((args, kwargs) if changed is None else changed):
+        given, named = (args, kwargs) if changed is None else changed
+        for tensor in tensors_in((*given, *named.values())):
             # Skip parameters that are passed as inputs: autograd accumulates gradients of
             # parameters long after this unit's backward is over.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):

@@ -34,7 +34,7 @@ from flatshard.comm.transports import ChunkPlan, FlatChunks
 from flatshard.engine.grad_reduce import ReducePlan, zero
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.memory.offload_target import beside, copy_stream
-from flatshard.precision import get_dtype, get_grad, set_grad
+from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (
     ASSIGNED,
@@ -127,7 +127,7 @@ class Gradients:
     def _use(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
-        # The objects of published gradients, keyed by index of the parameter; see `_of_chunk`.
+        # The objects of published gradients, keyed by index of the parameter; see `publish`.
         self._kept: dict[int, FlatShardTensor] = {}
         # Zeros for the padding, each with the index of the parameter that follows, the last first.
         # None: zeros for so much padding would take too much memory.
@@ -509,35 +509,24 @@ class Gradients:
             # One call makes the views of all parameters.
             views = reduced.split_with_sizes(self._shard_pieces)[1::2]
             for param in self._params:
-                if used[param.index]:
-                    grad = self._of_chunk(param, reduced, views[param.index])
-                    sharded = param.sharded
-                    if get_grad(sharded) is None:  # the usual case
-                        set_grad(sharded, grad)
-                    else:
-                        self._add_grad(sharded, grad)
-
-    def _of_chunk(self, param: OriginalParam, chunk: Tensor, local: Tensor) -> Tensor:
-        """As ``OriginalParam.of_chunk``, but use the object of an earlier gradient if possible.
-
-        To make an object of a subclass of Tensor takes several times as long.
-        """
-        kept = self._kept.get(param.index)
-        if (
-            kept is not None
-            and kept.is_spare
-            and get_dtype(kept) is chunk.dtype
-            and len(kept.__dict__) == 1
-        ):
-            kept.local, kept.flat, kept.is_spare = local, chunk, False
-            kept.spec, kept.role = param.spec, GRADIENT
-            kept.origin = Origin(Source.GRADIENTS, is_fixed=True)
-            return kept
-        grad = param.of_chunk(chunk)
-        if isinstance(grad, FlatShardTensor):
-            grad.is_spare = False
-            self._kept[param.index] = grad
-        return grad
+                if not used[index := param.index]:
+                    continue
+                sharded, kept = param.sharded, self._kept.get(index)
+                if kept is not None and kept.is_spare:
+                    # Use the object of an earlier gradient: to make a new object of a subclass of
+                    # Tensor takes several times as long.
+                    grad: Tensor = kept
+                    kept.__dict__ = {"local": views[index], "flat": reduced, "is_spare": False}
+                    kept.spec, kept.role = param.spec, GRADIENT
+                    kept.origin = Origin(Source.GRADIENTS, is_fixed=True)
+                else:
+                    grad = param.of_chunk(reduced)
+                    if isinstance(grad, FlatShardTensor):
+                        grad.is_spare, self._kept[index] = False, grad
+                if get_grad(sharded) is None:  # the usual case
+                    set_grad(sharded, grad)
+                else:
+                    self._add_grad(sharded, grad)
 
     def _show_earlier(self) -> None:
         """Put the gradients that ``hold_earlier`` removed back into ``.grad``."""
