@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,13 @@ def _compute(number: int) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # in a thread of a stream: nobody else would notice
+
+
+def driver_calls(*kinds: str) -> Counter[str]:
+    """How many calls of the driver of each kind the threads that launch kernels have made."""
+    count = _runtime.simulated_calls
+    count.restype = ctypes.c_long
+    return Counter({kind: count(kind.encode()) for kind in kinds})
 
 
 def _push(work: Callable[[], None]) -> None:

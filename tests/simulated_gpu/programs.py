@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,58 @@ from gpu_checks import divergence
 from lib.watch_cost import cost_of_watching
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from flatshard import ShardedWrapper, checkpoint
+from flatshard import MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.extras.deadlock import detector, gpu
-from flatshard.wrap import ModuleWrapPolicy
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.simulated_gpu.kernels import driver_calls
 
 GPU = torch.device("cuda", 0)
+
+
+DRIVER_CALLS = (
+    *("launches", "copies", "collectives", "events recorded", "stream waits", "queries"),
+    *("host waits", "allocations"),
+)
+
+
+def call_driver(rank: int, kind: str, number: str) -> dict[str, Any]:
+    """Count the calls of the driver in forward and backward with a ``number`` of blocks.
+
+    ``kind``: "plain", "flatshard" or "fsdp1", which both train in bfloat16.
+    """
+    blocks = [
+        nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        for _ in range(int(number))
+    ]
+    model: nn.Module = nn.Sequential(*blocks).to(GPU)
+    if kind == "flatshard":
+        precision = MixedPrecision(torch.bfloat16, torch.float32)
+        policy = CustomPolicy(lambda module: module in blocks)
+        model = ShardedWrapper(
+            model, auto_wrap_policy=policy, mixed_precision=precision, coalesce_bytes=0
+        )
+    elif kind == "fsdp1":
+        mixed = fsdp.MixedPrecision(torch.bfloat16, torch.float32)
+        wraps = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in blocks)
+        model = fsdp.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=wraps,
+            mixed_precision=mixed,
+            device_id=GPU,
+            use_orig_params=True,
+        )
+    batch = torch.randn(4, 8).to(GPU)
+    for _ in range(4):
+        before = driver_calls(*DRIVER_CALLS)
+        model(batch).sum().backward()
+        after = driver_calls(*DRIVER_CALLS)
+        for param in model.parameters():
+            param.grad = None
+        torch.cuda.synchronize()
+    return {"error": "", "calls": after - before}
 
 
 def diverge(rank: int, case: str, barrier: str = "") -> dict[str, Any]:

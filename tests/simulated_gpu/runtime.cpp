@@ -173,18 +173,38 @@ cudaError_t launch_unknown() {
   refuse("a kernel was launched that kernels.py did not take");
 }
 
+// Calls of threads that launch kernels. Other threads, such as NCCL's watchdog, call now and then.
+thread_local bool launches = false;
+std::map<std::string, long>& calls = *new std::map<std::string, long>;
+std::mutex& calls_lock = *new std::mutex;
+
+void count(const char* kind) {
+  if (!launches) return;
+  std::lock_guard<std::mutex> lock(calls_lock);
+  ++calls[kind];
+}
+
 extern "C" {
 
 // ------------------------------------------------------------ for kernels.py and nccl.cpp
 
 void simulated_push(cudaStream_t stream, void (*function)(long), long number) {
+  launches = true;
+  count("launches");
   stream_of(stream).push([=] { function(number); });
+}
+
+// How many calls of a kind there were.
+long simulated_calls(const char* kind) {
+  std::lock_guard<std::mutex> lock(calls_lock);
+  return calls[kind];
 }
 
 // What this thread launches from now on is left out: torch's barrier fills a tensor that nobody reads.
 void simulated_leave_out_kernels(int leaves_out) { leaves_out_kernels = leaves_out; }
 
 void simulated_call(cudaStream_t stream, std::function<void()>* work) {
+  count("collectives");
   stream_of(stream).push([=] {
     (*work)();
     delete work;
@@ -194,6 +214,7 @@ void simulated_call(cudaStream_t stream, std::function<void()>* work) {
 // ------------------------------------------------------------ memory
 
 cudaError_t cudaMalloc(void** pointer, size_t nbytes) {
+  count("allocations");
   return allocate(on_device, pointer, nbytes);
 }
 
@@ -224,6 +245,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 
 cudaError_t cudaMemcpyAsync(
     void* to, const void* from, size_t nbytes, cudaMemcpyKind, cudaStream_t stream) {
+  count("copies");
   if (lies_in(on_device, from) || lies_in(on_host, from)) {
     stream_of(stream).push([=] { memcpy(to, from, nbytes); });
   } else {  // CUDA, too, has read memory that is not pinned when it returns
@@ -344,11 +366,13 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  count("host waits");
   stream_of(stream).synchronize();
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  count("queries");
   auto& queried = stream_of(stream);
   return queried.is_done(queried.pushed()) ? cudaSuccess : cudaErrorNotReady;
 }
@@ -377,6 +401,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  count("events recorded");
   event_of(event) = {&stream_of(stream), stream_of(stream).pushed()};
   return cudaSuccess;
 }
@@ -386,11 +411,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  count("queries");
   auto [stream, number] = event_of(event);
   return !stream || stream->is_done(number) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  count("host waits");
   auto [stream, number] = event_of(event);
   WithoutPython without;
   if (stream) stream->wait(number);
@@ -398,6 +425,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  count("stream waits");
   Event awaited = event_of(event);
   if (awaited.stream && awaited.stream != &stream_of(stream))
     stream_of(stream).push([=] { awaited.stream->wait(awaited.number); });

@@ -1,5 +1,8 @@
 """Training on a simulated GPU: its streams, events, memory and NCCL are real to torch."""
 
+import json
+from collections import Counter
+
 import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
@@ -57,3 +60,28 @@ def test_a_wait_that_lacks_is_seen(gpu: Gpu, site: str) -> None:
     late = {f"SIMULATED_{lagging}_DELAY": "2000", "SIMULATED_WITHOUT_WAIT": site}
     (found,) = gpu.run(2, case, **late)
     assert not found.distance <= LIMITS["fp32"].distance
+
+
+CALLS = {"launches": 3, "collectives": 3, "events recorded": 10, "stream waits": 6}
+"""Calls of the driver in forward and backward for each unit, above the unwrapped model's."""
+
+
+def test_calls_of_the_driver(gpu: Gpu) -> None:
+    """What a unit costs the host beside Python. Queries are left out, which depend on time."""
+    kinds, numbers = ("plain", "flatshard", "fsdp1"), (1, 2)
+    programs = [("call_driver", "nccl", kind, str(number)) for kind in kinds for number in numbers]
+    ended = gpu.run_programs(2, *programs)
+    assert not any(rank.status for ranks in ended for rank in ranks), ended
+    counts: dict[str, Counter[str]] = {}
+    for kind, small, large in zip(kinds, ended[::2], ended[1::2], strict=True):
+        few, many = (Counter(json.loads(ranks[0].text)["calls"]) for ranks in (small, large))
+        many.subtract(few)
+        counts[kind] = many
+    for kind in kinds[1:]:
+        counts[kind].subtract(counts["plain"])
+        print(kind, dict(counts[kind]))
+    ours, others = counts["flatshard"], counts["fsdp1"]
+    assert {name: ours[name] for name in CALLS} == CALLS
+    assert not ours["host waits"]
+    assert not ours["allocations"]
+    assert all(ours[name] <= others[name] for name in CALLS)
