@@ -7,7 +7,7 @@ import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
 from tests import simulated_gpu
-from tests.combinations import diagonal, usual_and_every
+from tests.combinations import THOROUGH, diagonal, usual_and_every
 from tests.simulated_gpu.server import Gpu
 
 missing = simulated_gpu.what_is_missing()
@@ -68,7 +68,8 @@ CALLS = {"launches": 3, "collectives": 3, "events recorded": 10, "stream waits":
 
 def test_calls_of_the_driver(gpu: Gpu) -> None:
     """What a unit costs the host beside Python. Queries are left out, which depend on time."""
-    kinds, numbers = ("plain", "flatshard", "fsdp1"), (1, 2)
+    # FSDP1 waits for ever now and then, where CUDA loads a kernel while a collective runs.
+    kinds, numbers = ("plain", "flatshard", "fsdp1")[: 3 if THOROUGH else 2], (1, 2)
     programs = [("call_driver", "nccl", kind, str(number)) for kind in kinds for number in numbers]
     ended = gpu.run_programs(2, *programs)
     assert not any(rank.status for ranks in ended for rank in ranks), ended
@@ -80,8 +81,9 @@ def test_calls_of_the_driver(gpu: Gpu) -> None:
     for kind in kinds[1:]:
         counts[kind].subtract(counts["plain"])
         print(kind, dict(counts[kind]))
-    ours, others = counts["flatshard"], counts["fsdp1"]
+    ours = counts["flatshard"]
     assert {name: ours[name] for name in CALLS} == CALLS
     assert not ours["host waits"]
     assert not ours["allocations"]
-    assert all(ours[name] <= others[name] for name in CALLS)
+    if THOROUGH:
+        assert all(ours[name] <= counts["fsdp1"][name] for name in CALLS)
