@@ -351,14 +351,11 @@ class Gradients:
         spans = self._layout.spans
         if self._gaps is not None and self._buffer is None and len(self._separate) == len(spans):
             pieces = self._in_memory_order(range(len(spans)))
-            dtype, *others = {piece.dtype for piece in pieces}
-            if not others:  # the usual case
+            if {piece.dtype for piece in pieces} == {self.dtypes.reduce_dtype}:  # the usual case
                 for index, gap in self._gaps:  # the last gap first
-                    pieces.insert(index, gap.to(dtype))
+                    pieces.insert(index, gap)
                 self._empty()
-                buffer = torch.cat(pieces)
-                pieces.clear()  # frees the gradients before the cast
-                return FlatChunks.of(buffer.to(self.dtypes.reduce_dtype))
+                return FlatChunks.of(torch.cat(pieces))
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)
