@@ -354,7 +354,7 @@ class Save:
         mine |= {"the list of optimizers": str(kinds)} | snapshot.sharded() | snapshot.numbers()
         self.ranks.compare(mine, self.op_name, _remedy)
         for kind, values in snapshot.unsharded:
-            # A rank may lack state of a parameter, which DCP takes from another rank.
+            # A rank may have no state of a parameter: DCP then saves the state of another rank.
             check_same_state(values, self.ranks, self.ranks.ranks, kind, some_may_lack=True)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:

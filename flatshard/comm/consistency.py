@@ -196,9 +196,10 @@ def check_same_state(
     *,
     some_may_lack: bool = False,
 ) -> None:
-    """Raise ValueError on all ranks if ranks hold different values of one name.
+    """Raise ValueError on all ranks if ranks hold different values under the same name.
 
-    An optimizer that calls collectives itself may update the state of a parameter only on one rank.
+    The values may differ if the optimizer itself calls collectives: such an optimizer may update a
+    parameter's state on one rank, and not on the others.
 
     Collective: all ranks of ``exchange``.
 
@@ -207,7 +208,8 @@ def check_same_state(
         exchange: exchange between the ranks.
         ranks: the number of each rank, for the error.
         optimizer: the optimizer's class, for the error.
-        some_may_lack: whether some ranks may lack values. By default, they may not.
+        some_may_lack: whether a name may be missing on some ranks. By default, a missing name is
+            an error.
     """
     mine = {name: _digest(value) for name, value in values.items()}
     first, *others = exchange.gather_unless_equal(mine, "comparing optimizer state")

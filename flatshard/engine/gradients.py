@@ -127,10 +127,12 @@ class Gradients:
     def _use(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
-        # The objects of published gradients, keyed by index of the parameter; see `publish`.
+        # The objects of published gradients, for reuse by `publish`. Keyed by the index of the
+        # parameter.
         self._kept: dict[int, FlatShardTensor] = {}
-        # Zeros for the padding, each with the index of the parameter that follows, the last first.
-        # None: zeros for so much padding would take too much memory.
+        # Zeros that fill the padding, each with the index of the parameter right after the padding,
+        # in descending order. None: there is so much padding that the zeros would take too much
+        # memory.
         self._gaps: list[tuple[int, Tensor]] | None = None
         gaps, starts = self._layout.gaps[::-1], [span.start for span in self._layout.spans]
         if sum(end - start for start, end in gaps) < _MOST_PADDING:
@@ -513,8 +515,8 @@ class Gradients:
                     continue
                 sharded, kept = param.sharded, self._kept.get(index)
                 if kept is not None and kept.is_spare:
-                    # Use the object of an earlier gradient: to make a new object of a subclass of
-                    # Tensor takes several times as long.
+                    # Reuse the object of an earlier gradient: creating a new object of a subclass
+                    # of Tensor takes several times as long.
                     grad: Tensor = kept
                     kept.__dict__ = {"local": views[index], "flat": reduced, "is_spare": False}
                     kept.spec, kept.role = param.spec, GRADIENT

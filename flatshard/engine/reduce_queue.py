@@ -40,11 +40,12 @@ _REMEMBERED = 100
 class ReduceOrder:
     """The order in which all ranks start the reductions of a backward.
 
-    Collectives match by order, but ranks may complete the gradients of flat parameters in different
-    orders, or never complete the gradients of a flat parameter. So the reduction of a complete flat
-    parameter waits until the reductions of all earlier flat parameters have started.
+    All ranks must start collectives in the same order, but the gradients of flat parameters may
+    become complete in different orders on different ranks, or never. So once the gradients of a
+    flat parameter are complete, its reduction still waits until the reductions of all earlier flat
+    parameters in the order have started, at the latest at the end of backward.
 
-    This class knows only the numbers of the flat parameters.
+    This class knows flat parameters only by their indices (``number``).
     """
 
     def __init__(self, number: int) -> None:
@@ -109,10 +110,11 @@ class ReduceQueue:
         backwards = self._order.sequence[::-1]
         self._adopt(sorted(backwards, key=lambda n: self._handles[n].unit is state.root))
         self._is_order_agreed = False
-        # Uneven flat parameters: in a recent backward, some ranks started the reduction during
-        # backward, and other ranks only at the end, because these ranks lacked a gradient. So do
-        # not wait for such a reduction before the end of backward. Maps the number of each uneven
-        # flat parameter to the number of further backwards for which it is treated as uneven.
+        # A flat parameter is uneven if, in a recent backward, some ranks started its reduction
+        # during backward, and others only at the end, because these ranks lacked a gradient. No
+        # rank waits for the reduction of an uneven flat parameter before the end of backward. Maps
+        # the index of each uneven flat parameter to the number of later backwards for which the
+        # flat parameter is treated as uneven.
         self._uneven: dict[int, int] = {}
         self._in_flight: list[FlatParamHandle] = []  # the flat parameters whose reduction runs
         self._must_wait = False  # whether all reductions start at the end of backward
@@ -125,9 +127,10 @@ class ReduceQueue:
 
     def refresh(self) -> None:
         """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
-        # Limit the memory of unfinished reductions to twice the gradients of the largest unit. On
-        # an accelerator, the limit is smaller: twice the largest flat parameter. The host runs far
-        # ahead of an accelerator, so the unfinished reductions always reach the limit.
+        # Limit the memory of unfinished reductions to twice the size of the largest unit's
+        # gradients. On an accelerator, the limit is lower: twice the size of the largest flat
+        # parameter's gradient. There the host runs far ahead of the device, so the memory of
+        # unfinished reductions always rises to the limit.
         on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
         sizes: Counter[object] = Counter()
         for handle in self._handles:

@@ -31,11 +31,10 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class SavedView(tuple[Any, ...]):
-    """The position of a view in an unsharded buffer, and the version of the shard when saved.
+    """What autograd saves in place of a view of an unsharded buffer.
 
-    Autograd saves this tuple instead of the view: the handle of the flat parameter, the size,
-    stride and offset of the view, and the version. A ``NamedTuple`` would be made more
-    slowly.
+    A tuple of the flat parameter's handle, the view's size, stride and offset, and the shard's
+    version at the time of saving. Not a ``NamedTuple``, because creating one takes longer.
     """
 
     __slots__ = ()

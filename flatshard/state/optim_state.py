@@ -99,10 +99,12 @@ def sharded_state(
 
 
 def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any]:
-    """Return the state of the units' parameters that are not sharded, as under NO_SHARD.
+    """Return the optimizer state of the units' unsharded parameters (under NO_SHARD, for example).
 
-    A checkpoint keeps this state once, so it must be equal on all ranks. The keys are names for
-    errors. ``state_dict`` is keyed by parameter name.
+    A checkpoint contains a single copy of this state, so the state must be equal on all ranks. The
+    keys of the result are used only in error messages.
+
+    ``state_dict``: the optimizer's state dict, keyed by parameter name. ``params``: its parameters.
     """
     found: dict[str, Any] = {}
     for number, group in enumerate(params.groups):

@@ -46,8 +46,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def untraced(function: _Function) -> _Function:
     """Keep Dynamo from tracing ``function`` and the functions that it calls.
 
-    Unlike ``torch.compiler.disable``, this decorator returns ``function`` itself: a call costs
-    nothing. A compiled caller's graph ends before the call.
+    Unlike ``torch.compiler.disable``, this decorator returns ``function`` itself, so calls take no
+    additional time. If compiled code calls ``function``, Dynamo breaks the graph before the call.
     """
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
@@ -288,8 +288,8 @@ class FlatShardTensor(torch.Tensor):
     is_parameter: bool = False
     origin: Origin
     role: str
-    # For a gradient that `Gradients` keeps, to use the object again: whether the object has no
-    # memory now. None: the object is used once.
+    # Only for a gradient object that `Gradients` keeps for reuse: True if its memory is freed, so
+    # that the object may be reused, and False if the object is in use. None: never reused.
     is_spare: bool | None = None
     # For a parameter with tensor parallelism: whether the tensor has the shape and strides of the
     # DTensor, instead of the shape and strides of this rank's part of the DTensor.
@@ -445,8 +445,9 @@ class FlatShardTensor(torch.Tensor):
             if value is None:
                 before = _GRAD.__get__(self)
                 _GRAD.__set__(self, None)
-                # Free the memory of a gradient that `Gradients` keeps, if nothing else refers to
-                # the gradient: two references are `before` and the argument of `getrefcount`.
+                # If `Gradients` keeps the gradient `before` for reuse, and nothing else refers to
+                # it, free its memory. `_NUM_REFERENCES` counts the references made here: the local
+                # variable and the argument of `getrefcount`. One more is that of `Gradients`.
                 if (
                     type(before) is FlatShardTensor
                     and before.is_spare is False
