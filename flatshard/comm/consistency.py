@@ -10,7 +10,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -181,16 +181,9 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
     raise AssertionError("internal error: the ranks' digests differ, but no compared value differs")
 
 
-class Exchange(Protocol):
-    """Exchanges values between ranks; see ``HostExchange``."""
-
-    @property
-    def gather_unless_equal(self) -> Callable[[Any, str], list[Any]]: ...
-
-
 def check_same_state(
     values: Mapping[str, Any],
-    exchange: Exchange,
+    gather_unless_equal: Callable[[Any, str], list[Any]],
     ranks: Sequence[int],
     optimizer: str,
     *,
@@ -201,18 +194,18 @@ def check_same_state(
     The values may differ if the optimizer itself calls collectives: such an optimizer may update a
     parameter's state on one rank, and not on the others.
 
-    Collective: all ranks of ``exchange``.
+    Collective: all ranks of ``ranks``.
 
     Args:
         values: tensors and other values in an optimizer's state, keyed by a name for the error.
-        exchange: exchange between the ranks.
+        gather_unless_equal: the method of the ranks' ``HostExchange``.
         ranks: the number of each rank, for the error.
         optimizer: the optimizer's class, for the error.
         some_may_lack: whether a name may be missing on some ranks. By default, a missing name is
             an error.
     """
     mine = {name: _digest(value) for name, value in values.items()}
-    first, *others = exchange.gather_unless_equal(mine, "comparing optimizer state")
+    first, *others = gather_unless_equal(mine, "comparing optimizer state")
     for rank, theirs in zip(ranks[1:], others, strict=False):
         for name in {**first, **theirs}:
             pair = first.get(name), theirs.get(name)

@@ -66,7 +66,8 @@ def full_state(
     whole = [unit for unit in units if any(handle.is_whole for handle in unit.handles)]
     for world in worlds_of(whole):
         values = unsharded_state(named, params)
-        check_same_state(values, world.host, world.ranks, type(optimizer).__name__)
+        gather = world.host.gather_unless_equal
+        check_same_state(values, gather, world.ranks, type(optimizer).__name__)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     with torch.inference_mode(False), torch.no_grad():
         # All-gather in the order of the units, which is the same on all ranks.

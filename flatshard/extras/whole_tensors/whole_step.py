@@ -365,7 +365,8 @@ class WholeStep:
                 if isinstance(value, Tensor)
             }
         for comm in dict.fromkeys((*self.comms, *(p.spec.replicas for p in self._params))):
-            check_same_state(values, comm.host, comm.ranks, type(optimizer).__name__)
+            gather = comm.host.gather_unless_equal
+            check_same_state(values, gather, comm.ranks, type(optimizer).__name__)
 
 
 def _held_ranges(
