@@ -127,9 +127,8 @@ class Gradients:
     def _use(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
-        # The objects of published gradients, for reuse by `publish`. Keyed by the index of the
-        # parameter.
-        self._kept: dict[int, FlatShardTensor] = {}
+        for param in self._params:
+            param.kept_grad = None  # it may have another dtype or device
         # Zeros that fill the padding, each with the index of the parameter right after the padding,
         # in descending order. None: there is so much padding that the zeros would take too much
         # memory.
@@ -513,18 +512,18 @@ class Gradients:
             for param in self._params:
                 if not used[index := param.index]:
                     continue
-                sharded, kept = param.sharded, self._kept.get(index)
-                if kept is not None and kept.is_spare:
+                sharded, kept = param.sharded, param.kept_grad
+                if kept is not None and not kept.__dict__:
                     # Reuse the object of an earlier gradient: creating a new object of a subclass
                     # of Tensor takes several times as long.
                     grad: Tensor = kept
-                    kept.__dict__ = {"local": views[index], "flat": reduced, "is_spare": False}
+                    kept.local, kept.flat = views[index], reduced
                     kept.spec, kept.role = param.spec, GRADIENT
                     kept.origin = Origin(Source.GRADIENTS, is_fixed=True)
                 else:
                     grad = param.of_chunk(reduced)
                     if isinstance(grad, FlatShardTensor):
-                        grad.is_spare, self._kept[index] = False, grad
+                        param.kept_grad = grad
                 if get_grad(sharded) is None:  # the usual case
                     set_grad(sharded, grad)
                 else:

@@ -173,6 +173,8 @@ class OriginalParam:
             ``full`` is ``sharded``.
         held: the object that modules hold now in place of ``sharded``. None: modules hold
             ``sharded``.
+        kept_grad: the object of the last published gradient, which `Gradients.publish` uses again
+            if nothing else refers to it. It has no attributes while it is not in use.
         post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to run
             once the reduced gradient is in ``.grad``.
     """
@@ -197,6 +199,7 @@ class OriginalParam:
             state_target=plan.targets.state,
         )
         self.held: Any = None
+        self.kept_grad: Any = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         # The dictionaries of tensor hooks and of post-accumulate-grad hooks that users registered
         # before wrapping, kept here until the full parameter exists. Keep torch's dictionaries

@@ -68,7 +68,7 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # Names of the attributes that flatshard sets on a ``FlatShardTensor``. All other attributes were
 # set by users, and must be kept when the parameter is sharded or copied.
-OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role", "is_spare"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
@@ -288,9 +288,6 @@ class FlatShardTensor(torch.Tensor):
     is_parameter: bool = False
     origin: Origin
     role: str
-    # Only for a gradient object that `Gradients` keeps for reuse: True if its memory is freed, so
-    # that the object may be reused, and False if the object is in use. None: never reused.
-    is_spare: bool | None = None
     # For a parameter with tensor parallelism: whether the tensor has the shape and strides of the
     # DTensor, instead of the shape and strides of this rank's part of the DTensor.
     shows_unsplit = False
@@ -445,18 +442,22 @@ class FlatShardTensor(torch.Tensor):
             if value is None:
                 before = _GRAD.__get__(self)
                 _GRAD.__set__(self, None)
-                # If `Gradients` keeps the gradient `before` for reuse, and nothing else refers to
-                # it, free its memory. `_NUM_REFERENCES` counts the references made here: the local
-                # variable and the argument of `getrefcount`. One more is that of `Gradients`.
+                original = self.spec.original
+                if before is None or original is None or before is not original.kept_grad:
+                    return
+                # If nothing else refers to the gradient, free its memory, so that the object may be
+                # reused; otherwise drop it. `_NUM_REFERENCES` counts the references made here: the
+                # local variable and the argument of `getrefcount`. One more is `kept_grad`.
+                is_alone = sys.getrefcount(before) == _NUM_REFERENCES + 1
                 if (
-                    type(before) is FlatShardTensor
-                    and before.is_spare is False
-                    and sys.getrefcount(before) == _NUM_REFERENCES + 1
-                    and before._use_count() == 1  # type: ignore[attr-defined]
-                    and not before.requires_grad
+                    is_alone
+                    and before._use_count() == 1
                     and not weakref.getweakrefcount(before)
+                    and not before.requires_grad
                 ):
-                    before.__dict__ = {"is_spare": True}
+                    before.__dict__ = {}
+                else:
+                    original.kept_grad = None
                 return
             _GRAD.__set__(self, value)
         if type(value) is Tensor:
@@ -464,8 +465,7 @@ class FlatShardTensor(torch.Tensor):
 
     @grad.deleter
     def grad(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _GRAD.__delete__(self)
+        self.grad = None
 
     def data_ptr(self) -> int:
         """Return the memory address of this rank's elements."""

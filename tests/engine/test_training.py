@@ -4,6 +4,7 @@ A script is a function of a `Run`. It runs once with the plain model on the rows
 with the sharded one on this rank's rows, and what it returns must agree as well.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -294,3 +295,40 @@ def _stepped_before(rank: int, world_size: int, name: str) -> None:
     for run in (sharded, plain):
         run.train(2, 5)
     assert_same(sharded.model, plain.model, 1e-12)
+
+
+def test_gradients_that_the_program_keeps() -> None:
+    """The objects of gradients are used again, but not those that the program still holds."""
+    run_ranks(_kept_gradients, 2)
+
+
+def _kept_gradients(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    model = ShardedWrapper(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    params: list[Any] = list(model.parameters())
+
+    def step() -> None:
+        model(torch.randn(4, 6)).square().sum().backward()
+
+    step()
+    kept = [param.grad for param in params]
+    values = [grad.full_tensor().clone() for grad in kept]
+    model.zero_grad()
+    step()
+    assert all(torch.equal(grad.full_tensor(), one) for grad, one in zip(kept, values, strict=True))
+    parts = [param.grad.detach() for param in params]
+    values = [part.full_tensor().clone() for part in parts]
+    known = [weakref.ref(param.grad) for param in params]
+    model.zero_grad()
+    assert [one() for one in known] == [None] * len(params)
+    step()
+    assert all(
+        torch.equal(part.full_tensor(), one) for part, one in zip(parts, values, strict=True)
+    )
+    params[0].grad.tag = 1
+    before = {id(param.grad) for param in params}
+    model.zero_grad()
+    assert not any(param.spec.original.kept_grad.__dict__ for param in params), "memory is freed"
+    step()
+    assert {id(param.grad) for param in params} == before, "used again"
+    assert not hasattr(params[0].grad, "tag")
