@@ -98,7 +98,8 @@ class StepExtension:
     def end_forward(self, output: object, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
-    # The gradients of one flat parameter of `unit` are reduced. A unit may have several.
+    # The gradients of a flat parameter of `unit` are reduced. A unit may have several flat
+    # parameters.
     def reduced(self, unit: Unit) -> None: ...
     # Backward has started all collectives that can start now. Work of an extension at this moment
     # overlaps with these collectives.

@@ -439,18 +439,19 @@ class FlatShardTensor(torch.Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            if value is None:
-                before = _GRAD.__get__(self)
-                _GRAD.__set__(self, None)
-                original = self.spec.original
-                if before is None or original is None or before is not original.kept_grad:
-                    return
+            before: Any = _GRAD.__get__(self)
+            _GRAD.__set__(self, value)
+            original = self.spec.original
+            if (
+                before is not None
+                and before is not value
+                and before is getattr(original, "kept_grad", None)
+            ):
                 # If nothing else refers to the gradient, free its memory, so that the object may be
                 # reused; otherwise drop it. `_NUM_REFERENCES` counts the references made here: the
                 # local variable and the argument of `getrefcount`. One more is `kept_grad`.
-                is_alone = sys.getrefcount(before) == _NUM_REFERENCES + 1
                 if (
-                    is_alone
+                    sys.getrefcount(before) == _NUM_REFERENCES + 1
                     and before._use_count() == 1
                     and not weakref.getweakrefcount(before)
                     and not before.requires_grad
@@ -458,8 +459,6 @@ class FlatShardTensor(torch.Tensor):
                     before.__dict__ = {}
                 else:
                     original.kept_grad = None
-                return
-            _GRAD.__set__(self, value)
         if type(value) is Tensor:
             ASSIGNED[self] = None
 
