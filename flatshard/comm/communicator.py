@@ -66,11 +66,6 @@ def transport_kinds() -> list[type[Transport]]:
 _ALL_REDUCING = "all-reducing gradients in backward"
 
 
-@cache
-def _gathering(purpose: str) -> str:
-    return f"all-gathering parameters for {purpose}"
-
-
 @cache  # every all-gather and reduction of every step needs a name
 def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
     """Name of a collective in errors and in reports of waits."""
@@ -233,7 +228,8 @@ class Communicator(Members):
             )
         if not request.reduced:  # else `reduce_scatter`, the first half, has noted it already
             self.note("gather", request.unit_fqn, out.nbytes)
-        action = _ALL_REDUCING if request.reduced else _gathering(request.purpose)
+        gathering = f"all-gathering parameters for {request.purpose}"
+        action = _ALL_REDUCING if request.reduced else gathering
         op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)

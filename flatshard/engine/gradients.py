@@ -21,9 +21,7 @@ This module starts no collective.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -57,10 +55,6 @@ _SMALL_BYTES = 1 << 20
 # Minimum mean size of the gradients for which the transport (sockets, for example) reads each
 # gradient in place. For smaller gradients, copying all gradients to one buffer first is faster.
 _MEAN_IN_PLACE_BYTES = 1 << 16
-
-
-# Most padding, in elements, for which `Gradients` keeps zeros.
-_MOST_PADDING = 1 << 12
 
 
 class Sync(enum.Enum):
@@ -129,14 +123,6 @@ class Gradients:
         self._plan, self.dtypes = plan, plan.dtypes
         for param in self._params:
             param.kept_grad = None  # it may have another dtype or device
-        # Zeros that fill the padding, each with the index of the parameter right after the padding,
-        # in descending order. None: there is so much padding that the zeros would take too much
-        # memory.
-        self._gaps: list[tuple[int, Tensor]] | None = None
-        gaps, starts = self._layout.gaps[::-1], [span.start for span in self._layout.spans]
-        if sum(end - start for start, end in gaps) < _MOST_PADDING:
-            make = partial(torch.zeros, dtype=self.dtypes.reduce_dtype, device=plan.device)
-            self._gaps = [(bisect_left(starts, end), make(end - start)) for start, end in gaps]
         # Decides which gradients the transport reads in place. None: all gradients are copied to
         # `_buffer`, and the transport reads `_buffer`.
         self._chunk_plan: ChunkPlan | None = None
@@ -350,13 +336,6 @@ class Gradients:
             self._empty()
             return self._chunk_plan.chunks(grads)
         spans = self._layout.spans
-        if self._gaps is not None and self._buffer is None and len(self._separate) == len(spans):
-            pieces = self._in_memory_order(range(len(spans)))
-            if {piece.dtype for piece in pieces} == {self.dtypes.reduce_dtype}:  # the usual case
-                for index, gap in self._gaps:  # the last gap first
-                    pieces.insert(index, gap)
-                self._empty()
-                return FlatChunks.of(torch.cat(pieces))
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)

@@ -16,7 +16,6 @@ from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import NOTHING, Kind, StepExtension, profiled
 from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.gradients import Sync
-from flatshard.engine.handle import ShardState
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
 
@@ -166,12 +165,6 @@ class RunState:
         """
         needs_all = everything or purpose == "forward"
         handles = unit.handles if needs_all else unit.for_backward
-        for handle in handles:
-            is_started = handle.state is not ShardState.SHARDED and not handle.is_whole
-            if not is_started or handle.gathered_version != handle.flat_param._version:
-                break
-        else:  # all of them were prefetched
-            return
         with self.span(Kind.STARTING, unit, purpose=purpose):
             # Flat parameters that are unsharded already need no all-gather.
             started = [handle for handle in handles if handle.unshard(purpose)]

@@ -400,12 +400,12 @@ class BucketState(dict[str, Any]):
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
-        self.made_of = tuple(self.values())
+        self._made_of = tuple(self.values())
 
     def is_unchanged(self, state: object) -> bool:
         """Whether ``state`` is this object, and still has the values with which it was made."""
-        same = map(operator.is_, self.values(), self.made_of)
-        return state is self and len(self) == len(self.made_of) and all(same)
+        same = map(operator.is_, self.values(), self._made_of)
+        return state is self and len(self) == len(self._made_of) and all(same)
 
 
 def apart(state: State) -> State:
@@ -477,12 +477,10 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     # Loop over indices: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
-        if type(param) is not FlatShardTensor or param.flat is not flat:
-            break
-        own, spec = get_grad(param), param.spec
-        if type(own) is not FlatShardTensor or own.flat is not grad or own.spec is not spec:
+        if _flat_grad(param) is not grad or param.flat is not flat:
             break
         # There may be padding between two neighbours. The optimizer steps the padding, too.
+        spec = param.spec
         if not 0 <= spec.start - end < padding:
             break
         end = spec.start + spec.numel
@@ -537,17 +535,6 @@ class ParamBucket:
         """A list of one bucket per member, for steps in which the states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
-    def _is_up_to_date(self, states: MutableMapping[Any, State]) -> bool:
-        """Whether all members have the states that ``swap_out`` made."""
-        # As `BucketState.is_unchanged`, without a call for each member.
-        for param, state in self._states.items():
-            made_of = state.made_of
-            if states.get(param) is not state or len(state) != len(made_of):
-                return False
-            if not all(map(operator.is_, state.values(), made_of)):
-                return False
-        return True
-
     def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:
         """Set the bucket's gradient, and move the optimizer states of the members to the bucket.
 
@@ -559,7 +546,7 @@ class ParamBucket:
         # Usually the states of the members are the views that `swap_out` made, and the bucket's
         # state is up to date. Otherwise, in the first step and after somebody has assigned or
         # loaded state, join the members' states.
-        if not self._is_up_to_date(states):
+        if not all(state.is_unchanged(states.get(one)) for one, state in self._states.items()):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -259,8 +259,8 @@ def check_dtype(
 _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
-def tensors_in(value: Any, depth: int = 3) -> Sequence[Tensor]:
-    """Return the tensors in the arguments or outputs of a module.
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield the tensors in the arguments or outputs of a module.
 
     Also finds tensors in containers, and in attributes of objects.
 
@@ -270,25 +270,16 @@ def tensors_in(value: Any, depth: int = 3) -> Sequence[Tensor]:
             mappings are searched.
     """
     if isinstance(value, Tensor):
-        return (value,)
-    found: list[Tensor] = []
-    _find_tensors(value, depth, found)
-    return found
-
-
-def _find_tensors(value: Any, depth: int, found: list[Tensor]) -> None:
-    if type(value) is dict or isinstance(value, tuple | list | Mapping):
-        for item in value if isinstance(value, tuple | list) else value.values():
-            if isinstance(item, Tensor):
-                found.append(item)
-            else:
-                _find_tensors(item, depth, found)
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item, depth)
     elif depth and not isinstance(value, _OPAQUE):
         leaves = pytree.tree_leaves(value)
         if len(leaves) != 1 or leaves[0] is not value:
-            found += tensors_in(leaves, depth - 1)
+            yield from tensors_in(leaves, depth - 1)
         elif hasattr(value, "__dict__"):
-            found += tensors_in(list(vars(value).values()), depth - 1)
+            yield from tensors_in(list(vars(value).values()), depth - 1)
 
 
 @dataclass(frozen=True)

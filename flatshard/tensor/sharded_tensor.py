@@ -442,11 +442,8 @@ class FlatShardTensor(torch.Tensor):
             before: Any = _GRAD.__get__(self)
             _GRAD.__set__(self, value)
             original = self.spec.original
-            if (
-                before is not None
-                and before is not value
-                and before is getattr(original, "kept_grad", None)
-            ):
+            is_kept = original is not None and before is original.kept_grad
+            if is_kept and before is not None and before is not value:
                 # If nothing else refers to the gradient, free its memory, so that the object may be
                 # reused; otherwise drop it. `_NUM_REFERENCES` counts the references made here: the
                 # local variable and the argument of `getrefcount`. One more is `kept_grad`.

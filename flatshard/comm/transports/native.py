@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,14 +34,6 @@ def _reduce_scatter_single(
 ) -> Any:
     work = group._reduce_scatter_base(out, whole, _reduce_options(op))
     return work if async_op else work.wait()
-
-
-@lru_cache(1 << 14)  # of the units in training
-def _described(unit: str, tag: int) -> str:
-    """Describe an all-gather. Ranks compare the description, to notice different all-gathers."""
-    # The purpose is not part of the description: if one rank unshards a unit for forward and
-    # another rank unshards the same unit for backward, both take part in the same all-gather.
-    return f"all-gather of {unit or 'the root unit'!r}, flat parameter {tag}"
 
 
 @cache
@@ -92,7 +84,11 @@ class NativeTransport(Transport):
         group = self._members.reduce_group
         if not request.reduced:
             group = self._members.gather_group
-            what = _described(request.unit_fqn, request.tag)
+            # Ranks compare this description, to notice different all-gathers. The purpose is not
+            # part of the description: if one rank unshards a unit for forward and another rank
+            # unshards the same unit for backward, both take part in the same all-gather.
+            unit = request.unit_fqn or "the root unit"
+            what = f"all-gather of {unit!r}, flat parameter {request.tag}"
         if is_gloo:
             self._members.announce(what)
         need = self._members.begin(group, what=what)
