@@ -87,8 +87,8 @@ class Watchdog(CollectiveWatch):
 
     def explain(self, wait: watched) -> str | None:
         reason = detector.explain(self._waits.get(wait) or _blocked(wait))
-        gpu.take_back_error()  # last, because the look-up takes time
-        return reason
+        taken_back = gpu.take_back_error()  # last, because the look-up takes time
+        return reason or taken_back
 
     def program_line(self) -> str:
         return program.line_of(threading.get_ident())

@@ -67,9 +67,11 @@ _TRACE_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # the process with SIGSEGV.
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
-# Time (``time.monotonic()``) of each thread's last ``CollectiveError``, keyed by the thread's
-# identifier. Hold `_raising` to use the times, and to make a thread raise.
+# Time (``time.monotonic()``) of each thread's last ``CollectiveError``, and text of the error that
+# `end_waits` has set and the thread has not raised yet, both keyed by the thread's identifier. Hold
+# `_raising` to use them, and to make a thread raise.
 _raised: dict[int, float] = {}
+_to_raise: dict[int, str] = {}
 _raising = threading.Lock()
 
 
@@ -145,11 +147,12 @@ def end_waits(thread: int, text: str, since: float) -> None:
         abort()
 
 
-def take_back_error() -> None:
+def take_back_error() -> str | None:
     """Call this function before this thread raises a ``CollectiveError``.
 
     If ``end_waits`` has set an error, and the thread has not raised the error yet, the thread no
-    longer raises it. Otherwise the program would get two errors, the second one in the ``except``
+    longer raises it, and its text is returned: the abort of ``end_waits`` is why the thread's own
+    collective failed. Otherwise the program would get two errors, the second one in the ``except``
     clause of the first. Autograd hands errors of its own threads to the main thread.
     """
     thread = threading.current_thread()
@@ -158,6 +161,7 @@ def take_back_error() -> None:
     with _raising:
         _raised[thread.ident or 0] = time.monotonic()
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
+        return _to_raise.pop(thread.ident or 0, None)
 
 
 def own_error(text: str) -> CollectiveError:
@@ -173,6 +177,7 @@ def _raise_in_thread(thread: int, text: str, since: float) -> None:
     # class that contains the text.
     class Raised(CollectiveError):
         def __init__(self) -> None:
+            _to_raise.pop(thread, None)
             super().__init__(text)
 
         def __reduce__(self) -> Any:
@@ -183,6 +188,7 @@ def _raise_in_thread(thread: int, text: str, since: float) -> None:
     error = ctypes.py_object(Raised)
     with _raising:
         if _raised.get(thread, 0.0) < since:
+            _to_raise[thread] = text
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
 

@@ -147,7 +147,8 @@ def test_exchanges_on_the_host_are_no_collectives_of_nccl() -> None:
 def test_a_program_gets_a_single_error(order: str) -> None:
     """The main thread waits in C++ for a thread of autograd, whose collective fails.
 
-    The watchdog sets its error before or after this error.
+    The watchdog sets its error before or after this error. If before, this error contains the text
+    of the watchdog's: the watchdog then aborts the collective, and this error tells why.
     """
     raised, is_done = [], threading.Lock()
     main, since = threading.get_ident(), time.monotonic()
@@ -156,7 +157,7 @@ def test_a_program_gets_a_single_error(order: str) -> None:
         try:
             with named("all-gather"):
                 if order == "before":
-                    gpu_waits._raise_in_thread(main, "a second error", since)
+                    gpu_waits._raise_in_thread(main, "ranks began different ones", since)
                 raise RuntimeError("aborted")
         except CollectiveError as error:
             raised.append(str(error))
@@ -168,4 +169,5 @@ def test_a_program_gets_a_single_error(order: str) -> None:
     is_done.acquire()
     _thread.start_new_thread(fail, ())  # like a thread of C++, not a `threading.Thread`
     is_done.acquire()
-    assert raised[0].startswith("all-gather failed.")
+    reason = {"before": ": ranks began different ones", "after": ". Another rank died"}[order]
+    assert raised[0].startswith(f"all-gather failed{reason}")
